@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Peer:
         peer = Register("peer", Role.EPD, self._channel.address, [layout], os.getpid(), 1, capacity, 2**20, model=model)
         self._channel.send(self._frontend, peer)
         left: dict[Any, int] = {}
+        made: Counter[Any] = Counter()
         beat = step = time.monotonic()
         while not self._ended.is_set():
             wait = self._gap if left else 0.2
@@ -80,9 +82,10 @@ class Peer:
                 for request in list(left):
                     left[request] -= 1
                     reason = None if left[request] else "length"
-                    self._channel.send(self._frontend, Tokens(request, [WORD], finish_reason=reason))
+                    self._channel.send(self._frontend, Tokens(request, [WORD], made[request], finish_reason=reason))
+                    made[request] += 1
                     if reason:
-                        del left[request]
+                        del left[request], made[request]
 
 
 def picture(seed: int) -> str:

@@ -64,9 +64,9 @@ class Service:
         self.router.lifecycle.submit(record, PROMPT, SAMPLING, [])
 
     def answer(self, request: RequestId) -> None:
-        for _ in range(TOKENS_PER_REQUEST - 1):
-            self.router.handle(Tokens(request, [1]))
-        self.router.handle(Tokens(request, [1], finish_reason="stop"))
+        for number in range(TOKENS_PER_REQUEST - 1):
+            self.router.handle(Tokens(request, [1], number))
+        self.router.handle(Tokens(request, [1], TOKENS_PER_REQUEST - 1, finish_reason="stop"))
 
     def turn(self) -> None:
         """One request is answered, and another is submitted."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from triptych import compute_thread
-from triptych.compute_thread import ComputeThread
+from triptych.compute_thread import ComputeThread, started_executor
 
 
 @pytest.fixture
@@ -35,3 +35,15 @@ def test_submit_does_not_wait_for_a_job_behind_another(thread: ComputeThread, mo
     assert not second.running()
     end.set()
     assert second.result(10)
+
+
+def test_the_threads_of_an_executor_run_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = started_executor(3, "early")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    together = threading.Barrier(3)
+    assert sorted(executor.map(lambda _: together.wait(5), range(3))) == [0, 1, 2]
+    executor.shutdown()

@@ -17,6 +17,15 @@ START_TIMEOUT = 0.01
 """Maximum seconds that ``submit`` waits for a job to start; only reached on a machine with other load."""
 
 
+def started_executor(threads: int, name: str) -> ThreadPoolExecutor:
+    """Return an executor whose threads all run already: later there may be no memory to start one, and by then the job
+    would be queued. Raises RuntimeError if there is none now."""
+    executor, started = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Barrier(threads)
+    for _ in range(threads):
+        executor.submit(started.wait)
+    return executor
+
+
 class ComputeThread:
     """Runs jobs one at a time, in order. An instance with several stages submits one job at a time for each, so that
     they take turns on the same cores."""
@@ -27,7 +36,7 @@ class ComputeThread:
         """Total run time of all jobs so far."""
         self._on_done = on_done
         self._num_submitted = self._num_ended = 0  # each counted by one thread
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._executor = started_executor(1, "compute")
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         """Queue a job, and wait until it has started if no other job is queued. Without the wait, the calling thread

@@ -35,8 +35,8 @@ def test_unread_tokens_count_in_the_usage_as_in_the_record(tokenizer: Tokenizer)
     context = RequestContext(request_of(), "", math.inf, SimpleNamespace())  # type: ignore[arg-type]
     generation = Generation(service, [prompt()], [SamplingParams(max_tokens=4)], fields, context, "id")
     (token,) = tokenizer.encode("a")
-    for _ in range(MAX_JOINED + 3):
-        harness.router.handle(Tokens(stream.request, [token, token]))
+    for number in range(MAX_JOINED + 3):
+        harness.router.handle(Tokens(stream.request, [token, token], 2 * number))
 
     async def read() -> None:
         outputs = generation.stream()
@@ -56,7 +56,7 @@ def test_a_stop_string_completed_by_the_answers_end_removes_no_token(tokenizer: 
     shown = [*tokenizer.encode("a"), tokenizer.encode("é")[0]]
     tokens = [*shown, min(tokenizer.eos_token_ids)] if reason == "stop" else shown
     logprobs = [TokenLogprob(-1.0, []) for _ in tokens]
-    report = text.read(Tokens(RequestId("r"), tokens, logprobs, finish_reason=reason))
+    report = text.read(Tokens(RequestId("r"), tokens, 0, logprobs, finish_reason=reason))
     assert (report.tokens, len(report.logprobs), report.finish_reason) == (tokens, len(tokens), "stop")
     assert text.shown(report) == shown, "the stop token isn't shown"
     assert text.take(report) == "a"

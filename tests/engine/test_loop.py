@@ -19,10 +19,10 @@ from tests.support.engine_instances import (
     generate,
     prefill,
 )
-from triptych.errors import ErrorKind
+from triptych.errors import ErrorKind, InvalidRequest
 from triptych.messages.work import Cancel, EncodeNeeded, Failed, HandBack, MissingItem, PeerLost, PrefillNeeded, Tokens
 from triptych.topology import Role
-from triptych.types import RequestId
+from triptych.types import RequestId, TransferId
 
 HALF = MEDIA_ROWS // 2
 
@@ -167,11 +167,54 @@ def test_a_failed_prefill_is_aborted_when_the_frontend_knows(split: EngineInstan
     assert [one.error for one in split.of(Failed)] == [ErrorKind.INTERNAL_ERROR]
     assert [one.sender for one in split.of(Failed)] == [split.address("p")]
     for name in ("p", "d"):
-        split.loop(name).handlers[Cancel](Cancel(RequestId("late")))
+        split.loop(name).handlers[Cancel](Cancel(RequestId("late"), transfer if name == "p" else TransferId("")))
 
 
 def failing(*_: object) -> None:
     raise RuntimeError("a bug")
+
+
+# ── messages that arrive late or twice ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefill_that_arrives_twice_is_done_once(split: EngineInstances) -> None:
+    d = split.address("d")
+    request = generate("twice")
+    split.give("d", request)
+    split.until(lambda: split.of(PrefillNeeded))
+    message = prefill(request, d, split.of(PrefillNeeded)[0].transfer)
+    split.give("p", message)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="under way"):
+            split.give("p", message)
+        split.turn()
+    split.until(lambda: not split.loop("p").debug_state()["active"])
+    with pytest.raises(InvalidRequest, match="under way"):
+        split.give("p", message)  # its rows are still being sent
+    assert len(split.tokens("twice")) == 6
+    split.give("p", message)  # it is too late, and the decode instance says so
+    split.settle()
+    assert split.of(Failed) == []
+
+
+def test_a_cancelled_prefill_leaves_a_later_one_alone(split: EngineInstances) -> None:
+    d = split.address("d")
+    request = generate("again")
+    split.give("d", request)
+    split.until(lambda: split.of(PrefillNeeded))
+    split.give("p", prefill(request, d, split.of(PrefillNeeded)[0].transfer))
+    for transfer in ("earlier", ""):
+        split.loop("p").handlers[Cancel](Cancel(RequestId("again"), TransferId(transfer)))
+    assert len(split.tokens("again")) == 6
+
+
+def test_tokens_say_where_in_the_answer_they_are(pd: EngineInstances) -> None:
+    pd.give("pd", generate("new"))
+    pd.give("pd", generate("continued", generated=[1, 2]))
+    assert len(pd.tokens("new")) == 6
+    assert len(pd.tokens("continued")) == 4
+    assert [one.first for one in pd.of(Tokens) if one.request == "new"] == list(range(6))
+    assert [one.first for one in pd.of(Tokens) if one.request == "continued"] == list(range(2, 6))
 
 
 # ── a drain ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,11 +17,8 @@ from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.curve import ClusterKeys, CurveKey
-from triptych.messages.work import Encode, Heartbeat
-from triptych.types import Address, ImageHeader, ItemPlan, TransferId
-
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
-
+from triptych.messages.work import Heartbeat, Prefilled, PromptLogprobs
+from triptych.types import Address, TransferId
 
 SECRET = b"a secret of 24 bytes ..."
 
@@ -57,7 +54,8 @@ def test_messages_arrive_in_order_both_ways(pair: tuple[Channel, Channel]) -> No
 
 def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
-    message = Encode(TransferId("t"), one.address, one.address, "key", PLAN, os.urandom(20 * 2**20))
+    large = PromptLogprobs(0, os.urandom(20 * 2**20), b"", b"")
+    message = Prefilled(TransferId("t"), 0, None, 0, [], large)
     one.send(other.address, message)
     assert receive(other, 1) == [message]
 

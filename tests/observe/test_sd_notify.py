@@ -17,15 +17,25 @@ def test_lines_come_in_one_datagram(abstract: bool, tmp_path: Path, monkeypatch:
         manager.settimeout(5)
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name if abstract else name)
         assert sd_notify.is_wanted()
-        sd_notify.send("READY=1", "STATUS=waiting for é")
+        assert sd_notify.send("READY=1", "STATUS=waiting for é")
         assert manager.recv(1024).decode() == "READY=1\nSTATUS=waiting for é"
 
 
 @pytest.mark.parametrize("path", ["", "/nowhere/at/all", "@not-listened-to"])
 def test_without_a_manager_nothing_happens(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", path)
-    sd_notify.send("READY=1")
+    assert not sd_notify.send("READY=1")
     assert sd_notify.is_wanted() == bool(path)
+
+
+def test_a_manager_whose_queue_is_full_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        while sd_notify.send("WATCHDOG=1"):
+            pass
+        manager.recv(1024)
+        assert sd_notify.send("READY=1")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_plan_whose_parts_are_not_its_rows_is_refused(model: Hears) -> None:
             host.send = lambda _, message: sent.append(message)
             wrong = msgspec.structs.replace(plan, parts=plan.parts[1:])
             host.handlers[Encode](
-                Encode(TransferId("1"), Address("inproc://absent"), Address("frontend"), "key", wrong, b"")
+                Encode(TransferId("1"), Address("inproc://absent"), Address("frontend"), "key", wrong, 1)
             )
             assert host.idle
 

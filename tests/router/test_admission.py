@@ -50,15 +50,16 @@ def name(harness: RouterHarness, stream: TokenStream) -> RequestId:
 
 
 def begin(harness: RouterHarness, stream: TokenStream) -> None:
-    harness.router.handle(Tokens(name(harness, stream), [1]))
+    harness.router.handle(Tokens(name(harness, stream), [1], 0))
 
 
 def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
-    began = harness.router.debug_state().dispatched[stream.request].dispatched
-    assert began is not None
-    worked = [Interval("decode", began, harness.now)]
-    harness.router.handle(Tokens(name(harness, stream), [1], finish_reason="length", intervals=worked))
+    state = harness.router.debug_state().dispatched[stream.request]
+    assert state.dispatched is not None
+    worked = [Interval("decode", state.dispatched, harness.now)]
+    last = Tokens(name(harness, stream), [1], len(state.generated), finish_reason="length", intervals=worked)
+    harness.router.handle(last)
 
 
 def test_a_request_that_could_not_be_dispatched_is_refunded() -> None:
@@ -148,10 +149,10 @@ def test_one_that_has_waited_for_its_media_makes_room_for_the_next_and_runs_with
     assert {*placed(harness)[2 * ROOM :]} == {texts[-1].request, pictures[-1].request}
 
 
-def need(harness: RouterHarness, stream: TokenStream, count: int) -> list[TransferId]:
+def need(harness: RouterHarness, stream: TokenStream, count: int, asked: int = 0) -> list[TransferId]:
     transfers = [TransferId(f"{stream.request}/{item}") for item in range(count)]
     needed = [MissingItem(item, transfer) for item, transfer in enumerate(transfers)]
-    harness.router.handle(EncodeNeeded(name(harness, stream), PD0, needed))
+    harness.router.handle(EncodeNeeded(name(harness, stream), PD0, needed, asked=asked))
     return transfers
 
 
@@ -208,7 +209,7 @@ def test_queued_items_leave_with_their_request_and_are_requested_again_once() ->
     stream, other = harness.submit(*[1.0] * 8), harness.submit(1.0)
     first = need(harness, stream, 8)
     again = [MissingItem(item, TransferId(f"again/{item}")) for item in range(8)]
-    harness.router.handle(EncodeNeeded(stream.request, PD0, again))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, again, asked=1))
     assert encodes(harness)[:4] == first[:4]
     for _ in range(20):
         waiting = [
@@ -218,7 +219,7 @@ def test_queued_items_leave_with_their_request_and_are_requested_again_once() ->
             harness.router.handle(Encoded(transfer, False, []))
     assert encodes(harness)[4:] == [needed.transfer for needed in again]
     (single,) = need(harness, other, 1)
-    need(harness, stream, 8)
+    need(harness, stream, 8, asked=2)
     harness.router.lifecycle.cancel(stream.request)
     assert len(harness.router.debug_state().encode.queue) == 0
     assert single in encodes(harness)
@@ -413,7 +414,7 @@ def test_what_an_answer_waited_at_its_instance_is_not_its_work_if_a_stop_string_
     for _ in range(MIN_SAMPLES):
         stream = harness.submit(read=stops)
         harness.wait(20, PD0)
-        harness.router.handle(Tokens(name(harness, stream), [1, 1]))
+        harness.router.handle(Tokens(name(harness, stream), [1, 1], 0))
         assert stream.record.finish_reason == "stop"
     assert forecast.seconds_per_cost == pace
     assert forecast.mean_cost > mean_cost, "what it cost is known"

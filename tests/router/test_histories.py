@@ -31,7 +31,7 @@ from triptych.messages.work import (
 )
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
-from triptych.types import Address, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 SERVICES = [[E0, PD0], [E0, E1, PD0, PD1], [E0, P0, D0], [E0, E1, P0, P1, D0], [E0, P0, PD0, D0]]
 COSTS = [1.0, 0.1, 1e15 / 3, 100.7]
@@ -130,12 +130,17 @@ class History:
         generate = message if isinstance(message, Generate) else message.generate
         self.number += 1
         if isinstance(message, Generate) and to == D0:
-            self.router.handle(PrefillNeeded(generate.request, to, TransferId(f"kv{self.number}"), 0, []))
+            kv = TransferId(f"kv{self.number}")
+            self.router.handle(PrefillNeeded(generate.request, to, kv, 0, [], self.asked()))
         elif generate.items:
             names = [TransferId(f"t{self.number}/{item}") for item in range(len(generate.items))]
-            self.router.handle(
-                EncodeNeeded(generate.request, to, [MissingItem(item, name) for item, name in enumerate(names)])
-            )
+            missing = [MissingItem(item, name) for item, name in enumerate(names)]
+            prefill = message.transfer if isinstance(message, Prefill) else TransferId("")
+            self.router.handle(EncodeNeeded(generate.request, to, missing, prefill, self.asked()))
+
+    def asked(self) -> int:
+        """Mostly the next number; at times that of a message that has arrived before, or overtakes others."""
+        return max(0, self.number + self.rng.choice([0, 0, 0, -3, 3]))
 
     def encoded(self) -> None:
         if encodes := [message for _, message in self.harness.of(Encode) if isinstance(message, Encode)]:
@@ -149,7 +154,10 @@ class History:
         if generates := [message for _, message in self.harness.of(Generate) if isinstance(message, Generate)]:
             request = self.rng.choice(generates).request
             tokens = [1] * self.rng.choice([1, 1, 3])
-            self.router.handle(Tokens(request, tokens, [], self.rng.choice([None, None, "stop"])))
+            state = self.router.debug_state().requests.get(RequestId(request.partition(".")[0]))
+            first = len(state.generated) if state else 0
+            first = max(0, first + self.rng.choice([0, 0, 0, 0, -1, 1]))
+            self.router.handle(Tokens(request, tokens, first, [], self.rng.choice([None, None, "stop"])))
 
     def failed(self) -> None:
         if given := self.given():

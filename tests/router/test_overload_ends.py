@@ -70,7 +70,8 @@ class Service:
                     [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.harness.now)] if over else []
                 )
                 reason = "length" if over else None
-                self.harness.router.handle(Tokens(one.generate.request, [1], [], reason, intervals=intervals))
+                request, first = one.generate.request, one.num_tokens - 1
+                self.harness.router.handle(Tokens(request, [1], first, [], reason, intervals=intervals))
 
     def pass_time(self, seconds: float) -> None:
         """Nothing happens."""
@@ -163,7 +164,7 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
     def text() -> None:
         stream = harness.submit(timeout=5.0)
         harness.wait(0.25, PD0, E0)
-        harness.router.handle(Tokens(stream.request, [1], [], "length"))
+        harness.router.handle(Tokens(stream.request, [1], 0, [], "length"))
 
     for _ in range(16):
         text()
@@ -186,7 +187,7 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
                 stream.request not in harness.router.debug_state().encode.pending
                 and stream.request in harness.router.debug_state().dispatched
             ):
-                harness.router.handle(Tokens(stream.request, [1], [], "length"))
+                harness.router.handle(Tokens(stream.request, [1], 0, [], "length"))
     assert not harness.router.num_requests
     assert not forecast.rate.busy
     assert not forecast.encode_rate.busy

@@ -31,12 +31,13 @@ def encode_targets(harness: RouterHarness) -> list[tuple[Address, TransferId, in
 
 
 def ask_again(harness: RouterHarness, stream: TokenStream, transfer: TransferId, first_row: int) -> None:
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, first_row)]))
+    missing = MissingItem(0, transfer, first_row, attempt=1)
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [missing], asked=1))
 
 
 def finish(harness: RouterHarness, stream: TokenStream) -> list[int]:
-    dispatch = harness.router.debug_state().requests[stream.request].generate.request
-    harness.router.handle(Tokens(dispatch, [7], finish_reason="stop"))
+    state = harness.router.debug_state().requests[stream.request]
+    harness.router.handle(Tokens(state.generate.request, [7], len(state.generated), finish_reason="stop"))
     return tokens_of(stream)
 
 
@@ -109,7 +110,7 @@ def test_a_request_that_waits_for_a_stage_at_its_deadline_gets_503_not_504() -> 
 def test_requests_wait_in_the_queue_while_the_only_language_instance_restarts() -> None:
     harness = RouterHarness(PD0, restart_hold=5.0)
     begun = harness.submit()
-    harness.router.handle(Tokens(begun.request, [5]))
+    harness.router.handle(Tokens(begun.request, [5], 0))
     harness.router.handle(Deregister(PD0))
     queued = harness.submit()
     assert harness.router.debug_state().queued == {begun.request, queued.request}
@@ -172,6 +173,8 @@ def test_items_that_a_draining_encode_instance_returns_go_to_another() -> None:
     at_e0 = [name for to, name, _ in encode_targets(harness) if to == E0]
     harness.router.handle(Draining(E0))
     harness.router.handle(HandBack(E0, [], [*at_e0, TransferId("unknown")]))
+    needed = MissingItem(transfers.index(at_e0[0]), at_e0[0], attempt=1)
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [needed]))  # the instance has told the consumer
     assert [(to, name) for to, name, _ in encode_targets(harness)[2:]] == [(E1, at_e0[0])]
     for transfer in transfers:
         harness.router.handle(Encoded(transfer, False, []))
@@ -220,12 +223,39 @@ def test_of_two_instances_of_one_name_the_older_is_told_to_stop() -> None:
     assert [one.address for one in harness.router.membership.named(lease.name)] == [new]
 
 
+@pytest.mark.parametrize("others", [1, 12])
+def test_a_request_that_ends_each_of_its_instances_takes_no_other_with_it(others: int) -> None:
+    """Though all of them were on each instance that was lost before."""
+    harness = RouterHarness(PD0, PD1, restart_hold=60.0, max_queue=20)
+    poison, *rest = [harness.submit() for _ in range(others + 1)]
+    streams = {stream.request: stream for stream in rest}
+    answered: dict[str, list[int]] = {}
+    pid = 1
+    for _ in range(100):
+        requests = harness.router.debug_state().requests
+        if not requests:
+            break
+        state = requests.get(poison.request)
+        if state is not None and state.decode is not None:
+            victim = state.decode.instance.address
+            harness.router.handle(Deregister(victim))
+            pid += 1
+            harness.register(victim, pid=pid)
+            continue
+        name = next(one.id for one in requests.values() if one.decode is not None)
+        answered[name] = finish(harness, streams[name])
+    with pytest.raises(InstanceLost, match="given up after 3"):
+        tokens_of(poison)
+    assert answered == {stream.request: [7] for stream in rest}
+    assert harness.outstanding() == 0
+
+
 def test_late_messages_of_a_request_that_moved_are_ignored() -> None:
     harness = RouterHarness(PD0, PD1)
     stream = harness.submit()
     first = harness.of(Generate)[0][0]
-    harness.router.handle(Tokens(stream.request, [1]))
+    harness.router.handle(Tokens(stream.request, [1], 0))
     harness.router.handle(Deregister(first))
     assert harness.of(Cancel)[-1] == (first, Cancel(stream.request))
-    harness.router.handle(Tokens(stream.request, [66], finish_reason="stop"))
+    harness.router.handle(Tokens(stream.request, [66], 1, finish_reason="stop"))
     assert finish(harness, stream) == [1, 7]

@@ -109,7 +109,7 @@ def test_a_draining_instance_gets_nothing_new_but_ends_what_it_has() -> None:
     harness.set_role("pd0", Role.P)
     others = {harness.of(Generate)[-1][0] for _ in range(5) if harness.submit()}
     assert others == {"pd1", "d0"}
-    harness.router.handle(Tokens(first.request, [1], finish_reason="stop"))
+    harness.router.handle(Tokens(first.request, [1], 0, finish_reason="stop"))
     assert harness.router.membership.get(Address("pd0")).outstanding == 0  # type: ignore[union-attr]
 
 
@@ -125,7 +125,7 @@ def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
     assert harness.of(Prefill)[-1][0] == "p0"
     harness.register("p0", Role.PD)
     assert harness.router.can_serve
-    harness.router.handle(Tokens(stream.request, [3]))
+    harness.router.handle(Tokens(stream.request, [3], 0))
     harness.need_prefill(stream, generated=(3,))  # it lost its pages, and no prefill instance is left
     to, again = harness.of(Generate)[-1]
     assert (to, again.generated) == ("p0", [3])

@@ -79,9 +79,9 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
     harness = RouterHarness(E0, PD0, PD1)
     first, second = harness.submit(1.0), harness.submit()
     assert [to for to, _ in harness.of(Generate)] == [PD0, PD1]
-    harness.router.handle(Tokens(second.request, [5]))
+    harness.router.handle(Tokens(second.request, [5], 0))
     harness.router.handle(
-        Tokens(second.request, [6, 7], finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
+        Tokens(second.request, [6, 7], 1, finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
     )
     assert tokens_of(second) == [5, 6, 7]
     assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
@@ -102,10 +102,10 @@ def test_an_answer_that_its_reader_ends_counts_as_finished_and_is_cancelled_at_i
 
     harness = RouterHarness(E0, PD0)
     stream = harness.submit(read=until_six)
-    harness.router.handle(Tokens(stream.request, [5]))
+    harness.router.handle(Tokens(stream.request, [5], 0))
     assert harness.of(Cancel) == []
-    harness.router.handle(Tokens(stream.request, [6, 7, 8]))
-    harness.router.handle(Tokens(stream.request, [9]))
+    harness.router.handle(Tokens(stream.request, [6, 7, 8], 1))
+    harness.router.handle(Tokens(stream.request, [9], 4))
     assert harness.of(Cancel) == [(PD0, Cancel(stream.request))]
     assert (harness.router.num_requests, harness.outstanding()) == (0, 0)
     assert tokens_of(stream) == [5, 6]
@@ -121,8 +121,8 @@ def test_what_a_reader_trips_over_fails_its_request_alone() -> None:
 
     harness = RouterHarness(E0, PD0)
     stream, other = harness.submit(read=trips), harness.submit()
-    harness.router.handle(Tokens(stream.request, [5]))
-    harness.router.handle(Tokens(other.request, [5], finish_reason="stop"))
+    harness.router.handle(Tokens(stream.request, [5], 0))
+    harness.router.handle(Tokens(other.request, [5], 0, finish_reason="stop"))
     with pytest.raises(InternalError, match="could not be read"):
         tokens_of(stream)
     assert tokens_of(other) == [5]
@@ -204,7 +204,7 @@ def test_a_request_of_a_lost_instance_continues_on_another() -> None:
     harness = RouterHarness(E0, PD0, PD1)
     lost, kept = harness.submit(2.0), harness.submit()
     (transfer,) = harness.need(lost, 0)
-    harness.router.handle(Tokens(lost.request, [5, 6]))
+    harness.router.handle(Tokens(lost.request, [5, 6], 0))
     harness.router.handle(Deregister(PD0))
     (first, (to, second)) = [(to, message) for to, message in harness.of(Generate) if message.request != kept.request]
     assert to == PD1
@@ -212,13 +212,13 @@ def test_a_request_of_a_lost_instance_continues_on_another() -> None:
     assert harness.router.debug_state().encode.in_flight == {}
     assert harness.lease(E0).outstanding == 0
     for message in (
-        Tokens(lost.request, [7], finish_reason="stop"),
+        Tokens(lost.request, [7], 2, finish_reason="stop"),
         Failed(lost.request, PD0, ErrorKind.INTERNAL_ERROR, ""),
         EncodeNeeded(lost.request, PD0, [MissingItem(0, transfer)]),
     ):
         harness.router.handle(message)  # what the lost one had still to say
     assert len(harness.of(Encode)) == 1
-    harness.router.handle(Tokens(second.request, [8], finish_reason="length"))
+    harness.router.handle(Tokens(second.request, [8], 2, finish_reason="length"))
     assert tokens_of(lost) == [5, 6, 8]
     harness.router.lifecycle.cancel(kept.request)
     assert harness.outstanding() == 0
@@ -362,11 +362,11 @@ def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
     harness = RouterHarness(P0, P1, D0)
     stream = harness.submit()
     for number in range(2):
-        harness.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"d/{number}"), 0, []))
+        harness.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"d/{number}"), 0, [], number))
         harness.lease(harness.of(Prefill)[0][0]).outstanding += 100
     (first, _), (second, _) = harness.of(Prefill)
     assert {first, second} == {P0, P1}
-    assert harness.of(Cancel) == [(first, Cancel(stream.request))]
+    assert harness.of(Cancel) == [(first, Cancel(stream.request, TransferId("d/0")))]
     harness.router.handle(Failed(stream.request, first, ErrorKind.INTERNAL_ERROR, ""))
     assert harness.router.num_requests == 1
     harness.router.handle(Failed(stream.request, second, ErrorKind.INTERNAL_ERROR, ""))
@@ -374,21 +374,23 @@ def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
         tokens_of(stream)
 
 
-def test_messages_about_unknown_requests_are_ignored() -> None:
+def test_messages_about_unknown_requests_are_ignored_and_what_they_ask_for_is_cancelled() -> None:
     harness = RouterHarness(E0, PD0)
     harness.sent.clear()
     unknown, transfer = RequestId("unknown"), TransferId("unknown")
     for message in (
-        Tokens(unknown, [1], finish_reason="stop"),
+        Tokens(unknown, [1], 0, finish_reason="stop"),
         Failed(unknown, PD0, ErrorKind.INTERNAL_ERROR, ""),
+        EncodeNeeded(unknown, Address("nowhere"), [MissingItem(0, transfer)]),
         EncodeNeeded(unknown, PD0, [MissingItem(0, transfer)]),
+        PrefillNeeded(unknown, PD0, transfer, 0, []),
         Encoded(transfer, False, []),
         EncodeFailed(transfer, ErrorKind.INTERNAL_ERROR, ""),
         Deregister(Address("nowhere")),
         Done(transfer, TransferSide.PRODUCER),
     ):
         harness.router.handle(message)
-    assert harness.sent == []
+    assert harness.sent == [(PD0, Cancel(unknown))] * 2
     assert harness.outstanding() == 0
 
 
@@ -417,7 +419,7 @@ def test_an_unreachable_peer_does_not_affect_others() -> None:
 
 ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
     lambda harness, stream: harness.router.lifecycle.cancel(stream.request),
-    lambda harness, stream: harness.router.handle(Tokens(stream.request, [1], finish_reason="length")),
+    lambda harness, stream: harness.router.handle(Tokens(stream.request, [1], 0, finish_reason="length")),
     lambda harness, stream: harness.router.handle(Failed(stream.request, PD0, ErrorKind.INTERNAL_ERROR, "")),
     lambda harness, stream: harness.router.handle(
         EncodeFailed(TransferId(f"{stream.request}/0"), ErrorKind.MEDIA_ERROR, "")

@@ -1,5 +1,6 @@
 """Sandboxed workers that do what a hostile file could make them do."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -99,6 +101,19 @@ def test_a_worker_killed_from_outside_fails_no_item(workers: WorkerPool, tmp_pat
     time.sleep(0.05)
     assert ask(workers, "echo", b"x") == [(b"hello", b"x")]
     assert workers.pids != before
+
+
+def test_an_item_is_not_at_fault_when_this_process_has_no_memory_for_its_result(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bulk, "of", full)
+        with pytest.raises(InternalError, match="lacks memory"):
+            payloads(workers, "echo", b"data")
+    assert payloads(workers, "echo", b"data")
 
 
 def test_workers_see_no_secrets(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

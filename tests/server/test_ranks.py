@@ -227,7 +227,10 @@ def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureF
     with started(path.parent, failures) as ranks:
         group = ranks.connect(CPU)
         load(folder, group)
-        with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 1"), ranks.collective():
+        with (
+            pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) ended with exit code 78"),
+            ranks.collective(),
+        ):
             gather_memory(group, CPU)
     said = capfd.readouterr().err
     assert "triptych: rank 1: " in said

@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a virtual cable."""
 
+import ctypes
 import json
 import secrets
 import shutil
@@ -13,6 +14,10 @@ import pytest
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """Other processes can't see them, so they may be the same in every run."""
 CABLE = "cable0"
+NOWHERE = "02:00:00:00:00:01"
+"""A hardware address that neither end of the cable has."""
+NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of setns(2)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,21 @@ class Host:
     def run(self, command: Sequence[str], stdin: str = "", timeout: float = 60.0) -> str:
         """What the command writes. Raises CalledProcessError when it fails."""
         return _run([*self.prefix, *command], stdin, timeout)
+
+    def enter(self) -> None:
+        """Put the calling thread on this host: the sockets that it opens from now on are the host's."""
+        with open(f"/var/run/netns/{self.namespace}", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), "setns")
+
+    def lose_packets_to(self, other: "Host") -> None:
+        """From now on nothing that is sent to the other host arrives, without a sign of that."""
+        there = [other.address, "lladdr", NOWHERE, "nud", "permanent", "dev", CABLE]
+        _run([_ip(), "-n", self.namespace, "neighbour", "replace", *there])
+
+    def reach(self, other: "Host") -> None:
+        """End that."""
+        _run([_ip(), "-n", self.namespace, "neighbour", "del", other.address, "dev", CABLE])
 
     def num_sent(self) -> int:
         """Bytes that have left the host over the cable."""

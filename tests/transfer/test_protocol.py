@@ -321,14 +321,33 @@ def test_an_invalid_grant_ends_only_its_transfer(fabric: str, fault: str) -> Non
         w.finish()
 
 
+def test_a_grant_that_arrives_twice_is_written_once(fabric: str) -> None:
+    """By then its blocks may hold rows of another transfer."""
+    with wire(fabric, 2, 2) as w:
+        item = w.expect(4, (0, 0))
+        w.offer(item)
+        w.deliver_all()
+        w.receiver.grant()
+        grants = [message for message in w.queues[CONSUMER, item.producer] if isinstance(message, Grant)]
+        w.provide(item)
+        w.deliver_all()
+        sender = w.senders[item.producer]
+        written = sender.counters.bytes
+        assert written
+        for grant in grants:
+            sender.on_grant(grant)
+        assert (sender.counters.bytes, item.transfer in sender) == (written, True)
+        w.finish()
+
+
 def test_rows_that_were_not_granted_are_ignored(fabric: str) -> None:
     with wire(fabric, 1, 2) as w:
         item = w.expect(4, (0, 0))
         w.offer(item)
         w.deliver_all()
         w.receiver.grant()
-        for wrote in (Wrote(item.transfer, 0, 3, 0.0, None), Wrote(item.transfer, 1, 1, 0.0, None)):
-            w.receiver.on_wrote(wrote)
+        for first_row, rows, grant in ((0, 3, 0), (1, 1, 0), (0, 2, 1)):
+            w.receiver.on_wrote(Wrote(item.transfer, first_row, rows, 0.0, None, grant=grant))
         w.receiver.on_wrote(Wrote(TransferId("unknown"), 0, 1, 0.0, None))
         assert w.receiver.landed(item.transfer) == 0
         w.finish()
@@ -426,7 +445,7 @@ def test_grants_that_overlap_end_their_transfer(fabric: str) -> None:
         region = w.buffer.handle(w.fabrics[0])
         sender = w.senders[item.producer]
         w.deliver_all()
-        sender.on_grant(Grant(item.transfer, 2, [Extent(2, 1)], region, False))
+        sender.on_grant(Grant(item.transfer, 2, [Extent(2, 1)], region, False, number=1))
         assert item.transfer not in sender
         w.deliver_all()
         w.finish()

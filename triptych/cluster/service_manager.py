@@ -17,20 +17,16 @@ async def tell_service_manager(service: LocalService) -> None:
         return
     watchdog = sd_notify.watchdog_seconds()
     interval = min(INTERVAL, watchdog / 3) if watchdog else INTERVAL
-    was_ready, before = False, ""
+    told_ready, told_status = False, ""
     while True:
-        missing, lines = service.missing, []
+        missing, ready, lines = service.missing, service.was_ready, []
         status = f"STATUS=waiting for {', '.join(missing)}" if missing else "STATUS=ready"
-        if not was_ready and service.was_ready:
-            was_ready = True
-            lines.append("READY=1")
-        elif not was_ready:
-            lines.append(f"EXTEND_TIMEOUT_USEC={int(MORE_TIME * 1e6)}")
-        if status != before:
+        if not told_ready:
+            lines.append("READY=1" if ready else f"EXTEND_TIMEOUT_USEC={int(MORE_TIME * 1e6)}")
+        if status != told_status:
             lines.append(status)
-            before = status
         if watchdog:
             lines.append("WATCHDOG=1")
-        if lines:
-            sd_notify.send(*lines)
-        await asyncio.sleep(interval if was_ready else min(interval, 0.1))
+        if lines and sd_notify.send(*lines):  # otherwise they are repeated
+            told_ready, told_status = ready, status
+        await asyncio.sleep(interval if told_ready else min(interval, 0.1))

@@ -14,7 +14,7 @@ from triptych.config.http import HttpConfig
 from triptych.config.instance_spec import InstanceSpec
 from triptych.config.item_limits import ItemLimits
 from triptych.config.lease import LeaseConfig
-from triptych.config.media import MAX_MESSAGE_BYTES, MediaConfig, MediaFetchConfig
+from triptych.config.media import MAX_FILE_MB, MAX_MESSAGE_BYTES, MediaConfig, MediaFetchConfig
 from triptych.config.memory_size import MemorySize
 from triptych.config.observe import LOG_FORMATS, ObserveConfig
 from triptych.config.rank_sizes import RankSizes
@@ -47,6 +47,7 @@ __all__ = [
     "DTYPES",
     "FABRICS",
     "LOG_FORMATS",
+    "MAX_FILE_MB",
     "MAX_MESSAGE_BYTES",
     "QUANTIZATIONS",
     "RENAMED_ROLES",

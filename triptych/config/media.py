@@ -8,9 +8,9 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""Maximum size of a message between processes. A media file is sent in one message, with less than 1 MiB of other
-fields."""
-MAX_FILE_MB = MAX_MESSAGE_BYTES // 2**20 - 1
+"""Maximum size of a message between processes. The largest ones carry the log probabilities of long prompts."""
+MAX_FILE_MB = 255
+"""Maximum size of a media file, in MiB. An encode instance holds several files at a time."""
 MAX_IMAGE_PIXELS = 50_000_000
 """More than decoders get memory for."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from triptych.encode.cache import EmbeddingRows
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
-from triptych.types import ItemPlan, TransferId
+from triptych.types import Address, ItemPlan, TransferId
 
 
 @dataclass(eq=False)
@@ -16,13 +16,17 @@ class EncodeJob:
     key: str
     plan: ItemPlan
     inputs: Iterator[EncoderInput]
-    """Yields the item's parts; each is preprocessed when it is asked for."""
+    """Yields the item's parts; each is preprocessed when it is asked for. Empty until its file has been fetched."""
     received: float
     """Seconds since the epoch, like all times here except ``deadline``; 0 for not yet."""
+    size: int = 0
+    """Of its file, in bytes."""
     client: str = ""
+    cache_salt: str = ""
     long: bool = False
     """Whether the item is preprocessed in several time slices."""
-    transfers: list[TransferId] = field(default_factory=list)
+    transfers: dict[TransferId, Address] = field(default_factory=dict)
+    """The transfers that need its rows, each with the frontend that owns the request."""
     deadline: float = 0.0
     """By ``time.monotonic``: after it, no transfer needs the rows any more."""
     part_names: list[str] = field(default_factory=list)
@@ -38,6 +42,16 @@ class EncodeJob:
     @property
     def all_encoded(self) -> bool:
         return len(self.rows) == self.plan.num_parts
+
+    @property
+    def source(self) -> TransferId:
+        """The transfer whose frontend is asked for the file."""
+        return next(iter(self.transfers))
+
+    @property
+    def frontend(self) -> Address:
+        """The frontend that is asked for the file."""
+        return self.transfers[self.source]
 
     @property
     def flow(self) -> str:

@@ -1,4 +1,4 @@
-"""Stage loop of stage E: receives items, preprocesses and encodes them, and provides their rows to the sender.
+"""Stage loop of stage E: fetches items, preprocesses and encodes them, and provides their rows to the sender.
 
 Items are processed part by part: a long item's first rows are sent before its last part is preprocessed.
 """
@@ -6,20 +6,21 @@ Items are processed part by part: a long item's first rows are sent before its l
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from triptych.compute_thread import ComputeThread
+from triptych.compute_thread import ComputeThread, started_executor
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
+from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
-from triptych.errors import DeadlineExceeded, ErrorKind, PlanMismatch, TriptychError
+from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import EncodeStats, InstanceStats
-from triptych.messages.work import Encode, Encoded, EncodeFailed, PeerLost
+from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
 from triptych.models.base import EncoderInput, Preprocessor
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
@@ -85,9 +86,10 @@ class EncodeLoop:
         layout: RowLayout,
         compute: ComputeThread,
         wake: Callable[[], None],
-        frontend: Address,
+        address: Address,
         send: Send,
     ) -> None:
+        """``address`` is this instance's own, where frontends answer. ``wake`` is called from other threads."""
         self.preprocessors = preprocessors
         self.encoder = encoder
         self._queue = queue
@@ -97,9 +99,10 @@ class EncodeLoop:
         self._layout_digest = layout.digest
         self._compute = compute
         self._wake = wake
-        self._frontend = frontend
+        self._address = address
         self.send = send
-        self._workers = ThreadPoolExecutor(preprocessors.number, thread_name_prefix="preprocess")
+        self.fetcher = MediaFetcher(address, send)
+        self._workers = started_executor(preprocessors.number, "preprocess")
         self.num_requested = 0
         """Encode messages received."""
         self.num_encoded = 0
@@ -117,13 +120,17 @@ class EncodeLoop:
 
     @property
     def handlers(self) -> Handlers:
-        return {Encode: self._on_encode}
+        return {Encode: self._on_encode, MediaBytes: self._on_media_bytes, MediaGone: self._on_media_gone}
 
     def advance(self) -> None:
         self._collect_preprocessed()
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
+        while silent := self.fetcher.advance(time.monotonic()):  # other frontends may have to be asked in their place
+            for frontend in silent:
+                log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
+                self.frontend_lost(frontend)
         self._start_preprocessing()
 
     next_advance = float("inf")
@@ -132,7 +139,23 @@ class EncodeLoop:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def frontend_lost(self, frontend: Address) -> None:
-        """Do nothing: consumers abort the transfers of requests that are given up, which ends the jobs."""
+        """Leave its transfers, which ends the jobs that no other transfer needs. Consumers end the transfers of items
+        that are encoded already."""
+        for job in list(self._jobs.values()):
+            for transfer in [one for one, owner in job.transfers.items() if owner == frontend]:
+                self._leave(job, transfer)
+                self.sender.abort(transfer, "the frontend that owns the request is gone")
+
+    def hand_back(self) -> dict[Address, HandBack]:
+        """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,
+        because only they can admit another producer to a transfer."""
+        handed_back: dict[Address, HandBack] = {}
+        for job in [job for job in self._jobs.values() if not job.preprocess_began]:
+            self._drop(job)
+            for transfer, frontend in job.transfers.items():
+                self.sender.abort(transfer, "the instance drains")
+                handed_back.setdefault(frontend, HandBack(self._address, [], [])).transfers.append(transfer)
+        return handed_back
 
     def on_lease_lost(self) -> None:
         """Do nothing: the sender ends all transfers, and thereby all jobs."""
@@ -164,6 +187,7 @@ class EncodeLoop:
             cache_hits=self._cache.hits,
             cache_bytes=self._cache.num_bytes,
             cache_max_bytes=self._cache.max_bytes,
+            fetched_bytes=self.fetcher.num_bytes,
         )
 
     def close(self) -> None:
@@ -174,11 +198,11 @@ class EncodeLoop:
 
     def _on_encode(self, message: Encode) -> None:
         now = time.time()
-        if not message.plan.is_whole:
-            failed = EncodeFailed(
-                message.transfer, ErrorKind.PLAN_MISMATCH, "the parts of the plan don't add up to its rows"
-            )
-            self.send(self._frontend, failed)
+        key = row_name(self._layout_digest, message.key, message.cache_salt)
+        try:
+            _check(message, self._jobs.get(key))
+        except TriptychError as error:
+            self.send(message.reply_to, EncodeFailed(message.transfer, ErrorKind.of(error), str(error)))
             return
         self.sender.offer(
             message.transfer,
@@ -190,22 +214,55 @@ class EncodeLoop:
             attempt=message.attempt,
         )
         self.num_requested += 1
-        key = row_name(self._layout_digest, message.key, message.cache_salt)
-        if (job := self._jobs.get(key)) is None:
+        if (job := self._jobs.get(key)) is None:  # the end of an earlier attempt may just have ended it
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
-                self.send(self._frontend, Encoded(message.transfer, True, [Interval("queue", now, time.time())]))
+                encoded = Encoded(message.transfer, True, [Interval("queue", now, time.time())])
+                self.send(message.reply_to, encoded)
                 return
-            inputs, long = self._inputs(message), message.plan.is_time_sliced(self._queue.max_patches)
-            job = EncodeJob(key, message.plan, inputs, received=now, client=message.client, long=long)
-            self._jobs[job.key] = job
-            self._scheduler.add(job)
-        if message.transfer not in job.transfers:  # an earlier attempt may still be ending
-            job.transfers.append(message.transfer)
+            job = self._jobs[key] = self._new_job(key, message, now)
+            self.fetcher.add(job)
+        job.transfers[message.transfer] = message.reply_to  # an earlier attempt may still be ending
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
+
+    def _new_job(self, key: str, message: Encode, now: float) -> EncodeJob:
+        job = EncodeJob(
+            key,
+            message.plan,
+            iter(()),
+            received=now,
+            size=message.size,
+            client=message.client,
+            cache_salt=message.cache_salt,
+            long=message.plan.is_time_sliced(self._queue.max_patches),
+        )
+        job.transfers[message.transfer] = message.reply_to
+        return job
+
+    def _on_media_bytes(self, message: MediaBytes) -> None:
+        """Take a piece of a file. The item waits for preprocessing once the file is whole."""
+        try:
+            fetched = self.fetcher.receive(message, time.monotonic())
+        except InternalError as error:
+            job = self.fetcher.job_of(message.transfer)
+            assert job is not None, "pieces of other files are dropped"
+            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error))
+            self.send(job.transfers[message.transfer], failed)
+            self._leave(job, message.transfer)
+            return
+        if fetched is not None:
+            job, pieces = fetched
+            job.inputs = self._inputs(job, pieces)
+            self._scheduler.add(job)
+
+    def _on_media_gone(self, message: MediaGone) -> None:
+        """Give up a transfer whose frontend doesn't have the file: the request has ended, or another instance has the
+        item. Otherwise the consumer asks for it again."""
+        if self.fetcher.job_of(message.transfer) is not None:
+            self.sender.abort(message.transfer, "the frontend doesn't have the item's file")
 
     def _on_transfer_end(self, transfer: TransferId) -> None:
         """Cancel the job of a transfer that has ended, unless other transfers need it."""
@@ -213,9 +270,15 @@ class EncodeLoop:
             return  # only an earlier attempt has ended
         for job in list(self._jobs.values()):
             if transfer in job.transfers:
-                job.transfers.remove(transfer)
-                if not job.transfers:
-                    self._drop(job)
+                self._leave(job, transfer)
+
+    def _leave(self, job: EncodeJob, transfer: TransferId) -> None:
+        """Remove a transfer from a job, which ends without one, and may need another source of its file."""
+        del job.transfers[transfer]
+        if not job.transfers:
+            self._drop(job)
+        else:
+            self.fetcher.change_source(job, time.monotonic())
 
     def _drop(self, job: EncodeJob) -> None:
         """End a job and cancel its work that hasn't started, so that active items don't wait behind it."""
@@ -227,6 +290,7 @@ class EncodeLoop:
                 self._preprocessing.pop(future, None)
                 self._scheduler.slice_ended(job, 0.0)
         self._scheduler.remove(job)
+        self.fetcher.release(job)
 
     def _fail_expired(self) -> None:
         """Fail jobs past their deadline, so that others don't wait behind them."""
@@ -250,10 +314,12 @@ class EncodeLoop:
         self._preprocessing[future] = job
         future.add_done_callback(lambda _: self._wake())
 
-    def _inputs(self, message: Encode) -> Iterator[EncoderInput]:
+    def _inputs(self, job: EncodeJob, pieces: list[bytes]) -> Iterator[EncoderInput]:
         """Yield an item's parts. The preprocessor starts with the first one, in a worker thread."""
-        for part in self.preprocessors(message.data, message.plan):
-            name = row_name(self._layout_digest, f"{part.tower}|{part.name}", message.cache_salt)
+        data = b"".join(pieces)  # without the interpreter's lock, if it is long
+        pieces.clear()
+        for part in self.preprocessors(data, job.plan):
+            name = row_name(self._layout_digest, f"{part.tower}|{part.name}", job.cache_salt)
             yield msgspec.structs.replace(part, name=name)
 
     def preprocess_slice(self, job: EncodeJob) -> list[EncoderInput]:
@@ -293,6 +359,7 @@ class EncodeLoop:
                 self._scheduler.add(job)
                 continue
             self._scheduler.remove(job)
+            self.fetcher.release(job)
             if len(job.part_names) != job.plan.num_parts:
                 planned = job.plan.num_parts
                 self._fail(job, PlanMismatch(f"an item has {len(job.part_names)} parts; {planned} were planned"))
@@ -369,8 +436,8 @@ class EncodeLoop:
         self._remove(job)
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.part_names))
-        for transfer in job.transfers:
-            self.send(self._frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
+        for transfer, frontend in job.transfers.items():
+            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
         """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
@@ -380,8 +447,16 @@ class EncodeLoop:
             log.error("item %s failed", job.key[:16], exc_info=error)
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
-        for transfer in job.transfers:
-            self.send(self._frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
+        for transfer, frontend in job.transfers.items():
+            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
+
+
+def _check(message: Encode, job: EncodeJob | None) -> None:
+    """Raise PlanMismatch for an item that contradicts itself, or the job that it would join."""
+    if not message.plan.is_whole:
+        raise PlanMismatch("the parts of the plan don't add up to its rows")
+    if job is not None and (message.plan, message.size) != (job.plan, job.size):
+        raise PlanMismatch("another request has an item of the same key with another plan or size")
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:

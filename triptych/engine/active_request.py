@@ -124,6 +124,8 @@ class ActiveRequest:
     prefill: Prefill | None = None
     """The message that asks for the prefill, if another instance decodes the request."""
     outgoing_kv: OutgoingKV | None = None
+    num_asked: int = 0
+    """Messages that have asked the frontend for what the request needs."""
     failed: bool = False
     """Whether it has failed, and remains only until its outgoing transfer is aborted."""
 
@@ -135,6 +137,16 @@ class ActiveRequest:
     def reply_to(self) -> Address:
         """The frontend that owns the request."""
         return self.generate.reply_to
+
+    def next_asked(self) -> int:
+        """Return the number of the next message that asks the frontend for what the request needs."""
+        self.num_asked += 1
+        return self.num_asked - 1
+
+    @property
+    def prefill_transfer(self) -> TransferId:
+        """The transfer of the prefill that it is here for; empty if it is decoded here as well."""
+        return self.prefill.transfer if self.prefill is not None else TransferId("")
 
     @property
     def begun(self) -> bool:

@@ -51,7 +51,7 @@ class EmbeddingSource:
             self._incoming.add(transfer, active, incoming.times)
             active.items.append(incoming)
             needed.append(MissingItem(index, transfer, first_row=covered))
-        return EncodeNeeded(active.id, self._address, needed) if needed else None
+        return self._needed(active, needed) if needed else None
 
     def take_orphaned(self) -> list[tuple[ActiveRequest, EncodeNeeded]]:
         """Return, for each request whose transfers have lost their encode instances since the last call, the message
@@ -63,7 +63,7 @@ class EmbeddingSource:
             (index,) = (item.index for item in active.items if item.transfer == transfer)
             landed, attempt = self._receiver.landed(transfer), self._receiver.attempt(transfer)
             needed.setdefault(active, []).append(MissingItem(index, transfer, landed, attempt))
-        return [(active, EncodeNeeded(active.id, self._address, items)) for active, items in needed.items()]
+        return [(active, self._needed(active, items)) for active, items in needed.items()]
 
     def release(self, active: ActiveRequest) -> None:
         """Close the transfers of a request's items."""
@@ -110,6 +110,9 @@ class EmbeddingSource:
         for item, transfer, end_row in taken:
             self._consume(item, transfer, end_row)
         return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
+
+    def _needed(self, active: ActiveRequest, items: list[MissingItem]) -> EncodeNeeded:
+        return EncodeNeeded(active.id, self._address, items, active.prefill_transfer, active.next_asked())
 
     def _pin(self, active: ActiveRequest) -> None:
         """Pin the request's blocks until it is done. Earlier requests may wait for its pages, because it can't be

@@ -40,7 +40,7 @@ class KVSink:
         or the transfer is under way already."""
         if prefill.first_token >= num_tokens:
             raise TransferError(f"token {prefill.first_token} of {num_tokens} can't be the first to send")
-        if prefill.transfer in self._sender or prefill.transfer in self._expected:
+        if prefill.transfer in self:
             raise TransferError(f"transfer {prefill.transfer} is under way already")
         self._expected.add(prefill.transfer)
         return OutgoingKV(
@@ -51,6 +51,10 @@ class KVSink:
             provided=[prefill.first_token] * self._cache.num_layers,
             timeout=prefill.generate.timeout,
         )
+
+    def __contains__(self, transfer: TransferId) -> bool:
+        """Whether the transfer is expected, or under way."""
+        return transfer in self._expected or transfer in self._sender
 
     def start_step(self, chunks: Sequence[ActiveChunk]) -> AfterLayer:
         """Handle the start of a step. The KV of requests that have just got all their pages is offered, and its cached

@@ -36,7 +36,8 @@ class KVSource:
         self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout)
         active.incoming_kv = IncomingKV(transfer, first, rows, list(request.pages))
         self._incoming.add(transfer, active, active.incoming_kv.times)
-        return PrefillNeeded(request.id, self._address, transfer, first, request.tokens[request.num_prompt :])
+        generated = request.tokens[request.num_prompt :]
+        return PrefillNeeded(request.id, self._address, transfer, first, generated, active.next_asked())
 
     def release(self, active: ActiveRequest) -> None:
         """Close a request's transfer."""

@@ -118,7 +118,7 @@ class EngineLoop:
     @property
     def handlers(self) -> Handlers:
         handlers: dict[type[Any], Callable[[Any], object]] = {
-            Cancel: lambda message: self._cancel(message.request),
+            Cancel: self._on_cancel,
             **self.incoming.handlers,
         }
         if self.decodes:
@@ -218,7 +218,11 @@ class EngineLoop:
         self._add_request(message, message.generated)
 
     def _on_prefill(self, message: Prefill) -> None:
-        self._cancel(message.generate.request)  # the decode instance may have lost its pages, or received rows
+        assert self._kv_sink is not None
+        if message.transfer in self._kv_sink:
+            raise InvalidRequest("this prefill is under way")
+        if active := self._active.get(message.generate.request):
+            self._remove(active)  # the decode instance may have lost its pages, or received rows
         self._add_request(message.generate, message.generated, message)
 
     def _add_request(self, message: Generate, generated: list[int], prefill: Prefill | None = None) -> None:
@@ -261,8 +265,9 @@ class EngineLoop:
         active = self._active.get(request.id)
         return active if active is not None and active.request is request and not active.failed else None
 
-    def _cancel(self, request_id: RequestId) -> None:
-        if active := self._active.get(request_id):
+    def _on_cancel(self, message: Cancel) -> None:
+        active = self._active.get(message.request)
+        if active is not None and message.prefill == active.prefill_transfer:
             self._remove(active)
 
     def _remove_if(self, condition: Callable[[ActiveRequest], bool]) -> None:
@@ -490,6 +495,7 @@ class EngineLoop:
 
     def _append_token(self, active: ActiveRequest, sampled: SampledToken) -> None:
         request, timings = active.request, active.timings
+        first = request.num_generated
         request.tokens.append(sampled.token)
         if not timings.first_token:
             timings.first_token = time.time()
@@ -502,7 +508,9 @@ class EngineLoop:
         logprob = token_logprob(sampled)
         logprobs = [logprob] if logprob else []
         prompt_logprobs, request.prompt_logprobs = joined(request.prompt_logprobs), []
-        tokens = Tokens(request.id, [sampled.token], logprobs, reason, timings.reused, intervals, prompt_logprobs)
+        tokens = Tokens(
+            request.id, [sampled.token], first, logprobs, reason, timings.reused, intervals, prompt_logprobs
+        )
         self._pending_tokens.append((active.reply_to, tokens))
         if reason:
             self._remove(active)

@@ -37,6 +37,12 @@ CLOSE_LINGER_MS = 1000
 """Milliseconds to deliver pending messages to a disconnected peer, which may be about to register again."""
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Milliseconds after which a connection that hasn't authenticated is closed."""
+UNACKNOWLEDGED_MS = 10_000
+"""Milliseconds after which a connection whose peer acknowledges nothing is given up and opened again. The kernel would
+keep it and try less and less often, up to two minutes apart. Longer than a lease usually lasts, because messages may be
+lost with the connection."""
+CONNECT_TIMEOUT_MS = 1000
+"""Milliseconds after which an attempt to connect is given up, and the next one begins."""
 KEEPALIVE_IDLE = 60
 """Seconds of silence after which the kernel probes whether a connection's peer still exists."""
 POLL_RESOLUTION = 1e-3
@@ -197,6 +203,8 @@ class Channel:
         try:
             outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
             outbox.set(zmq.IPV6, 1)
+            outbox.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
+            outbox.set(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             if self._keys:
                 outbox.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
                 outbox.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)

@@ -97,6 +97,9 @@ class Grant(Struct, frozen=True, tag=True):
     checked: bool
     """Whether Wrote must carry a checksum of the rows."""
     attempt: Count = 0
+    number: Count = 0
+    """Number of grants of the transfer before this one. One that arrives twice is written once: by then its blocks may
+    hold other rows."""
 
     @property
     def rows(self) -> int:
@@ -118,6 +121,8 @@ class Wrote(Struct, frozen=True, tag=True):
     checksum: int | None
     """XXH3-64 of the bytes in row order, if the grant asked for it."""
     attempt: Count = 0
+    grant: Count = 0
+    """The grant's ``number``."""
 
 
 class TransferSide(enum.StrEnum):

@@ -91,6 +91,8 @@ class EncodeStats(Struct):
     """Parts found there so far."""
     cache_bytes: Count
     cache_max_bytes: Count
+    fetched_bytes: Count = 0
+    """Bytes of media files fetched from frontends so far."""
 
 
 class LanguageStats(Struct):

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
+from triptych.config import MAX_FILE_MB
 from triptych.errors import ErrorKind
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
@@ -54,6 +55,8 @@ class Register(Struct, frozen=True, tag=True):
     stats: InstanceStats = field(default_factory=InstanceStats)
     model: ModelIdentity = ModelIdentity()
     """The model that it serves."""
+    resets: Count = 0
+    """How often the process has given up its work. Work that it was given before a reset is lost."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -101,7 +104,8 @@ class HandBack(Struct, frozen=True, tag=True):
     requests: list[RequestId]
     """Requests that a language instance was given."""
     transfers: list[TransferId]
-    """Items that an encode instance was given, by their transfers."""
+    """Items that an encode instance was given, by their transfers. Their consumers have been told, and ask for them
+    again: only a consumer can admit another producer."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -367,6 +371,9 @@ class PrefillNeeded(Struct, frozen=True, tag=True):
     """The consumer has the KV of the tokens before this one."""
     generated: list[int]
     """Tokens of the answer so far, to be prefilled after the prompt."""
+    asked: Count = 0
+    """How often the instance has asked for something that the request needs before. An earlier message that arrives
+    later, or again, is ignored."""
 
 
 class Prefill(Struct, frozen=True, tag=True):
@@ -401,10 +408,19 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
     request: RequestId
     consumer: Address
     items: list[MissingItem]
+    prefill: TransferId = TransferId("")
+    """The transfer of the prefill that needs them; empty on an instance that decodes the request as well."""
+    asked: Count = 0
+    """As in PrefillNeeded."""
+
+
+MEDIA_PIECE_BYTES = 2**20
+"""Maximum size of a piece of a media file. A larger one would hold the event loops, and delay other messages."""
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Frontend → encode instance: encode these bytes and offer the rows to a language instance, the ``consumer``.
+    """Frontend → encode instance: encode this item and offer the rows to a language instance, the ``consumer``. An
+    instance that lacks the rows asks for the item's file, with FetchMedia.
 
     Only requests of the same ``cache_salt`` share rows. The rows are of no use after ``timeout`` seconds. Encode
     instances share their time fairly among clients."""
@@ -412,10 +428,11 @@ class Encode(Struct, frozen=True, tag=True):
     transfer: TransferId
     consumer: Address
     reply_to: Address
-    """The frontend that owns the request."""
+    """The frontend that owns the request, and the file."""
     key: str
     plan: ItemPlan
-    data: bytes
+    size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
+    """Of the file, in bytes. A list of frames, packed as one file, is somewhat larger than its frames."""
     first_row: Count = 0
     """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
@@ -423,6 +440,33 @@ class Encode(Struct, frozen=True, tag=True):
     client: str = ""
     attempt: Count = 0
     """As in MissingItem."""
+
+
+class FetchMedia(Struct, frozen=True, tag=True):
+    """Encode instance → frontend: send this piece of a transfer's file. Answered by MediaBytes or MediaGone."""
+
+    transfer: TransferId
+    offset: Count
+    """In bytes."""
+    length: Annotated[int, Meta(ge=1, le=MEDIA_PIECE_BYTES)]
+    """In bytes."""
+    reply_to: Address
+    """The instance, which must be the one that was given the item."""
+
+
+class MediaBytes(Struct, frozen=True, tag=True):
+    """Frontend → encode instance: a piece of a transfer's file."""
+
+    transfer: TransferId
+    offset: Count
+    data: Annotated[bytes, Meta(max_length=MEDIA_PIECE_BYTES)]
+
+
+class MediaGone(Struct, frozen=True, tag=True):
+    """Frontend → encode instance: it has no file for that transfer, because the request has ended or another instance
+    has the item."""
+
+    transfer: TransferId
 
 
 class Encoded(Struct, frozen=True, tag=True):
@@ -483,6 +527,8 @@ class Tokens(Struct, frozen=True, tag=True):
 
     request: RequestId
     tokens: list[int]
+    first: Count
+    """Number of tokens of the answer before these. What arrives twice is ignored, and what is missing is noticed."""
     logprobs: list[TokenLogprob] = []
     """One for each token, or empty."""
     finish_reason: str | None = None
@@ -508,12 +554,15 @@ class Cancel(Struct, frozen=True, tag=True):
     """Frontend → language instance: abort this request."""
 
     request: RequestId
+    prefill: TransferId = TransferId("")
+    """At a prefill instance: the transfer of the prefill to abort. A later prefill of the request goes on."""
 
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
     | LauncherReport | LauncherStatus
     | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
-    | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | Encoded | EncodeFailed
+    | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
+    | Encoded | EncodeFailed
     | Tokens | Failed | Cancel
 )  # fmt: skip

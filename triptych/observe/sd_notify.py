@@ -10,14 +10,17 @@ def is_wanted() -> bool:
     return bool(os.environ.get("NOTIFY_SOCKET"))
 
 
-def send(*lines: str) -> None:
-    """Send assignments such as ``READY=1``. Does nothing without a service manager, and drops what it can't take."""
+def send(*lines: str) -> bool:
+    """Send assignments such as ``READY=1``. Return whether a service manager took them. There may be none, and the
+    queue of one that reads slowly may be full."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
-        return
+        return False
     address = "\0" + path[1:] if path.startswith("@") else path  # @ stands for the abstract namespace
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
         out.sendto("\n".join(lines).encode(), address)
+        return True
+    return False
 
 
 def watchdog_seconds() -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import Encode, time_left
+from triptych.messages.work import MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
@@ -24,6 +24,10 @@ LONG_ITEMS = 4
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
 """Maximum of these items that may belong to one client, so that slots remain for other clients."""
+
+MAX_MEDIA_SENDS = 8
+"""Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
+and doesn't read stays in this process's memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,8 @@ class EncodeTask:
     """The consumer has the rows before this one."""
     attempt: int
     """As in MissingItem."""
+    asked: int
+    """As in EncodeNeeded."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
@@ -48,7 +54,7 @@ class EncodeTask:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InFlightEncode:
     """An item that has been dispatched to an encode instance."""
 
@@ -59,6 +65,8 @@ class InFlightEncode:
     """Whether it is encoded in time slices, alternating with other items."""
     patches: int
     """Patches counted against the instance's capacity; 0 if ``long``."""
+    num_bytes_sent: int = 0
+    """Of its file."""
 
     @property
     def cost(self) -> int:
@@ -72,6 +80,11 @@ class _RequestItems:
     queued: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
     """By the item's index."""
     in_flight: dict[TransferId, InFlightEncode] = field(default_factory=dict)
+
+    def known(self, index: int) -> list[EncodeTask]:
+        """Return what was asked for last of the item of that index, queued or dispatched; empty if nothing was."""
+        queued = [self.queued[index].work] if index in self.queued else []
+        return queued + [one.task for one in self.in_flight.values() if one.task.index == index]
 
 
 @dataclass(frozen=True)
@@ -125,8 +138,10 @@ class EncodeDispatcher:
 
     def enqueue(self, task: EncodeTask) -> bool:
         """Queue an item; call ``dispatch`` afterwards. Return whether it replaces an earlier transfer of the same item,
-        as after a preemption."""
+        as after a preemption. Does nothing if the instance has asked for the item later or this is known already."""
         items = self._requests.setdefault(task.request, _RequestItems())
+        if any(known.asked >= task.asked for known in items.known(task.index)):
+            return False
         replaced = self._release_item(items, task.index)
         plan = task.item.plan
         kind = "long" if plan.is_time_sliced(self._membership.encode_batch_patches) else "short"
@@ -182,7 +197,7 @@ class EncodeDispatcher:
             reply_to=self._address,
             key=item.key,
             plan=plan,
-            data=item.data,
+            size=len(item.data),
             first_row=task.first_row,
             attempt=task.attempt,
             timeout=time_left(task.deadline, now),
@@ -206,6 +221,17 @@ class EncodeDispatcher:
     def get(self, transfer: TransferId) -> InFlightEncode | None:
         """Return the item that was dispatched for that transfer; None if there is none or its request has ended."""
         return self._in_flight.get(transfer)
+
+    def media(self, wanted: FetchMedia) -> MediaBytes | MediaGone:
+        """Return the answer to an instance that asks for a piece of an item's file."""
+        encode = self._in_flight.get(wanted.transfer)
+        if encode is None or encode.instance.address != wanted.reply_to:
+            return MediaGone(wanted.transfer)
+        data = encode.task.item.data
+        encode.num_bytes_sent += wanted.length
+        if encode.num_bytes_sent > MAX_MEDIA_SENDS * max(len(data), MEDIA_PIECE_BYTES):
+            return MediaGone(wanted.transfer)
+        return MediaBytes(wanted.transfer, wanted.offset, data[wanted.offset : wanted.offset + wanted.length])
 
     def finish(self, encode: InFlightEncode, *, cached: bool) -> None:
         """Record that an item is encoded. A ``cached`` one is refunded to its client."""
@@ -240,12 +266,13 @@ class EncodeDispatcher:
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
-        """Queue again what an instance hasn't begun; call ``dispatch`` afterwards. Returns the requests concerned."""
+        """Forget what an instance was assigned and hasn't begun, at no cost to the clients; call ``dispatch``
+        afterwards. Returns the requests concerned, whose consumers ask for the items again."""
         returned = [one for transfer in transfers if (one := self._at[instance.address].get(transfer)) is not None]
         for encode in returned:
             if encode in self._unfinished:
                 self._queue.charge(encode.task.client, -encode.cost)
-            self.enqueue(encode.task)
+            self._release_item(self._requests[encode.task.request], encode.task.index)
         return [encode.task.request for encode in returned]
 
     def queued_requests(self) -> list[RequestId]:

@@ -90,6 +90,9 @@ SERIES = [
     Series("mm_cache_queries", "parts looked up in the encoder cache", True, _encode(lambda one: one.cache_queries)),
     Series("mm_cache_hits", "parts found in the encoder cache", True, _encode(lambda one: one.cache_hits)),
     Series("mm_cache_bytes", "embeddings in the encoder cache, in bytes", False, _encode(lambda one: one.cache_bytes)),
+    Series(
+        "mm_fetched_bytes", "bytes of media files fetched from frontends", True, _encode(lambda one: one.fetched_bytes)
+    ),
     Series("mm_items_encoded", "media items encoded by the tower", True, _encode(lambda one: one.encoded)),
     Series(
         "receive_pool_usage_perc", "share of the receive pool's blocks in use, 0 to 1", False,

@@ -31,7 +31,7 @@ from triptych.router.admission import Admission
 from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import least_outstanding
-from triptych.router.request_state import RemotePrefill, RequestPhase, RequestState
+from triptych.router.request_state import MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.router.stream import TokenReader, TokenStream
 from triptych.topology import Stage
@@ -39,8 +39,6 @@ from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
-MAX_LOSSES = 3
-"""Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
 LOST = "an instance that worked on this request was lost, and no other can continue it"
 MIN_QUEUE_SECONDS = 0.002
 """Waits shorter than this (seconds) aren't recorded as queueing."""
@@ -206,10 +204,10 @@ class RequestLifecycle:
             rooms = self._rooms()
             if not any(rooms.values()):
                 return
-            request = self.admission.next(functools.partial(_has_room, rooms))
+            request = self.admission.next(functools.partial(self._has_room, rooms))
             if request is None:
                 return
-            instance = least_outstanding(rooms[request.may_stall])
+            instance = least_outstanding(self._room_for(request, rooms))
             assert instance is not None
             self._dispatch(request, instance)
 
@@ -217,6 +215,16 @@ class RequestLifecycle:
         """Return the instances that have room for a request that may stall, and for any other one."""
         ready = [lease for lease in self._membership.serving_instances() if lease.has_room]
         return {True: [lease for lease in ready if lease.has_stalling_room], False: ready}
+
+    def _has_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> bool:
+        return bool(self._room_for(state, rooms))
+
+    def _room_for(self, state: RequestState, rooms: dict[bool, list[InstanceLease]]) -> list[InstanceLease]:
+        """Return the instances that have room for a request. One that is to be tried goes where no other is."""
+        having_room = rooms[state.may_stall]
+        if state.losses < MAX_LOSSES - 1:
+            return having_room
+        return [one for one in having_room if not any(other.on_trial for other in self.requests.at(one))]
 
     def _dispatch(self, state: RequestState, instance: InstanceLease) -> None:
         again = state.num_dispatches > 0
@@ -241,6 +249,7 @@ class RequestLifecycle:
             if (started := time.time()) - state.stream.record.submitted > MIN_QUEUE_SECONDS:
                 state.stream.intervals.append(Interval("queue", state.stream.record.submitted, started))
         state.num_dispatches += 1
+        state.has_answered = False
         cost = len(state.generate.tokens) + state.generate.sampling.max_tokens
         self.requests.assign(state, instance, cost)
         self.update_phase(state)
@@ -279,7 +288,7 @@ class RequestLifecycle:
     def cancel_prefill(self, state: RequestState) -> None:
         """Cancel a request's remote prefill, if it has one."""
         if state.prefill is not None and self._membership.get(state.prefill.instance.address):
-            self._notify(state.prefill.instance.address, Cancel(state.generate.request))
+            self._notify(state.prefill.instance.address, Cancel(state.generate.request, state.prefill.transfer))
         self.requests.prefilled(state)
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -399,7 +408,3 @@ class RequestLifecycle:
         if state.prefill_needed and state.prefill is None and not members.prefill_instances(begun=True):
             return self.missing(Stage.PREFILL)
         return None
-
-
-def _has_room(rooms: dict[bool, list[InstanceLease]], request: RequestState) -> bool:
-    return bool(rooms[request.may_stall])

@@ -48,6 +48,8 @@ class InstanceLease:
     """Whether it is about to leave and gets no new work."""
     stats: InstanceStats = field(default_factory=InstanceStats)
     """From its last heartbeat."""
+    resets: int = 0
+    """As in Register."""
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
 
@@ -119,6 +121,7 @@ class Membership:
             address=message.address,
             pid=message.pid,
             incarnation=message.incarnation,
+            resets=message.resets,
             layouts=message.layouts,
             capacity=message.capacity,
             context_length=message.context_length,
@@ -224,12 +227,14 @@ class Membership:
 
 
 def is_same(lease: InstanceLease, message: Register) -> bool:
-    """Return whether a registration at a lease's address is from the same process, in the same role."""
-    return (lease.name, lease.pid, lease.incarnation, lease.role) == (
+    """Return whether a registration at a lease's address is from the same process, in the same role, which has kept its
+    work."""
+    return (lease.name, lease.pid, lease.incarnation, lease.role, lease.resets) == (
         message.name,
         message.pid,
         message.incarnation,
         message.role,
+        message.resets,
     )
 
 

@@ -1,13 +1,17 @@
 """The router's record of one request, from admission to its end."""
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.membership import InstanceLease
 from triptych.router.stream import TokenStream
-from triptych.types import RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
+
+MAX_LOSSES = 3
+"""Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
 
 
 class RequestPhase(enum.StrEnum):
@@ -77,7 +81,9 @@ class RequestState:
     """When it was first dispatched, by the router's clock."""
     num_dispatches: int = 0
     losses: int = 0
-    """Instances that were lost while they worked on it."""
+    """Instances that were lost while they worked on it, without another request that explains the loss."""
+    has_answered: bool = False
+    """Whether tokens have arrived since it was last dispatched."""
     generated: list[int] = field(default_factory=list)
     """The tokens received so far."""
 
@@ -91,9 +97,22 @@ class RequestState:
         """Whether its instance may still be unable to start it; False from the first token on."""
         return self.needs_preparation and not self.stream.record.first_token
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether it is given up if its instance is lost once more. It may be what ends them, and its instance has no
+        other such request, so that these don't share its fate. The trial is over with the next token: what ends an
+        instance does so before, since tokens received so far aren't computed again one by one."""
+        return self.losses == MAX_LOSSES - 1 and self.decode is not None and not self.has_answered
+
     def works_on(self, instance: InstanceLease) -> bool:
         """Return whether a language instance works on the request."""
         return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))
+
+    def prefills(self, instance: Address, transfer: TransferId) -> bool:
+        """Return whether an instance prefills the request: for that transfer or, if it is empty, for itself."""
+        if self.prefill is not None:
+            return (self.prefill.instance.address, self.prefill.transfer) == (instance, transfer)
+        return self.decode is not None and self.decode.instance.address == instance and not transfer
 
     def seconds_computed(self, now: float) -> float | None:
         """Seconds that instances report to have computed for it, at most the time since it was dispatched.
@@ -102,3 +121,8 @@ class RequestState:
         it includes waiting for a slot, for pages and for media."""
         reported = [one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode")]
         return min(sum(reported), now - self.dispatched) if reported and self.dispatched is not None else None
+
+
+def blamed(requests: Collection[RequestState]) -> Collection[RequestState]:
+    """Return those of a lost instance's requests that may have ended it: the one on trial, or else all."""
+    return [one for one in requests if one.on_trial] or requests

@@ -77,6 +77,7 @@ class RequestTable:
     def unassign(self, state: RequestState) -> None:
         """Take a request off the accounts of its language instances."""
         self.prefilled(state)
+        state.prefill_needed = None
         if (decode := state.decode) is not None:
             state.decode = None
             decode.instance.outstanding -= decode.cost

@@ -11,12 +11,14 @@ from triptych.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
+    Cancel,
     Deregister,
     Draining,
     Encoded,
     EncodeFailed,
     EncodeNeeded,
     Failed,
+    FetchMedia,
     GetStatus,
     HandBack,
     Heartbeat,
@@ -42,6 +44,7 @@ from triptych.router.encode_dispatcher import EncodeTask
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import InstanceLease, Membership, is_same
+from triptych.router.request_state import blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.topology import Stage
 from triptych.types import Address
@@ -108,6 +111,7 @@ class Router:
             LauncherReport: self._on_launcher_report,
             PrefillNeeded: self._on_prefill_needed,
             EncodeNeeded: self._on_encode_needed,
+            FetchMedia: self._on_fetch_media,
             Encoded: self._on_encoded,
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
@@ -170,12 +174,16 @@ class Router:
     def _on_prefill_needed(self, message: PrefillNeeded) -> None:
         """A decode instance has pages for a request, and needs its prompt's KV."""
         state = self._requests.current(message.request)
-        if state is not None and state.decode is not None and message.consumer == state.decode.instance.address:
+        if state is None or state.decode is None or message.consumer != state.decode.instance.address:
+            self._cancel_at(message.consumer, Cancel(message.request))
+        elif state.prefill_needed is None or message.asked > state.prefill_needed.asked:
             self.lifecycle.prefill(state, message)
 
     def _on_encode_needed(self, message: EncodeNeeded) -> None:
         """A language instance lacks these items' embeddings: queue them for encoding."""
-        if (state := self._requests.current(message.request)) is None:
+        state = self._requests.current(message.request)
+        if state is None or not state.prefills(message.consumer, message.prefill):
+            self._cancel_at(message.consumer, Cancel(message.request, message.prefill))
             return
         if not self._can_encode():
             self.lifecycle.fail_missing(state, Stage.ENCODE)
@@ -192,6 +200,7 @@ class Router:
                 consumer=message.consumer,
                 first_row=needed.first_row,
                 attempt=needed.attempt,
+                asked=message.asked,
                 deadline=state.deadline,
                 client=state.client,
                 priority=state.priority,
@@ -202,10 +211,19 @@ class Router:
         self.lifecycle.update_phase(state)
         self._encodes.dispatch()
 
+    def _cancel_at(self, address: Address, cancel: Cancel) -> None:
+        """End a request at a language instance that works on it and shouldn't: its Cancel came before, or was lost."""
+        if self.membership.get(address):
+            self._notify(address, cancel)
+
     def _can_encode(self) -> bool:
         """Whether items of requests in flight can be encoded, now or soon."""
         soon = self.membership.serves(Stage.ENCODE, self._clock())
         return soon or bool(self.membership.encode_instances(begun=True))
+
+    def _on_fetch_media(self, message: FetchMedia) -> None:
+        """An encode instance lacks the rows of an item, and needs a piece of its file."""
+        self._notify(message.reply_to, self._encodes.media(message))
 
     def _on_encoded(self, message: Encoded) -> None:
         if (encode := self._encodes.get(message.transfer)) is None:
@@ -224,7 +242,14 @@ class Router:
             self.lifecycle.fail(state, message.error.error(message.message, encode.task.item.param))
 
     def _on_tokens(self, message: Tokens) -> None:
-        if (state := self._requests.current(message.request)) is None or state.decode is None:
+        state = self._requests.current(message.request)
+        if state is None or state.decode is None or message.first < len(state.generated):
+            return
+        if message.first > len(state.generated):
+            log.warning("request %s: tokens before the %dth are missing", state.id, message.first)
+            self.metrics.recovered("decode")
+            self.lifecycle.requeue(state)
+            self.lifecycle.dispatch_queued()
             return
         self._requests.prefilled(state)
         self.last_token = self._clock()
@@ -237,7 +262,8 @@ class Router:
         admission.generated(state, len(report.tokens), self.last_token, first=not state.generated)
         state.generated += report.tokens
         record.num_reused = max(record.num_reused, message.reused)
-        was_stalled = state.may_stall
+        frees_room = state.may_stall or state.on_trial
+        state.has_answered = True
         self._requests.first_token(state)
         self.metrics.received_tokens(record, len(report.tokens), time.time())
         if message.finish_reason is not None:
@@ -247,7 +273,7 @@ class Router:
             self.lifecycle.end_early(state, report.finish_reason)
         else:
             self.lifecycle.update_phase(state)
-            if was_stalled:
+            if frees_room:
                 self.lifecycle.dispatch_queued()
         state.stream.put(report)
 
@@ -283,7 +309,7 @@ class Router:
         held = self.membership.get(message.address)
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
-            self._remove_instance(held, "was replaced by another at its address, or changed its role")
+            self._remove_instance(held, "was replaced by another at its address, gave up its work or changed its role")
         if self._is_outdated(message):
             log.warning("told %s (process %d) to stop: a newer one of its name has joined", message.name, message.pid)
             self._notify(message.address, Stop())
@@ -393,8 +419,9 @@ class Router:
                 self.metrics.recovered("prefill")
         for other in self.membership:
             self._notify(other.address, PeerLost(lease.address, transfers))
+        suspects = blamed(affected.values())
         for state in affected.values():
-            if not self.lifecycle.instance_lost(state, why):
+            if state in suspects and not self.lifecycle.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")

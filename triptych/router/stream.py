@@ -93,6 +93,7 @@ def _joined(reports: list[Tokens]) -> Tokens:
     return Tokens(
         last.request,
         [token for report in reports for token in report.tokens],
+        reports[0].first,
         [logprob for report in reports for logprob in report.logprobs],
         last.finish_reason,
         last.reused,

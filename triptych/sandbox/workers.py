@@ -1,5 +1,6 @@
 """Pool of sandboxed worker processes: requests in, results out; crashes and exceeded limits become errors."""
 
+import errno
 import itertools
 import logging
 import mmap
@@ -31,6 +32,8 @@ START_SECONDS = 60.0
 """Time for a worker to import its modules."""
 ATTEMPTS = 2
 """Attempts per item if its worker dies. The first death may have another cause."""
+EXHAUSTED = frozenset({errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
+"""Errors of this process rather than of a worker: the item isn't at fault."""
 
 
 class _WorkerDied(Exception):
@@ -185,6 +188,9 @@ class _Worker:
             self._end()
             if self._closing:
                 raise InternalError("the service is shutting down") from None
+            if isinstance(error, OSError) and error.errno in EXHAUSTED:
+                log.error("an item's result can't be received: %s", error)
+                raise InternalError("the instance lacks memory or file descriptors") from None
             log.warning("a worker died while processing an item: %s", error or type(error).__name__)
             raise _WorkerDied from None
         finally:

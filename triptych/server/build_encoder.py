@@ -47,7 +47,7 @@ def encode_loop_factory(
         layout=model.row_layout,
         compute=instance.compute,
         wake=instance.channel.wake,
-        frontend=instance.frontend,
+        address=instance.channel.address,
         send=instance.send,
     )
 

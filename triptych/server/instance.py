@@ -128,6 +128,7 @@ class Instance:
         """Signs of life, for the instance's own HTTP port."""
         self._asked_to_drain = False
         self._drain: Drain | None = None
+        self._num_resets = 0
         self.registered = False
         self._stopping = False
         self._failure: StartError | None = None
@@ -283,6 +284,7 @@ class Instance:
         before it accepts the registration."""
         for loop in self.loops:
             loop.on_lease_lost()
+        self._num_resets += 1
         self.registered = False
         self._pending_role = None  # the frontend answers the operator, because this instance has left
         self.send(self.frontend, Deregister(self.channel.address))
@@ -364,6 +366,7 @@ class Instance:
             context_length=context_length,
             stats=self._stats(),
             model=self._model,
+            resets=self._num_resets,
         )
         self.send(self.frontend, register)
 

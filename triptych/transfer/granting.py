@@ -44,7 +44,7 @@ class Granter:
         """Grant the same rows again: they are corrupt, or were written to memory that the buffer has left."""
         assert incoming.producer is not None
         assert incoming.producer.fabric is not None
-        grant.region = self._buffer.handle(incoming.producer.fabric)
+        grant.number, grant.region = incoming.next_grant(), self._buffer.handle(incoming.producer.fabric)
         self._send_grant(incoming, grant)
 
     def holder_to_revoke(
@@ -79,12 +79,21 @@ class Granter:
         segments = self._buffer.take(incoming.granted, wanted)
         self._counters.grants += 1
         checked = fabric.checksums or self._check_always
-        grant = OutstandingGrant(incoming.granted, segments, self._buffer.handle(fabric), checked)
+        region, number = self._buffer.handle(fabric), incoming.next_grant()
+        grant = OutstandingGrant(number, incoming.granted, segments, region, checked)
         incoming.add(grant, self._clock())  # before sending, which may raise, so that the blocks have an owner
         self._send_grant(incoming, grant)
 
     def _send_grant(self, incoming: IncomingTransfer, grant: OutstandingGrant) -> None:
         assert incoming.producer is not None
         extents = self._buffer.extents(grant.segments)
-        message = Grant(incoming.transfer, grant.first_row, extents, grant.region, grant.checked, incoming.attempt)
+        message = Grant(
+            incoming.transfer,
+            grant.first_row,
+            extents,
+            grant.region,
+            grant.checked,
+            attempt=incoming.attempt,
+            number=grant.number,
+        )
         self._send(incoming.producer.address, message)

@@ -35,6 +35,8 @@ class GrantState(enum.Enum):
 class OutstandingGrant:
     """A grant that isn't part of the landed rows yet."""
 
+    number: int
+    """As in Grant."""
     first_row: int
     segments: list[Segment]
     region: RegionHandle
@@ -96,6 +98,8 @@ class IncomingTransfer:
         """Blocks of the rows that are granted and not consumed."""
         self.grants: list[OutstandingGrant] = []
         """In row order."""
+        self.num_grants = 0
+        """Grants that were sent to its producers."""
         self.pinned = False
         self.stalled = False
         """Whether it is counted as waiting for blocks."""
@@ -167,6 +171,11 @@ class IncomingTransfer:
         self.producer = producer
         self.progress.enter(TransferState.WAITING_FOR_INPUT, now)
 
+    def next_grant(self) -> int:
+        """Return the number of the next grant."""
+        self.num_grants += 1
+        return self.num_grants - 1
+
     def add(self, grant: OutstandingGrant, now: float) -> None:
         """Record a grant of the next rows."""
         self.stalled = False
@@ -181,7 +190,8 @@ class IncomingTransfer:
         if wrote.attempt != self.attempt:
             return None
         writing = (grant for grant in self.grants if grant.state is GrantState.WRITING)
-        return next((g for g in writing if (g.first_row, g.rows) == (wrote.first_row, wrote.rows)), None)
+        named = (wrote.grant, wrote.first_row, wrote.rows)
+        return next((g for g in writing if (g.number, g.first_row, g.rows) == named), None)
 
     def accept(self, grant: OutstandingGrant) -> None:
         """Count a grant's rows as landed, once those before it have."""

@@ -80,6 +80,8 @@ class OutgoingTransfer:
         """Grants some of whose rows don't exist yet, in row order."""
         self.writes: list[PendingWrite] = []
         """Grants that are being written."""
+        self.granted: set[int] = set()
+        """Numbers of the grants that have arrived."""
         self.final_message: Message | None = None
         """Sent to the consumer once nothing is being written any more."""
         self._provided: list[ProvidedRows] = []  # in row order
@@ -119,6 +121,7 @@ class OutgoingTransfer:
 
     def add(self, grant: Grant, now: float) -> PendingWrite:
         """Record a grant."""
+        self.granted.add(grant.number)
         if self.state is TransferState.BOOTSTRAPPING:
             self.progress.enter(TransferState.WAITING_FOR_INPUT, now)
         pending = PendingWrite(grant, grant.rows - sum(_overlap(one, grant) for one in self._rows_of(grant)))

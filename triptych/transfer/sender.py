@@ -173,6 +173,9 @@ class Sender:
         """Write the granted rows as soon as they exist. An invalid grant aborts its transfer and no other."""
         if (outgoing := self._current(grant.transfer, grant.attempt)) is None:
             return
+        if grant.number in outgoing.granted:
+            log.warning("transfer %s: grant %d arrived twice", grant.transfer, grant.number)
+            return
         if not outgoing.accepts(grant) or grant.region.fabric not in self._fabrics:
             log.error("transfer %s: invalid grant of rows %d+%d", grant.transfer, grant.first_row, grant.rows)
             self.abort(grant.transfer, "a grant contradicts the offer")
@@ -260,7 +263,15 @@ class Sender:
         grant = pending.grant
         self.counters.bytes += grant.rows * outgoing.layout.row_bytes
         outgoing.progress.touch(self._clock())
-        wrote = Wrote(outgoing.transfer, grant.first_row, grant.rows, pending.began, pending.checksum, outgoing.attempt)
+        wrote = Wrote(
+            outgoing.transfer,
+            grant.first_row,
+            grant.rows,
+            pending.began,
+            pending.checksum,
+            attempt=outgoing.attempt,
+            grant=grant.number,
+        )
         self._send(outgoing.consumer, wrote)
 
     # ── end of a transfer ────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,253 @@
+"""The encode loop: when it fetches a file, from whom, and what becomes of those who wait for its rows."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.encode_harness import CONSUMER, HERE, PLAN, A, B, EncodeHarness
+from triptych.encode import fetch
+from triptych.errors import ErrorKind
+from triptych.messages.rows import Abort, Done, Offer, TransferSide
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import (
+    MEDIA_PIECE_BYTES,
+    Encode,
+    EncodeFailed,
+    FetchMedia,
+    HandBack,
+    MediaBytes,
+    MediaGone,
+)
+from triptych.types import TransferId
+
+
+@pytest.fixture
+def harness() -> Iterator[EncodeHarness]:
+    made = EncodeHarness()
+    yield made
+    made.close()
+
+
+def end(harness: EncodeHarness, transfer: str, attempt: int = 0) -> None:
+    """The consumer doesn't need a transfer any more."""
+    harness.sender.on_abort(Abort(TransferId(transfer), TransferSide.CONSUMER, CONSUMER, "", attempt=attempt))
+    harness.loop.advance()
+
+
+def failures(harness: EncodeHarness) -> list[tuple[str, str, ErrorKind]]:
+    return [(to, failed.transfer, failed.error) for to, failed in harness.of(EncodeFailed)]
+
+
+def test_a_file_is_fetched_once_and_never_for_rows_in_the_cache(harness: EncodeHarness) -> None:
+    harness.encode("first")
+    assert harness.answer() == [(A, "first")]
+    assert harness.encoded() == [(A, "first", False)]
+    assert harness.preprocessors.seen == [b"png"]
+    harness.encode("second", B)
+    assert harness.of(FetchMedia) == []
+    assert harness.encoded() == [(B, "second", True)]
+    stats = InstanceStats()
+    harness.loop.add_stats(stats)
+    assert stats.encode is not None
+    assert stats.encode.fetched_bytes == 3
+    harness.encode("salted", cache_salt="other")
+    assert harness.answer() == [(A, "salted")]
+
+
+def test_transfers_of_several_frontends_share_a_job_and_one_fetch(harness: EncodeHarness) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    assert harness.answer() == [(A, "first")]
+    harness.encode("third", B)
+    assert harness.answer() == []
+    assert harness.encoded() == [(A, "first", False), (B, "second", False), (B, "third", False)]
+
+
+def test_a_job_whose_frontend_has_no_file_goes_on_with_the_next_one(harness: EncodeHarness) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.of(FetchMedia)
+    harness.handle(MediaGone(TransferId("first")))
+    ((to, abort),) = harness.of(Abort)
+    assert (to, abort.transfer) == (CONSUMER, "first")
+    assert harness.answer() == [(B, "second")]
+    assert harness.encoded() == [(B, "second", False)]
+    assert failures(harness) == []
+
+
+def test_without_another_frontend_the_job_ends(harness: EncodeHarness) -> None:
+    harness.encode("first")
+    harness.handle(MediaGone(TransferId("first")))
+    assert harness.loop.idle
+    assert harness.sender.idle
+    harness.of(FetchMedia)
+    harness.handle(MediaGone(TransferId("first")), MediaBytes(TransferId("first"), 0, b"png"))
+    assert (harness.loop.idle, harness.preprocessors.seen, failures(harness)) == (True, [], [])
+
+
+def test_a_lost_frontends_transfers_leave_their_jobs(harness: EncodeHarness) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.encode("alone", A, key="another")
+    harness.of(FetchMedia)
+    harness.loop.frontend_lost(A)
+    harness.loop.advance()
+    assert {abort.transfer for _, abort in harness.of(Abort)} == {"first", "alone"}
+    assert len(harness.loop.debug_state().jobs) == 1
+    assert harness.answer() == [(B, "second")]
+    assert harness.encoded() == [(B, "second", False)]
+    assert {to for to, _ in harness.sent} == {CONSUMER}
+
+
+def test_a_lost_frontends_item_that_is_being_preprocessed_is_dropped(harness: EncodeHarness) -> None:
+    harness.preprocessors.opened.clear()
+    harness.encode("first")
+    harness.answer()
+    harness.until(lambda: harness.preprocessors.seen)
+    harness.loop.frontend_lost(A)
+    assert harness.loop.debug_state().jobs == []
+    harness.preprocessors.opened.set()
+    assert harness.encoded() == []
+    assert harness.loop.fetcher.held_bytes == 0
+
+
+def test_a_frontend_that_does_not_answer_counts_as_lost(
+    harness: EncodeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "ASK_AGAIN_SECONDS", 0.002)
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.encode("alone", A, key="another")
+    harness.until(lambda: B in [to for to, message in harness.sent if isinstance(message, FetchMedia)])
+    asked = [to for to, _ in harness.of(FetchMedia)]
+    assert asked == [A] * 2 * (1 + fetch.MAX_REPEATS) + [B]
+    assert {abort.transfer for _, abort in harness.of(Abort)} == {"first", "alone"}
+    harness.handle(MediaBytes(TransferId("second"), 0, b"png"))
+    assert harness.encoded() == [(B, "second", False)]
+
+
+def test_the_consumers_end_of_the_first_transfer_moves_the_fetch(harness: EncodeHarness) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.of(FetchMedia)
+    end(harness, "first")
+    assert harness.answer() == [(B, "second")]
+    end(harness, "second")
+    assert harness.loop.debug_state().jobs == []
+
+
+def test_the_next_attempt_of_a_transfer_asks_its_own_frontend(harness: EncodeHarness) -> None:
+    """A job that only the earlier attempt needed ends with it."""
+    harness.encode("first", A)
+    harness.encode("first", B, attempt=1)
+    assert [to for to, _ in harness.of(FetchMedia)] == [A, B]
+    harness.handle(MediaBytes(TransferId("first"), 0, b"png"))
+    assert harness.encoded() == [(B, "first", False)]
+
+
+@pytest.mark.parametrize("data", [b"", b"pn", b"pngs", bytes(MEDIA_PIECE_BYTES)])
+def test_a_file_of_another_size_fails_its_transfer_only(harness: EncodeHarness, data: bytes) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.handle(MediaBytes(TransferId("first"), 0, data))
+    assert failures(harness) == [(A, "first", ErrorKind.INTERNAL_ERROR)]
+    asked = harness.of(FetchMedia)
+    assert [to for to, _ in asked] == [A, B]
+    harness.handle(MediaBytes(TransferId("second"), 0, b"png"))
+    assert harness.encoded() == [(B, "second", False)]
+
+
+def test_an_item_that_contradicts_the_job_of_its_key_fails_alone(harness: EncodeHarness) -> None:
+    harness.encode("first")
+    harness.encode("second", B, size=4)
+    assert failures(harness) == [(B, "second", ErrorKind.PLAN_MISMATCH)]
+    assert harness.answer() == [(A, "first")]
+    assert harness.encoded() == [(A, "first", False)]
+
+
+def test_a_fetch_that_is_never_answered_ends_at_the_deadline(harness: EncodeHarness) -> None:
+    harness.encode("first", timeout=0.01)
+    harness.encode("second", B, timeout=0.02)
+    time.sleep(0.03)
+    harness.loop.advance()
+    expired = ErrorKind.DEADLINE_EXCEEDED
+    assert failures(harness) == [(A, "first", expired), (B, "second", expired)]
+    assert harness.loop.idle
+    assert len(harness.loop.fetcher) == 0
+
+
+def test_a_file_that_cannot_be_decoded_fails_at_each_frontend(harness: EncodeHarness) -> None:
+    harness.encode("first", A)
+    harness.encode("second", B)
+    harness.answer(bytes(3))
+    harness.until(lambda: harness.loop.idle)
+    assert failures(harness) == [(A, "first", ErrorKind.DECODE_FAILED), (B, "second", ErrorKind.DECODE_FAILED)]
+    assert harness.loop.fetcher.held_bytes == 0
+
+
+def test_a_drain_hands_back_what_has_not_begun(harness: EncodeHarness) -> None:
+    harness.preprocessors.opened.clear()
+    harness.encode("begun")
+    harness.answer()
+    harness.until(lambda: harness.preprocessors.seen)
+    harness.encode("fetched", key="another")
+    harness.answer()
+    harness.encode("fetching", B, key="a third")
+    harness.encode("shares", A, key="a third")
+    assert harness.loop.hand_back() == {
+        A: HandBack(HERE, [], [TransferId("fetched"), TransferId("shares")]),
+        B: HandBack(HERE, [], [TransferId("fetching")]),
+    }
+    assert {abort.transfer for _, abort in harness.of(Abort)} == {"fetched", "fetching", "shares"}
+    assert harness.loop.hand_back() == {}
+    harness.preprocessors.opened.set()
+    assert harness.encoded() == [(A, "begun", False)]
+
+
+def test_what_was_handed_back_may_come_again(harness: EncodeHarness) -> None:
+    """If no other instance is left, the draining one gets it, as the next attempt."""
+    harness.encode("first")
+    harness.loop.hand_back()
+    harness.of(FetchMedia)
+    harness.encode("first", attempt=1)
+    assert harness.answer() == [(A, "first")]
+    assert harness.encoded() == [(A, "first", False)]
+    assert [offer.attempt for _, offer in harness.of(Offer)] == [0, 1]
+
+
+def test_queued_files_are_not_all_in_memory(harness: EncodeHarness) -> None:
+    """200 pictures of 8 MB."""
+    size = 8 * MEDIA_PIECE_BYTES
+    harness.preprocessors.opened.clear()
+    picture = b"\1" + bytes(size - 1)
+    for number in range(200):
+        harness.encode(f"t{number}", key=f"key {number}", size=size)
+    while harness.answer(picture):
+        pass
+    assert harness.loop.fetcher.held_bytes <= 8 * size
+    assert harness.loop.fetcher.num_bytes <= 8 * size
+    assert len(harness.loop.debug_state().jobs) == 200
+    for number in range(200):
+        end(harness, f"t{number}")
+    harness.preprocessors.opened.set()
+    assert harness.encoded() == []
+    assert harness.loop.fetcher.held_bytes == 0
+
+
+def test_everything_ends_with_the_lease(harness: EncodeHarness) -> None:
+    harness.encode("first")
+    harness.encode("second", B, key="another")
+    harness.loop.on_lease_lost()
+    harness.sender.drop_all()
+    assert harness.loop.idle
+    assert len(harness.loop.fetcher) == 0
+
+
+def test_an_attempt_under_way_is_not_begun_again(harness: EncodeHarness) -> None:
+    harness.encode("first")
+    with pytest.raises(Exception, match="under way"):
+        harness.loop.handlers[Encode](Encode(TransferId("first"), CONSUMER, B, "key", PLAN, 3))
+    assert harness.answer() == [(A, "first")]
+    assert harness.encoded() == [(A, "first", False)]
+    harness.sender.on_done(Done(TransferId("first"), TransferSide.CONSUMER))

@@ -1,0 +1,117 @@
+"""An encode loop with frontends and consumers at the test's hands. Its tower and its decoder are a few lines long."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from triptych.compute_thread import ComputeThread
+from triptych.encode.cache import EmbeddingRows, EncoderCache
+from triptych.encode.jobs import EncodeQueue
+from triptych.encode.loop import EncodeLoop
+from triptych.errors import DecodeFailed
+from triptych.messages.codec import Message
+from triptych.messages.rows import RowLayout
+from triptych.messages.work import Encode, Encoded, FetchMedia, MediaBytes
+from triptych.models.base import EncoderInput
+from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.sender import Sender
+from triptych.types import Address, ImageHeader, ItemPlan, TransferId
+
+Kind = TypeVar("Kind")
+
+HERE, A, B, CONSUMER = Address("here"), Address("a"), Address("b"), Address("consumer")
+LAYOUT = RowLayout("model", "float32", 4, 16)
+PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
+
+
+class Preprocessors:
+    """One part for a file, which has its sum. Waits while ``opened`` isn't set; a file of zeros can't be decoded."""
+
+    number = 1
+    pids: list[int] = []  # noqa: RUF012 - it has no processes
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.seen: list[bytes] = []
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        self.seen.append(data)
+        assert self.opened.wait(20)
+        if not any(data):
+            raise DecodeFailed("all zeros")
+        yield EncoderInput(np.full((1, 4), sum(data), np.float32), plan.grid, f"{sum(data)}")
+
+    def close(self) -> None:
+        self.opened.set()
+
+
+def _encode(inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
+    return [part.patches.view(np.uint8).reshape(1, 16) for part in inputs]
+
+
+class EncodeHarness:
+    """The loop, and what it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Address, Message]] = []
+        self.fabric = LocalFabric()
+        self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send)
+        self.preprocessors = Preprocessors()
+        self.compute = ComputeThread(lambda: None)
+        self.loop = EncodeLoop(
+            preprocessors=self.preprocessors,
+            encoder=_encode,
+            queue=EncodeQueue(64),
+            cache=EncoderCache(2**20),
+            sender=self.sender,
+            layout=LAYOUT,
+            compute=self.compute,
+            wake=lambda: None,
+            address=HERE,
+            send=self._send,
+        )
+
+    def close(self) -> None:
+        self.loop.close()
+        self.compute.close()
+
+    def _send(self, to: Address, message: Message) -> None:
+        self.sent.append((to, message))
+
+    def handle(self, *messages: Message) -> None:
+        for message in messages:
+            self.loop.handlers[type(message)](message)
+        self.loop.advance()
+
+    def encode(self, transfer: str, reply_to: Address = A, *, size: int = 3, key: str = "key", **fields: Any) -> None:
+        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, PLAN, size, **fields))
+
+    def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
+        """The messages of a type that were sent since the last call, with their receivers."""
+        found: list[tuple[Address, Kind]] = [(to, message) for to, message in self.sent if isinstance(message, kind)]
+        self.sent = [entry for entry in self.sent if not isinstance(entry[1], kind)]
+        return found
+
+    def answer(self, data: bytes = b"png") -> list[tuple[Address, TransferId]]:
+        """Answer what the loop asks for. Returns the frontends asked, and the transfers named."""
+        asked = self.of(FetchMedia)
+        for _, wanted in asked:
+            piece = data[wanted.offset : wanted.offset + wanted.length]
+            self.handle(MediaBytes(wanted.transfer, wanted.offset, piece))
+        return [(to, wanted.transfer) for to, wanted in asked]
+
+    def encoded(self) -> list[tuple[Address, TransferId, bool]]:
+        """Advance until nothing is to be done. Returns the frontends, transfers and ``cached`` of what is encoded."""
+        self.until(lambda: self.loop.idle)
+        return [(to, message.transfer, message.cached) for to, message in self.of(Encoded)]
+
+    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.sent
+            self.loop.advance()
+            time.sleep(0.0005)
