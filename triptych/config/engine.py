@@ -35,7 +35,8 @@ class EngineConfig(Settings):
     )
     quantization: str = setting(
         "none",
-        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; the LM head stays in fp16",
+        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; towers and the LM head "
+        "stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
     )
     tensor_parallel_size: RankSizes = setting(
