@@ -92,7 +92,8 @@ inlined const char *from_head(const void *cache, int64_t head, const Step *step,
 }
 
 inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step, const int is_half) {
-    int64_t slot = pages[key / step->page_size] * step->page_size + key % step->page_size;
+    uint32_t at = key, page_size = step->page_size; /* fewer bits are divided faster */
+    int64_t slot = pages[at / page_size] * page_size + at % page_size;
     return cache + bytes_of(slot * step->cache_stride, is_half);
 }
 
@@ -127,6 +128,22 @@ inlined floats paired(floats a, floats b) {
 #else
     (void)b;
     return a;
+#endif
+}
+
+/* e^x for x <= 0 to a relative error of 2^-14, which rounding to bfloat16 hides: 2^n 2^f, where f is at most one half and
+ * 2^f a Taylor series. */
+inlined floats brief_exponential(floats x) {
+#ifdef __AVX512BF16__
+    floats power = x * 1.44269504f, whole = (floats)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT);
+    floats rest = power - whole, sum = splat(0.00961813f);
+    sum = sum * rest + 0.05550411f;
+    sum = sum * rest + 0.24022651f;
+    sum = sum * rest + 0.69314718f;
+    sum = sum * rest + 1.0f;
+    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+#else
+    return exponential(x);
 #endif
 }
 
@@ -223,16 +240,20 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
         tile->maxima[half] = highest[half];
         totals[half] = tile->totals[half] * tile->shrink[half];
     }
-    for (int64_t key = 0; key < count; key++)
-        for (int half = 0; half < halves; half++) {
-            scores[key][half] = exponential(scores[key][half] - highest[half]);
-            totals[half] += scores[key][half];
-        }
     if (in_pairs)
         for (int64_t key = 0; key < count; key += 2)
-            for (int half = 0; half < halves; half++)
-                scores[key / 2][half] =
-                    paired(scores[key][half], key + 1 < count ? scores[key + 1][half] : (floats){});
+            for (int half = 0; half < halves; half++) {
+                floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
+                if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
+                totals[half] += first + second;
+                scores[key / 2][half] = paired(first, second);
+            }
+    else
+        for (int64_t key = 0; key < count; key++)
+            for (int half = 0; half < halves; half++) {
+                scores[key][half] = exponential(scores[key][half] - highest[half]);
+                totals[half] += scores[key][half];
+            }
     for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
 }
 

@@ -5,8 +5,6 @@
  * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors without
  * instructions for bfloat16 multiply the same values in float32.
  */
-#include <omp.h>
-
 #include "panels.h"
 
 #ifdef __AVX512BF16__
@@ -31,6 +29,7 @@ typedef struct {
     const value *input;
     float *output;
     int64_t stride, tokens;
+    int64_t ahead; /* prefetch distance in bytes */
 } Rows;
 
 /* In each lane: sum + the dot product of a pair of weights and a pair of activations. */
@@ -65,16 +64,13 @@ void bf16_round(const float *from, void *to, int64_t inputs) {
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
     const int64_t line = OUTPUTS * 2 * sizeof(uint16_t);
     int64_t depth = depth_of(linear->inputs), size = depth / 2 * line, stride = rows->stride;
-    /* a panel that is used several times leaves time to prefetch a whole panel: the one that this thread will process
-     * next if all threads are equally fast */
-    int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD;
     const char *weights = (const char *)linear->panels + panel * size;
     const value *input = rows->input + first * stride;
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < depth; i += 2, weights += line) {
         ints low = ((const ints *)weights)[0], high = ((const ints *)weights)[1];
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + ahead + at, 0, 2);
+        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at, 0, 2);
 #pragma GCC unroll 12
         for (int token = 0; token < count; token++) {
             const value *pair = input + token * stride + i;
@@ -100,7 +96,7 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
-    Rows row = {rounded, output, 0, 1};
+    Rows row = {rounded, output, 0, 1, AHEAD};
     multiply_panel(linear, &row, panel);
 }
 
@@ -114,7 +110,8 @@ void bf16_together(const Linear *linear, const float *input, int64_t stride, flo
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = tokens * block / blocks;
         Rows rows = {rounded + first * apart, output + first * linear->outputs, apart,
-                     tokens * (block + 1) / blocks - first};
+                     tokens * (block + 1) / blocks - first, 0};
+        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < panels_of(linear); panel++)

@@ -4,8 +4,6 @@
  * Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS], the last padded with zeros. They
  * are loaded once for up to TOKENS tokens, whose sums stay in registers.
  */
-#include <omp.h>
-
 #include "panels.h"
 
 #ifdef __AVX512F__
@@ -21,22 +19,21 @@ typedef struct {
     const float *input;
     float *output;
     int64_t stride, tokens;
+    int64_t ahead; /* prefetch distance in bytes */
 } Rows;
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    /* a panel that is used several times leaves time to prefetch a whole panel: the one that this thread will process
-     * next if all threads are equally fast */
-    int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD, stride = rows->stride;
+    int64_t stride = rows->stride;
     const char *weights = (const char *)linear->panels + panel * size;
     const float *input = rows->input + first * stride;
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < linear->inputs; i++, weights += line) {
         floats low = load_any(weights, 0, LANES, is_half), high = load_any(weights, LANES, LANES, is_half);
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + ahead + at);
+        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at);
 #pragma GCC unroll 12
         for (int token = 0; token < count; token++) {
             floats value = splat(input[token * stride + i]);
@@ -68,7 +65,7 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void float_panel(const Linear *linear, const float *input, float *output, int64_t panel) {
-    Rows row = {input, output, 0, 1};
+    Rows row = {input, output, 0, 1, AHEAD};
     multiply_panel(linear, &row, panel);
 }
 
@@ -78,7 +75,8 @@ void float_together(const Linear *linear, const float *input, int64_t stride, fl
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = tokens * block / blocks;
         Rows rows = {input + first * stride, output + first * linear->outputs, stride,
-                     tokens * (block + 1) / blocks - first};
+                     tokens * (block + 1) / blocks - first, 0};
+        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < panels_of(linear); panel++)

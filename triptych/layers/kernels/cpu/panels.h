@@ -1,5 +1,7 @@
 /* What products with panels of float and of bfloat16 weights share. */
 #pragma once
+#include <omp.h>
+
 #include "products.h"
 #include "vectors.h"
 
@@ -9,6 +11,12 @@
 #define AT_ONCE (512 * 1024) /* bytes of weights per task when there are few tokens */
 
 inlined int64_t panels_of(const Linear *linear) { return (linear->outputs + OUTPUTS - 1) / OUTPUTS; }
+
+/* Prefetch distance for panels of ``bytes`` bytes. A panel that is used several times leaves time to prefetch a whole
+ * panel: the one that this thread will process next if all threads are equally fast. */
+inlined int64_t distance_of(int64_t bytes, int is_used_again) {
+    return is_used_again ? bytes * omp_get_num_threads() : AHEAD;
+}
 
 /* Stores outputs of an incomplete panel. Not inlined, because hundreds of copies would take long to compile. */
 static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear, float *outputs, int64_t first) {
