@@ -20,6 +20,7 @@ const int bf16_is_native = 1;
 typedef float value;
 const int bf16_is_native = 0;
 #endif
+#define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
 const int bf16_outputs = OUTPUTS;
@@ -47,7 +48,11 @@ inlined floats dot(floats sum, ints weights, const value *pair) {
 inlined int64_t depth_of(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 inlined int64_t stride_of(int64_t inputs) { return (inputs + LANES - 1) / LANES * LANES + LINE / (int64_t)sizeof(value); }
 
-int64_t bf16_room(int64_t inputs, int64_t tokens) { return tokens * stride_of(inputs) * sizeof(value); }
+int64_t bf16_row(int64_t inputs) { return stride_of(inputs) * sizeof(value); }
+
+int64_t bf16_room(const Linear *linear, int64_t tokens) {
+    return bf16_row(linear->inputs) * (tokens <= FEW ? tokens * omp_get_max_threads() : tokens);
+}
 
 void bf16_round(const float *from, void *to, int64_t inputs) {
     value *rounded = to;
@@ -103,10 +108,15 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     int64_t bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t), blocks = (tokens + BLOCK - 1) / BLOCK;
     int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), apart = stride_of(linear->inputs);
-    value *rounded = room;
+    value *rounded = (value *)room + (tokens <= FEW ? omp_get_thread_num() * tokens * apart : 0);
+    if (tokens <= FEW) {
+        for (int64_t token = 0; token < tokens; token++)
+            bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
+    } else {
 #pragma omp for
-    for (int64_t token = 0; token < tokens; token++)
-        bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
+        for (int64_t token = 0; token < tokens; token++)
+            bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
+    }
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = tokens * block / blocks;
         Rows rows = {rounded + first * apart, output + first * linear->outputs, apart,

@@ -22,7 +22,7 @@ typedef struct {
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
-    if (linear->kind == BF16) return bf16_room(linear->inputs, tokens);
+    if (linear->kind == BF16) return bf16_room(linear, tokens);
     return linear->kind == INT8 ? int8_room(linear, tokens) : 0;
 }
 

@@ -21,7 +21,7 @@ typedef struct {
 
 /* Bytes of working memory for ``tokens`` tokens; other kinds need none. */
 int64_t int8_room(const Linear *linear, int64_t tokens);
-int64_t bf16_room(int64_t inputs, int64_t tokens);
+int64_t bf16_room(const Linear *linear, int64_t tokens);
 
 /* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Called by all threads of a
  * team, which share the work; all of it is done when they return. */
@@ -30,7 +30,8 @@ void int8_together(const Linear *linear, const float *input, int64_t stride, flo
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
 
 /* Computes one token's outputs of one panel of weights and writes them into output [outputs]; by one thread. For
- * bfloat16 the token has been rounded to working memory by ``bf16_round``. */
+ * bfloat16 the token has been rounded by ``bf16_round`` to ``bf16_row`` bytes at a multiple of 32. */
 void float_panel(const Linear *linear, const float *input, float *output, int64_t panel);
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel);
 void bf16_round(const float *from, void *to, int64_t inputs);
+int64_t bf16_row(int64_t inputs);

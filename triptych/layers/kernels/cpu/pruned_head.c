@@ -146,7 +146,7 @@ static int64_t limit_of(int64_t panels) { return least(panels, most(16, panels /
 static Places places_for(const PrunedHead *head, int64_t tokens) {
     int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
     Places places = {.rounded = (int8_room(&head->rough, 2 * tokens) + 63) / 64 * 64};
-    places.tokens = places.rounded + (head->exact.kind == BF16 ? bf16_room(inputs, tokens) : 0);
+    places.tokens = places.rounded + (head->exact.kind == BF16 ? tokens * bf16_row(inputs) : 0);
     places.halves = places.tokens + tokens * sizeof(Token);
     places.sums = places.halves + 2 * tokens * inputs * sizeof(float);
     places.panels = places.sums + 2 * tokens * outputs * sizeof(float);
@@ -170,7 +170,7 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
     for (int64_t i = 0; i < tokens; i++) {
         float *high = halves + 2 * i * inputs, *of_high = sums + 2 * i * outputs;
         all[i] = (Token){.input = input + i * stride, .output = output + i * outputs,
-                         .rounded = room + places.rounded + bf16_room(inputs, i),
+                         .rounded = room + places.rounded + i * bf16_row(inputs),
                          .high = high, .low = high + inputs, .lower = of_high, .upper = of_high + outputs,
                          .panels = (int32_t *)(room + places.panels) + i * limit};
     }
