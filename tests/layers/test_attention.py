@@ -76,8 +76,12 @@ def test_the_compiled_kernel_in_bf16(kernels: ctypes.CDLL, shape: Shape, batch: 
     """As near as rounded operands allow; in float32 for single tokens and on processors without bfloat16."""
     case = make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU)
     check(case, compiled.PagedAttention(kernels, in_bf16=True), TOLERANCES[torch.bfloat16])
-    operands = case.query, case.key, case.value, *case.caches
-    brief, whole = (compiled.PagedAttention(kernels, in_bf16)(*operands, case.batch) for in_bf16 in (True, False))
+    brief, whole = (
+        compiled.PagedAttention(kernels, in_bf16)(
+            case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch
+        )
+        for in_bf16 in (True, False)
+    )
     assert (brief - whole).norm() < 2**-7 * whole.norm()
     several = any(query_len > 1 for query_len in BATCHES[batch][0])
     can = bool(ctypes.c_int.in_dll(kernels, "attention_has_bf16").value)

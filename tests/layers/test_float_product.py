@@ -120,7 +120,7 @@ class TestCompiled(Products):
 
     def test_what_fp16_does_not_hold_saturates(self, pack: Pack) -> None:
         weight = torch.tensor([[1e6], [-1e6], [torch.inf], [1 + 2**-12]])
-        kept = {
+        kept: dict[Pack, list[float]] = {
             half_product: [65504, -65504, 65504, 1],
             bf16_product: weight[:, 0].bfloat16().tolist(),
             float_product: weight[:, 0].tolist(),

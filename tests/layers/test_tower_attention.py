@@ -47,8 +47,8 @@ def test_in_bf16_where_the_processor_can(
     kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
 ) -> None:
     monkeypatch.setattr(tower, "paged_attention", lambda in_bf16=False: PagedAttention(kernels, in_bf16))
-    given = operands(sum(lengths), 2, 72)
-    brief, whole = (attend(*given, lengths, 0.125, in_bf16=in_bf16) for in_bf16 in (True, False))
+    query, key, value = operands(sum(lengths), 2, 72)
+    brief, whole = (attend(query, key, value, lengths, 0.125, in_bf16) for in_bf16 in (True, False))
     assert (brief - whole).norm() < 2**-7 * whole.norm()
     can = bool(ctypes.c_int.in_dll(kernels, "attention_has_bf16").value)
     assert torch.equal(brief, whole) == (not can or max(lengths) == 1)
