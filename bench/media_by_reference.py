@@ -113,7 +113,7 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
         layouts=[LAYOUT],
         capacity=CAPACITY,
         channel=channel,
-        frontend=frontend,
+        join=[frontend.removeprefix("tcp://")],
         lease=LEASE,
     )
     fabric = LocalFabric()

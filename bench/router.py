@@ -1,7 +1,8 @@
-"""Cost of a request in the router, in microseconds, by the number of requests in flight. No socket, no instance: the
-router is called with the messages that instances would send.
+"""CPU time of a request in the router, in microseconds, by the number of requests in flight. No socket, no instance:
+the router is called with the messages that instances would send.
 
-.venv/bin/python -m bench.router [--in-flight 100,1000,10000] [--clients 1,100] [--output FILE]
+.venv/bin/python -m bench.router [--in-flight 100,1000,10000] [--clients 1,100] [--placement affinity]
+    [--prompt-tokens 32] [--output FILE]
 """
 
 import argparse
@@ -14,6 +15,7 @@ import numpy as np
 
 from bench.measuring import report
 from triptych.config import AdmissionConfig, LeaseConfig
+from triptych.config.admission import PLACEMENTS
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
@@ -34,7 +36,9 @@ REQUESTS_PER_ROUND = 500
 class Service:
     """A router with ``INSTANCES`` language instances that have room for ``dispatched`` requests in all."""
 
-    def __init__(self, dispatched: int, num_clients: int) -> None:
+    def __init__(self, dispatched: int, num_clients: int, placement: str, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._positions = Positions(np.zeros((3, prompt_tokens)), prompt_tokens)
         self.sent: list[Generate] = []
         self.records = [RequestRecord("id", "POST", client=f"client {n}") for n in range(num_clients)]
         self.router = Router(
@@ -42,7 +46,7 @@ class Service:
             send=self._take,
             disconnect=lambda _: None,
             identity=ModelIdentity(),
-            admission=AdmissionConfig(max_queue=10**6, request_timeout=10**6),
+            admission=AdmissionConfig(max_queue=10**6, request_timeout=10**6, placement=placement),
             lease=LeaseConfig(heartbeat=10**5, lease_expiry=10**6),
             expects_encoders=False,
         )
@@ -61,7 +65,8 @@ class Service:
         record = self.records[self.num_submitted % len(self.records)]
         record.generations.clear()
         self.num_submitted += 1
-        self.router.lifecycle.submit(record, PROMPT, SAMPLING, [])
+        prompt = PlannedPrompt([self.num_submitted] * self._prompt_tokens, self._positions)
+        self.router.lifecycle.submit(record, prompt, SAMPLING, [])
 
     def answer(self, request: RequestId) -> None:
         for number in range(TOKENS_PER_REQUEST - 1):
@@ -74,26 +79,25 @@ class Service:
         self.submit()
 
 
-PROMPT = PlannedPrompt([1] * 32, Positions(np.zeros((3, 32)), 32))
 SAMPLING = SamplingParams(max_tokens=TOKENS_PER_REQUEST)
 
 
-def measure(in_flight: int, num_clients: int) -> dict[str, float]:
+def measure(in_flight: int, num_clients: int, placement: str, prompt_tokens: int) -> dict[str, float]:
     """Return the median and the extremes of several rounds, in microseconds for a request; and for a tick."""
-    service = Service(in_flight // 2, num_clients)
+    service = Service(in_flight // 2, num_clients, placement, prompt_tokens)
     for _ in range(in_flight):
         service.submit()
     assert service.router.num_requests == in_flight
     gc.collect()
     rounds, ticks = [], []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(REQUESTS_PER_ROUND):
             service.turn()
-        rounds.append((time.perf_counter() - began) / REQUESTS_PER_ROUND * 1e6)
-        began = time.perf_counter()
+        rounds.append((time.process_time() - began) / REQUESTS_PER_ROUND * 1e6)
+        began = time.process_time()
         service.router.tick()
-        ticks.append((time.perf_counter() - began) * 1e6)
+        ticks.append((time.process_time() - began) * 1e6)
         for number in range(INSTANCES):
             service.router.handle(Heartbeat(Address(f"pd{number}")))
     assert service.router.num_requests == in_flight
@@ -109,12 +113,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--in-flight", default="100,1000,10000")
     parser.add_argument("--clients", default="1,100,10000")
+    parser.add_argument("--placement", choices=PLACEMENTS, default=PLACEMENTS[0])
+    parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     results = []
     for clients in map(int, arguments.clients.split(",")):
         for in_flight in map(int, arguments.in_flight.split(",")):
-            measured = measure(in_flight, clients)
+            measured = measure(in_flight, clients, arguments.placement, arguments.prompt_tokens)
             results.append({"clients": clients, "in_flight": in_flight, **measured})
             print(
                 f"{clients:6} clients, {in_flight:6} in flight: {measured['request_us']:7.0f} us a request "

@@ -21,7 +21,7 @@ def drained(queue: FairQueue[int]) -> list[Ticket[int]]:
     return tickets
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(WORK, st.sampled_from(["pop", "remove"])), max_size=80), st.randoms())
 def test_everything_comes_out_once_in_its_clients_order_unless_it_was_taken_out(
     steps: list[Any], chance: object
@@ -55,7 +55,7 @@ def test_everything_comes_out_once_in_its_clients_order_unless_it_was_taken_out(
     assert all(numbers == sorted(numbers) for numbers in orders.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 20), min_size=30, max_size=60), st.lists(st.integers(1, 20), min_size=30, max_size=60))
 def test_while_two_clients_have_work_neither_gets_ahead_by_more_than_a_piece(one: list[int], other: list[int]) -> None:
     """The bound of the paper: two times the largest cost."""
@@ -73,7 +73,7 @@ def test_while_two_clients_have_work_neither_gets_ahead_by_more_than_a_piece(one
         assert abs(had["a"] - had["b"]) <= 2 * 20
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 50))
 def test_a_late_client_neither_waits_for_others_nor_has_credit(crowd: int, served: int) -> None:
     queue: FairQueue[int] = FairQueue()
@@ -87,7 +87,7 @@ def test_a_late_client_neither_waits_for_others_nor_has_credit(crowd: int, serve
     assert abs(first.count("a") - first.count("b")) <= 1 or crowd < 10
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(WORK, max_size=60), WORK, st.booleans())
 def test_cost_ahead_bounds_the_work_started_first(before: list[Any], new: tuple[Any, ...], of_its_kind: bool) -> None:
     queue: FairQueue[int] = FairQueue()
@@ -117,6 +117,30 @@ def test_work_that_may_not_start_is_passed_by_also_by_its_own_clients_other_work
     last = queue.pop()
     assert last is not None
     assert last.work == "a's picture"
+
+
+def test_only_the_kinds_that_may_start_are_looked_at() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add("urgent", "a", 1, priority=-1, kind="long")
+    for number in range(3):
+        queue.add(f"long {number}", f"client {number}", 1, kind="long")
+    queue.add("short", "a", 1, kind="short")
+    seen: list[str] = []
+
+    def may_start(work: str) -> bool:
+        seen.append(work)
+        return True
+
+    assert [
+        ticket and ticket.work for ticket in (queue.pop(may_start, {"short"}), queue.pop(may_start, {"short"}))
+    ] == [
+        "short",
+        None,
+    ]
+    assert seen == ["short"]
+    ticket = queue.pop(kinds={"short", "long"})
+    assert ticket is not None
+    assert (ticket.work, len(queue)) == ("urgent", 3)
 
 
 def test_what_cost_more_than_was_thought_is_charged_for() -> None:

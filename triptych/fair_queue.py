@@ -9,7 +9,7 @@ within a client's work of one priority and kind, the order is first come, first 
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -116,10 +116,14 @@ class FairQueue(Generic[T]):
             self._enter(key)
         return ticket
 
-    def pop(self, may_start: Callable[[T], bool] = lambda _: True) -> Ticket[T] | None:
-        """Dequeue the first ticket whose work may start, and charge its client; None if there is none."""
-        for priority in sorted({priority for priority, _ in self._lanes}):
-            heaps = [lane.heap for (of, _), lane in self._lanes.items() if of == priority]
+    def pop(
+        self, may_start: Callable[[T], bool] = lambda _: True, kinds: Container[str] | None = None
+    ) -> Ticket[T] | None:
+        """Dequeue the first ticket whose work may start, and charge its client; None if there is none. ``kinds`` are
+        those that are looked through, None for all."""
+        lanes = {at: lane for at, lane in self._lanes.items() if kinds is None or at[1] in kinds}
+        for priority in sorted({priority for priority, _ in lanes}):
+            heaps = [lane.heap for (of, _), lane in lanes.items() if of == priority]
             firsts = [entry for heap in heaps if (entry := self._first(heap, may_start)) is not None]
             if firsts:
                 ticket = min(firsts)[-1].head

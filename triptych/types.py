@@ -20,6 +20,9 @@ TransferId = NewType("TransferId", str)
 Address = NewType("Address", str)
 """Where a process receives messages: a ZeroMQ endpoint."""
 
+NO_OWNER = Address("")
+"""The owner of what belongs to no frontend."""
+
 
 class ImageHeader(msgspec.Struct, frozen=True, tag="image"):
     """An image file's header, read before any pixel is decoded."""

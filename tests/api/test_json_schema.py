@@ -324,7 +324,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(VALUES)
 def test_any_json_is_accepted_or_refused(schema: Any) -> None:
     try:
@@ -393,7 +393,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_accepted_schemas_are_enforced(schema: Any, seed: int) -> None:
     try:

@@ -85,7 +85,6 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
 
     @settings(
         max_examples=num_cases,
-        deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

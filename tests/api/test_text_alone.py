@@ -91,7 +91,6 @@ def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
                 InstanceSpec(model=str(folder), role=Role.E, name="e0", join="127.0.0.1:1", engine=FLOAT32),
                 model=ModelBundle(Checkpoint(folder), FLOAT32),
                 channel=channel,
-                frontend=channel.address,
             )
     finally:
         channel.close()

@@ -31,7 +31,9 @@ def started(*arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"COLUMNS": "80"}, **pipes)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("command", ["", "serve", "run", "demo", "doctor", "status", "trace", "bench transfer"])
+@pytest.mark.parametrize(
+    "command", ["", "serve", "run", "demo", "doctor", "status", "trace", "bench transfer", "chaos"]
+)
 def test_help_of_every_command(command: str) -> None:
     with started(*command.split(), "--help") as process:
         out, errors = process.communicate(timeout=60)
@@ -55,6 +57,7 @@ def test_a_frontend_starts_and_ends() -> None:
         ("serve demo --role E --join 127.0.0.1:1", "an instance"),
         ("run demo Why?", "an instance"),
         ("demo --port 0", "an instance"),
+        ("chaos demo", "an instance"),
         ("doctor demo", "doctor"),
     ],
 )

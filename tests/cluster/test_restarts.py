@@ -129,6 +129,27 @@ def test_a_frontend_that_is_killed_serves_again_and_no_connection_is_refused(ser
     assert picture_answer(url, "tiny")
 
 
+def test_a_frontend_that_drains_leaves_new_requests_to_its_successor(service: Command) -> None:
+    url = url_of(service)
+    with (
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as kept,
+        stream_of(url, "tiny", 400) as lines,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as silent,
+    ):
+        assert kept.get("/health").status_code == 200
+        before = child(service, "frontend")
+        before.send_signal(signal.SIGTERM)
+        service.wait_for_line(r"\[frontend\] .* SIGTERM")
+        asked = [Asking(url, [text_part("Hello")]) for _ in range(8)]
+        assert list(lines)[-1] == "data: [DONE]", "what it works on is finished"
+        assert [one.result(60).status for one in asked] == [200] * 8
+        assert is_gone(before.pid), "though one has connected and said nothing"
+        assert kept.get("/health").status_code == 200
+        silent.settimeout(10)
+        assert silent.recv(1) == b"", "its connection is closed"
+    wait_for(lambda: is_whole(service), 60, service)
+
+
 def test_an_instance_that_is_told_to_end_drains_and_comes_back(service: Command) -> None:
     url = url_of(service)
     with stream_of(url, "tiny", 200) as lines:

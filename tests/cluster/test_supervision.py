@@ -191,3 +191,14 @@ def test_kills_for_memory_are_read_from_the_control_group(tmp_path: Path) -> Non
     assert oom_kills(tmp_path, own) == 0
     own.write_text("")
     assert oom_kills(tmp_path, own) == 0
+
+
+def test_a_process_that_replaces_another_has_no_failures() -> None:
+    made = supervision()
+    for number in range(MAX_FAILED_STARTS - 1):
+        end(made, "pd0", float(number))
+    made.replaced("pd0", 10.0)
+    process = made.processes["pd0"]
+    assert (process.state, process.num_restarts, process.failed_starts) == (LaunchState.READY, 0, 0)
+    assert process.reasons.total() == MAX_FAILED_STARTS - 1, "a counter doesn't go back"
+    assert end(made, "pd0", 11.0).delay == FIRST_DELAY

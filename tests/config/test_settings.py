@@ -50,6 +50,7 @@ from triptych.errors import ConfigError
         (AdmissionConfig, {"max_queue": 0}),
         (AdmissionConfig, {"max_queue_per_client": 9, "max_queue": 8}),
         (AdmissionConfig, {"request_timeout": 0.0}),
+        (AdmissionConfig, {"placement": "nearest"}),
         (MediaConfig, {"max_image_mb": 256}),
         (MediaConfig, {"max_image_pixels": 50_000_001}),
         (MediaFetchConfig, {"allowed_media_networks": ("10.0.0.1/8",)}),

@@ -187,7 +187,7 @@ def test_bytes_for_no_file_or_that_were_not_asked_for_are_dropped() -> None:
 FILES = st.lists(st.tuples(st.integers(1, 3 * PIECE), st.sampled_from([A, B])), min_size=1, max_size=3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(files=FILES, random=st.randoms(use_true_random=False))
 def test_files_arrive_whole_whatever_becomes_of_the_messages(
     files: list[tuple[int, Address]], random: random.Random

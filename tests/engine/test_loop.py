@@ -77,7 +77,7 @@ def test_another_encoder_sends_the_rest_of_the_rows(pd: EngineInstances, end: st
     assert (first.first_row, first.attempt) == (0, 0)
     if end == "lost":
         pd.kill(a)
-        pd.loop("pd").peer_lost(PeerLost(a.address, [first.transfer]))
+        pd.loop("pd").peer_lost(PeerLost(a.address, [first.transfer], FIRST))
     else:
         a.sender.abort(first.transfer, "leaving")
     pd.until(lambda: len([one for one in pd.of(EncodeNeeded) if one.request == "r"]) == 2)
@@ -94,7 +94,7 @@ def test_an_encoder_that_is_lost_before_it_offers_is_replaced(pd: EngineInstance
     expected = answer(pd, "undisturbed", b)
     pd.give("pd", generate("r", media=True, salt="r"))
     first = pd.needed("r")
-    pd.loop("pd").peer_lost(PeerLost(pd.encoder("a").address, [first.transfer]))
+    pd.loop("pd").peer_lost(PeerLost(pd.encoder("a").address, [first.transfer], FIRST))
     pd.until(lambda: pd.needed("r").attempt == 1)
     second = pd.needed("r")
     assert second.transfer == first.transfer

@@ -72,7 +72,7 @@ def run(scheduler: Scheduler, step: SchedulerOutput) -> list[Request]:
     return sampling
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_load_is_scheduled_correctly_and_ends(data: st.DataObject) -> None:
     page_size, budget = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))

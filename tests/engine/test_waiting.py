@@ -296,7 +296,7 @@ def test_a_request_whose_media_have_landed_precedes_later_arrivals() -> None:
 # ── by chance ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_all_requests_end_whatever_blocks_them(data: st.DataObject) -> None:
     role = data.draw(st.sampled_from(["PD", "P", "D"]))
@@ -334,7 +334,7 @@ def test_all_requests_end_whatever_blocks_them(data: st.DataObject) -> None:
     world.finish(4000)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_texts_beside_prompts_blocked_forever_end_as_if_alone(data: st.DataObject) -> None:
     role = data.draw(st.sampled_from(["PD", "P", "D"]))

@@ -365,3 +365,27 @@ def no_growth() -> Iterator[None]:
         time.sleep(0.01)
     assert num_descriptors() <= before[0]
     assert threading.active_count() <= before[1]
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "curve"])
+def test_an_address_is_listened_at_too_once_it_is_free(secret: bytes | None) -> None:
+    first, second, peer = Channel(secret=secret), Channel(secret=secret), Channel(secret=secret)
+    control = first.address
+    try:
+        assert not second.listen_too(control)
+        assert not second.listen_too(control), "a failure changes nothing"
+        peer.send(control, beat(1))
+        assert receive(first, 1) == [beat(1)]
+    finally:
+        first.close(linger=0)
+    try:
+        deadline = time.monotonic() + 10
+        while not second.listen_too(control):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        peer.send(control, beat(2))  # by the connection that the first had
+        peer.send(second.address, beat(3))
+        assert sorted(receive(second, 2), key=str) == [beat(2), beat(3)]
+    finally:
+        second.close(linger=0)
+        peer.close(linger=0)

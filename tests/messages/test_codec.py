@@ -52,7 +52,7 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_message_survives_the_way(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
@@ -61,7 +61,7 @@ def test_every_message_survives_the_way(kind: type[Message], data: st.DataObject
     assert arrived == message
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_no_bytes_raise_anything_but_bad_message(data: st.DataObject) -> None:
     """250 damaged frames an example."""

@@ -37,6 +37,7 @@ from triptych.messages.work import (
     ChangeRole,
     Encode,
     EncodeNeeded,
+    FrontendEnding,
     Generate,
     Heartbeat,
     Prefill,
@@ -56,7 +57,7 @@ from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
-ENDING: list[type[Any]] = [Stop, ChangeRole, SetRole]
+ENDING: list[type[Any]] = [Stop, FrontendEnding, ChangeRole, SetRole]
 RESETTING: list[type[Any]] = [Registered, RegisterAgain]
 """After these an instance may begin again (``Registered`` carries the length of a lease). They are rare, so that other
 messages find something to disturb."""
@@ -75,7 +76,17 @@ SETTLING = 60.0
 NUM_FRAMES = [2_000, pytest.param(100_000, marks=pytest.mark.slow)]
 
 IDS = [f"fuzz/{number}" for number in range(4)]
-ID_FIELDS, ADDRESS_FIELDS = ("transfer", "request", "key"), ("address", "consumer", "producer", "sender", "reply_to")
+ID_FIELDS, ADDRESS_FIELDS = (
+    ("transfer", "request", "key"),
+    (
+        "address",
+        "consumer",
+        "producer",
+        "sender",
+        "reply_to",
+        "frontend",
+    ),
+)
 NAMES = (*ID_FIELDS, *ADDRESS_FIELDS)
 FOREIGN = [f"tcp://127.66.{number}.1:9" for number in range(16)]  # loopback, where nothing listens
 NO_ADDRESSES = ["", "nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "inproc://zeromq.zap.01", "ipc:///tmp/x", "\0"]

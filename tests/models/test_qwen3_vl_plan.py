@@ -42,7 +42,7 @@ def planned(width: int, height: int, **processor: Any) -> ItemPlan:
     return Qwen3VLPlanner(CONFIG, processor).plan(ImageHeader("PNG", width, height))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.integers(1, 6000),
     st.integers(1, 6000),

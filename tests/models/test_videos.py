@@ -175,7 +175,7 @@ def test_no_more_frames_than_the_video_has(
     assert plan.grid == ((len(seen) + 1) // 2, 4, 4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 384), st.integers(1, 8000))
 def test_equal_intervals_equal_the_reference(patches: int, frames: int) -> None:
     """The reference sometimes takes one index too many and fails. For many frames, its float32 is too imprecise for
@@ -197,7 +197,7 @@ def test_null_settings_mean_the_default() -> None:
         assert make(config, IMAGES, said).plan(header) == make(config, IMAGES, silent).plan(header)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([PerVideoGeometry, PerFrameGeometry]),
     st.integers(2, 768),

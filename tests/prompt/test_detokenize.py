@@ -46,13 +46,13 @@ def until_stop(text: str, stop: list[str], unsearched: int = 0) -> str:
 cuts = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(tokens=token_streams, cuts=cuts)
 def test_any_stream_equals_the_full_decode(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> None:
     assert streamed(Detokenizer(tokenizer), tokens, cuts) == tokenizer.decode(tokens)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=texts, stop=stops, cuts=cuts)
 def test_stop_strings(tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int]) -> None:
     detokenizer = Detokenizer(tokenizer, stop)
@@ -60,7 +60,7 @@ def test_stop_strings(tokenizer: Tokenizer, text: str, stop: list[str], cuts: li
     assert detokenizer.stopped == any(one in text for one in stop)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=texts, stop=stops, cuts=cuts, min_tokens=st.integers(0, 12))
 def test_stop_strings_end_behind_min_tokens(
     tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int], min_tokens: int

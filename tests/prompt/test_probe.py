@@ -117,7 +117,7 @@ def test_size_is_that_of_the_upright_picture(data: bytes) -> None:
     )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.data())
 def test_mutated_files_never_surprise(data: st.DataObject) -> None:
     original = data.draw(st.sampled_from(FILES))
@@ -134,7 +134,7 @@ def test_mutated_files_never_surprise(data: st.DataObject) -> None:
     assert pillow_size(bytes(mutated)) in (None, (header.width, header.height))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     st.sampled_from(
         [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", b"RIFF\0\0\0\0WEBPVP8X", b"GIF89a", b"BM"]

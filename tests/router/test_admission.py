@@ -16,6 +16,7 @@ from tests.support.router_harness import D0, D1, D2, E0, E1, P0, PD0, PD1, Route
 from triptych.errors import DeadlineExceeded, Overloaded, RateLimited, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.work import (
+    LONG_ITEMS,
     Deregister,
     Encode,
     Encoded,
@@ -27,7 +28,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.timeline import Interval
 from triptych.router.admission import PROBE_PRIORITY
-from triptych.router.encode_dispatcher import LONG_ITEMS, LONG_ITEMS_PER_CLIENT
+from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CLIENT
 from triptych.router.forecast import MIN_SAMPLES
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
@@ -477,7 +478,7 @@ STEPS: dict[str, Callable[[RouterHarness, TokenStream], object]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(data: st.DataObject) -> None:
     harness = harness_of(E0, E1, PD0, PD1, max_num_seqs=1, encode_batch_patches=1, max_queue=12)

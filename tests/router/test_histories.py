@@ -4,7 +4,7 @@ last token, once every request has ended."""
 import logging
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -29,6 +29,7 @@ from triptych.messages.work import (
     SetRole,
     Tokens,
 )
+from triptych.router.placement import POLICIES
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
@@ -56,6 +57,8 @@ class History:
             max_queue=40,
             max_num_seqs=rng.choice([1, 2, 4]),
             encode_batch_patches=rng.choice([1, 4, 1024]),
+            encode_cache_bytes=rng.choice([0, 100, 2**20]),
+            placement=rng.choice(sorted(POLICIES)),
         )
         self.router, send = self.harness.router, self.harness.send
 
@@ -91,11 +94,12 @@ class History:
     def submit(self) -> None:
         rng = self.rng
         made = prompt(*(rng.choice(COSTS) for _ in range(rng.choice([0, 0, 1, 2, 3]))))
-        items = list(made.items)
+        made.tokens.extend([rng.choice([1, 2])] * rng.choice([0, 0, 20, 70]))
+        items = [replace(item, key=rng.choice("xyz")) for item in made.items]
         for index, item in enumerate(items):
             if rng.random() < 0.4:
                 plan = msgspec.structs.replace(item.plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
-                items[index] = type(item)(item.key, item.data, plan, item.placement, item.param)
+                items[index] = replace(item, plan=plan)
         made = type(made)(made.tokens, made.positions, tuple(items))
         sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
         record = request_of(rng.choice("abc"))

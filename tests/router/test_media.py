@@ -56,7 +56,7 @@ def test_only_the_instance_that_was_given_an_item_gets_its_file() -> None:
     harness.router.handle(Deregister(E0))  # between the question and the answer
     assert fetch(harness, transfer, E0) == [(E0, MediaGone(transfer))]
     harness.sent.clear()
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)]))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)], asked=1))
     assert [(to, encode.attempt) for to, encode in harness.of(Encode)] == [(E1, 1)]
     assert fetch(harness, transfer, E1) == [(E1, MediaBytes(transfer, 0, b"png"))]
 
@@ -90,7 +90,7 @@ def test_a_handed_back_item_goes_to_another_instance_once_its_consumer_asks() ->
     assert harness.outstanding() == harness.lease(PD0).outstanding
     assert set(harness.router.debug_state().encode.queue.counters.values()) <= {0.0}
     assert fetch(harness, transfer, E0) == [(E0, MediaGone(transfer))]
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)]))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)], asked=1))
     assert [(to, encode.transfer, encode.attempt) for to, encode in harness.of(Encode)] == [(E1, transfer, 1)]
 
 
@@ -101,7 +101,7 @@ def test_a_late_hand_back_changes_nothing() -> None:
     (transfer,) = harness.need(stream, 0)
     harness.register(E1)
     harness.lease(E0).draining = True
-    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)]))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=1)], asked=1))
     harness.router.handle(HandBack(E0, [], [transfer]))
     encode = harness.router.debug_state().encode
     assert [(one.instance.address, one.task.attempt) for one in encode.unfinished] == [(E1, 1)]

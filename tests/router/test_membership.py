@@ -6,7 +6,7 @@ from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, Register
 from triptych.router.membership import InstanceLease, Membership
-from triptych.router.placement import least_outstanding
+from triptych.router.placement import Work, least_loaded
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -25,8 +25,8 @@ def lease(outstanding: int) -> InstanceLease:
 
 def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:
     leases = [lease(3), lease(1), lease(1)]
-    assert least_outstanding(leases) is leases[1]
-    assert least_outstanding([]) is None
+    assert least_loaded(leases, Work(1)) is leases[1]
+    assert least_loaded([], Work(1)) is None
 
 
 def test_a_lease_lasts_as_long_as_its_heartbeats() -> None:

@@ -98,7 +98,7 @@ def test_delayed_short_requests_do_not_affect_the_forecast_of_long_ones() -> Non
         service.submit(1500, timeout=300.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bursts=st.lists(
         st.tuples(st.integers(1, 20), st.sampled_from([1, 3, 30, 300]), st.sampled_from([0.0, 0.1, 3.0, 1e6])),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.router_harness import D0, D1, E0, E1, P0, P1, PD0, PD1, RouterHarness, tokens_of
+from tests.support.router_harness import D0, D1, E0, E1, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
 from triptych.errors import InstanceLost, Unavailable
 from triptych.messages.work import (
     Cancel,
@@ -47,7 +47,7 @@ def test_items_of_a_lost_encode_instance_go_to_another_under_the_same_name() -> 
     [transfer] = harness.need(stream, 0)
     lost = encode_targets(harness)[0][0]
     harness.router.handle(Deregister(lost))
-    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(lost, [transfer]))
+    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(lost, [transfer], FRONTEND))
     ask_again(harness, stream, transfer, first_row=3)
     other = E1 if lost == E0 else E0
     assert encode_targets(harness)[1:] == [(other, transfer, 3)]

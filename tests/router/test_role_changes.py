@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_harness import prompt, request_of, tokens_of
+from tests.support.router_harness import FRONTEND, prompt, request_of, tokens_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
@@ -87,11 +87,12 @@ class RouterHarness:
 
 def test_an_idle_instance_gets_its_role_and_the_operator_an_answer() -> None:
     harness = RouterHarness("p0", "p1", "d0")
-    assert harness.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0)]
+    assert harness.set_role("p0", Role.D) == [ChangeRole(Role.D, 30.0, FRONTEND)]
     assert harness.answers() == []
     harness.register("p0", Role.D)
     assert harness.answers() == [RoleSet("p0", Role.D)]
-    assert {to for to, message in harness.of(PeerLost) if message == PeerLost(Address("p0"), [])} == {"p1", "d0"}
+    lost = PeerLost(Address("p0"), [], FRONTEND)
+    assert {to for to, message in harness.of(PeerLost) if message == lost} == {"p1", "d0"}
     assert harness.of(Registered)[-1][0] == "p0"
     assert {lease.name for lease in harness.router.membership.decode_instances()} == {"p0", "d0"}
     assert [lease.name for lease in harness.router.membership.prefill_instances()] == ["p1"]
@@ -140,7 +141,7 @@ def test_an_instance_that_keeps_its_role_is_given_work_again() -> None:
     assert harness.answers() == [RoleRefused("pd0", Role.P, "it was busy")]
     harness.submit()
     assert harness.of(Generate)[-1][0] == "pd0"
-    assert harness.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0)]
+    assert harness.set_role("pd0", Role.P, force=True) == [ChangeRole(Role.P, 30.0, FRONTEND)]
 
 
 @pytest.mark.parametrize("how", ["leaves", "stops its heartbeats"])
@@ -162,7 +163,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
     assert harness.of(Generate)[-1][0] == "pd1", "its request continues"
     harness.register("pd0", Role.PD)
     harness.router.lifecycle.cancel(stream.request)
-    assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0)
+    assert harness.set_role("pd0", Role.P, force=True)[-1] == ChangeRole(Role.P, 30.0, FRONTEND)
 
 
 def test_a_request_left_at_a_role_change_continues_elsewhere() -> None:
@@ -218,7 +219,7 @@ def test_refusals(names: list[str], change: tuple[str, Role], reason: str) -> No
     assert harness.of(ChangeRole) == []
     if "instance of that name" not in reason:
         assert "--force" in answer.reason
-        assert harness.set_role(*change, force=True) == [ChangeRole(change[1], 30.0)]
+        assert harness.set_role(*change, force=True) == [ChangeRole(change[1], 30.0, FRONTEND)]
 
 
 def test_a_second_change_waits_for_the_first() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, tokens_of
+from tests.support.router_harness import D0, E0, E1, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
 from triptych.errors import (
     DeadlineExceeded,
     ErrorKind,
@@ -193,10 +193,10 @@ def test_requests_of_a_lost_instance_fail_and_peers_are_notified() -> None:
     harness.wait(0.25, E0)
     with pytest.raises(InstanceLost):
         tokens_of(lost)
-    assert harness.of(PeerLost) == [(E0, PeerLost(PD0, []))]
+    assert harness.of(PeerLost) == [(E0, PeerLost(PD0, [], FRONTEND))]
     assert harness.router.num_requests == 0
     harness.router.handle(Heartbeat(PD0))
-    assert harness.of(RegisterAgain) == [(PD0, RegisterAgain())]
+    assert harness.of(RegisterAgain) == [(PD0, RegisterAgain(FRONTEND))]
     assert harness.outstanding() == 0
 
 
@@ -282,7 +282,7 @@ def test_a_lost_instance_is_disconnected_after_the_last_message_and_may_register
     harness.register(E1, model="another")
     assert harness.disconnected[-1] == (E1, len(harness.sent))
     harness.router.handle(Heartbeat(E1))
-    assert harness.sent[-1] == (E1, RegisterAgain())
+    assert harness.sent[-1] == (E1, RegisterAgain(FRONTEND))
     assert harness.disconnected[-1] == (E1, len(harness.sent))
 
 
@@ -304,7 +304,7 @@ def test_an_instance_with_another_model_is_rejected() -> None:
     assert [type(message) for _, message in harness.sent] == [RegistrationRefused]
     assert len(harness.router.membership) == 0
     harness.register(PD0)
-    assert harness.of(Registered) == [(PD0, Registered(10.0))]
+    assert harness.of(Registered) == [(PD0, Registered(10.0, FRONTEND, "", 0))]
 
 
 def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_there() -> None:
@@ -314,13 +314,16 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
         (
             PD0,
             RegistrationRefused(
-                "pd0", 1, "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there (--dtype)"
+                "pd0",
+                1,
+                "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there (--dtype)",
+                "",
             ),
         )
     ]
     harness.router.handle(Deregister(E0))
     harness.register(PD0, dtype="float16")
-    assert harness.of(Registered) == [(E0, Registered(10.0)), (PD0, Registered(10.0))]
+    assert harness.of(Registered) == [(E0, Registered(10.0, FRONTEND, "", 0)), (PD0, Registered(10.0, FRONTEND, "", 0))]
 
 
 def test_a_suspended_frontend_renews_all_leases() -> None:
@@ -428,7 +431,7 @@ ENDINGS: list[Callable[[RouterHarness, TokenStream], None]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_costs_settle_to_zero_however_requests_end(data: st.DataObject) -> None:
     harness = RouterHarness(E0, E1, PD0, PD1)

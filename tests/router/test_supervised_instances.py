@@ -13,7 +13,10 @@ from triptych.messages.work import (
     LauncherStatus,
     LaunchState,
     Register,
+    RolloutRefused,
+    StartRollout,
     Status,
+    Stop,
 )
 from triptych.topology import Role
 from triptych.types import Address
@@ -62,3 +65,66 @@ def test_a_draining_instance_gets_nothing_new() -> None:
     for _ in range(4):
         harness.need(harness.submit(1.0), 0)
     assert {to for to, _ in harness.of(Encode)} == {E1}
+
+
+def launched(name: Address, state: LaunchState, incarnation: int) -> LaunchedInstance:
+    return LaunchedInstance(str(name), Role.E, state, incarnation=incarnation)
+
+
+def test_an_instance_that_is_being_replaced_works_on_beside_its_replacement() -> None:
+    harness = RouterHarness(PD0)
+    join(harness, E0, Role.E, 7)
+    report(harness, launched(E0, LaunchState.READY, 7), launched(E0, LaunchState.STARTING, 8))
+    newer = Address("newer")
+    peer = harness.lease(PD0)
+    harness.router.handle(Register("e0", Role.E, newer, peer.layouts, 2, 8, peer.capacity, 100))
+    assert harness.of(Stop) == []
+    assert {lease.incarnation for lease in harness.router.membership.named("e0")} == {7, 8}
+    samples = [
+        sample
+        for metric in harness.router.metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "triptych:engine_outstanding" and sample.labels["engine"] == "e0"
+    ]
+    assert len(samples) == 1, "a series has one sample"
+    report(harness, launched(E0, LaunchState.READY, 8), launched(E0, LaunchState.DRAINING, 7))
+    harness.router.handle(Draining(E0))
+    for _ in range(4):
+        harness.need(harness.submit(1.0), 0)
+    assert {to for to, _ in harness.of(Encode)} == {newer}
+    join(harness, E0, Role.E, 7)
+    assert harness.of(Stop) == [], "its supervisor ends it"
+
+
+def test_an_older_instance_that_no_supervisor_runs_is_stopped() -> None:
+    harness = RouterHarness(PD0)
+    join(harness, E0, Role.E, 7)
+    report(harness, launched(E0, LaunchState.STARTING, 8))
+    peer = harness.lease(PD0)
+    harness.router.handle(Register("e0", Role.E, Address("newer"), peer.layouts, 2, 8, peer.capacity, 100))
+    assert harness.of(Stop) == [(E0, Stop())]
+    join(harness, E0, Role.E, 7)
+    assert len(harness.of(Stop)) == 2, "also when it wakes up later"
+
+
+def test_a_rollout_is_passed_on_to_the_one_supervisor() -> None:
+    harness = RouterHarness(PD0, E0)
+    request = StartRollout(Address("operator"), {"max_num_seqs": "3"})
+    harness.router.handle(request)
+    ((to, refused),) = harness.of(RolloutRefused)
+    assert to == "operator"
+    assert "0 report to this frontend" in refused.reason
+    harness.router.handle(LauncherReport(SUPERVISOR, [], rollout="starting the new e0"))
+    harness.router.handle(request)
+    assert harness.of(StartRollout) == [(SUPERVISOR, request)]
+    harness.router.handle(GetStatus(Address("operator")))
+    assert harness.of(Status)[0][1].rollout == "starting the new e0"
+    harness.router.handle(LauncherReport(Address("another"), []))
+    harness.router.handle(request)
+    assert "2 report to this frontend" in harness.of(RolloutRefused)[-1][1].reason
+    harness.now += 10.0
+    harness.router.handle(LauncherReport(SUPERVISOR, []))
+    harness.router.draining = True
+    harness.router.handle(request)
+    assert harness.of(RolloutRefused)[-1][1].reason == "the service is shutting down"
+    assert len(harness.of(StartRollout)) == 1

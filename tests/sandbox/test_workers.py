@@ -111,7 +111,7 @@ def test_an_item_is_not_at_fault_when_this_process_has_no_memory_for_its_result(
 
     with monkeypatch.context() as patch:
         patch.setattr(Bulk, "of", full)
-        with pytest.raises(InternalError, match="lacks memory"):
+        with pytest.raises(MemoryError, match="Cannot allocate memory"):
             payloads(workers, "echo", b"data")
     assert payloads(workers, "echo", b"data")
 

@@ -23,6 +23,7 @@ from triptych.messages.work import (
     ChangeRole,
     Deregister,
     Draining,
+    Generate,
     HandBack,
     Heartbeat,
     PeerLost,
@@ -31,6 +32,7 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
     RoleKept,
+    SamplingParams,
     Stop,
 )
 from triptych.server import instance as instances
@@ -59,7 +61,7 @@ class Recorder:
 
     @property
     def handlers(self) -> Handlers:
-        return {Cancel: self._on_cancel}
+        return {Cancel: self._on_cancel, Generate: self.received.append}
 
     def _on_cancel(self, message: Cancel) -> None:
         self.received.append(message)
@@ -119,7 +121,7 @@ class InstanceHarness:
             layouts=[LAYOUT],
             capacity=Capacity(),
             channel=Channel(),
-            frontend=self.channel.address,
+            join=[self.channel.address.removeprefix("tcp://")],
             lease=lease,
         )
         self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
@@ -150,8 +152,21 @@ class InstanceHarness:
     def join(self, expiry: float = 30.0) -> None:
         """Takes the registration and welcomes the instance."""
         self.await_count(Register, 1)
-        self.send(Registered(expiry))
-        _until(lambda: self.instance.registered)
+        self.send(self.registered(expiry))
+        _until(lambda: self.instance.frontends.registered)
+
+    def registered(self, expiry: float = 30.0) -> Registered:
+        """The answer to its last registration."""
+        register = self.received[_last(self.received, Register)]
+        assert isinstance(register, Register)
+        return Registered(expiry, self.channel.address, register.join, register.resets)
+
+    @property
+    def register_again(self) -> RegisterAgain:
+        return RegisterAgain(self.channel.address)
+
+    def change_role(self, role: Role, timeout: float = 30.0) -> ChangeRole:
+        return ChangeRole(role, timeout, self.channel.address)
 
     def end(self) -> None:
         self._thread.join(10)
@@ -188,6 +203,10 @@ def cancel(name: str) -> Cancel:
     return Cancel(RequestId(name))
 
 
+def work(name: str, owner: Address) -> Generate:
+    return Generate(RequestId(name), [1], b"", 1, [], SamplingParams(max_tokens=1), [], owner)
+
+
 def once(work: Callable[[], object]) -> Callable[[], object]:
     """The work, the first time only."""
     left = [work]
@@ -218,7 +237,7 @@ def test_it_registers_sends_heartbeats_and_deregisters_on_stop(start: Callable[.
 def test_rejection_ends_it(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.await_count(Register, 1)
-    harness.send(RegistrationRefused("pd0", os.getpid(), "it serves another model"))
+    harness.send(RegistrationRefused("pd0", os.getpid(), "it serves another model", harness.registered().join))
     harness.end()
     assert isinstance(harness.error, StartError)
     assert "it serves another model" in str(harness.error)
@@ -229,41 +248,51 @@ def test_a_frontend_that_does_not_answer_ends_it(start: Callable[..., InstanceHa
     harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.1))
     harness.end()
     assert isinstance(harness.error, StartError)
-    assert harness.channel.address in str(harness.error)
+    assert harness.channel.address.removeprefix("tcp://") in str(harness.error)
 
 
 def test_it_starts_over_once_however_often_it_is_asked_to_register(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
-    harness.send(RegisterAgain(), RegisterAgain(), RegisterAgain(), cancel("last"))
+    harness.send(harness.register_again, harness.register_again, harness.register_again, cancel("last"))
     _until(lambda: cancel("last") in harness.loop.received)
-    assert harness.loop.received == ["on_lease_lost", cancel("last")]
+    assert harness.loop.received == [harness.channel.address, cancel("last")]
     harness.await_count(Register, 2)
-    harness.send(Registered(30.0), RegisterAgain(), cancel("very last"))
+    harness.send(harness.registered(), harness.register_again, cancel("very last"))
     _until(lambda: cancel("very last") in harness.loop.received)
-    assert harness.loop.received.count("on_lease_lost") == 2, "a new lease that is lost is another matter"
+    assert harness.loop.received.count(harness.channel.address) == 2, "a new lease that is lost is another matter"
 
 
-def test_a_registration_that_a_dying_frontend_took_with_it_is_made_again(start: Callable[..., InstanceHarness]) -> None:
+def test_work_of_a_lease_that_was_lost_is_dropped(start: Callable[..., InstanceHarness]) -> None:
+    """A process that was stopped may read it only after it has given up all that it worked on."""
+    harness = start()
+    harness.join()
+    frontend = harness.channel.address
+    before, other, after = work("before", frontend), work("other", Address("tcp://another")), work("after", frontend)
+    harness.send(harness.register_again, before)
+    harness.await_count(Register, 2)
+    harness.send(harness.registered(), other, after)
+    _until(lambda: after in harness.loop.received)
+    assert harness.loop.received == [harness.channel.address, after]
+
+
+def test_a_registration_that_is_not_answered_is_repeated(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.await_count(Register, 1)
-    harness.send(RegisterAgain())  # the answer to a heartbeat that went before the registration
-    time.sleep(5 * FAST.heartbeat)
-    assert sum(isinstance(message, Register) for message in harness.received) == 1
-    harness.send(RegisterAgain())
-    harness.await_count(Register, 2)
-    harness.send(Registered(30.0), cancel("after"))
+    _until(lambda: harness.count(Register, 0.05) >= 3)
+    assert harness.count(Heartbeat) == 0, "without a lease there is nothing to keep"
+    harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
-    assert "on_lease_lost" not in harness.loop.received
+    assert harness.loop.received == [cancel("after")]
 
 
 def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=0.3))
     harness.join()
     time.sleep(0.4)
-    harness.send(RegisterAgain())
+    harness.send(harness.register_again)
     harness.await_count(Register, 2)
-    harness.send(Registered(30.0), cancel("after"))
+    harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
     assert harness.error is None
 
@@ -271,17 +300,17 @@ def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., I
 def test_standing_still_for_as_long_as_the_lease_gives_everything_up(start: Callable[..., InstanceHarness]) -> None:
     harness = start(LeaseConfig(heartbeat=0.05, lease_expiry=0.5))
     harness.join(expiry=0.5)
-    assert "on_lease_lost" not in harness.loop.received
+    assert harness.channel.address not in harness.loop.received
     harness.loop.on_advance = once(lambda: time.sleep(0.6))
     harness.instance.channel.wake()
-    _until(lambda: "on_lease_lost" in harness.loop.received)
+    _until(lambda: harness.channel.address in harness.loop.received)
     harness.await_count(Register, 2)
     leave, register = (
-        harness.received.index(Deregister(harness.instance.channel.address)),
+        harness.received.index(Deregister(harness.instance.channel.address, suspect=False)),
         _last(harness.received, Register),
     )
     assert leave < register, "the frontend is to fail what was under way, even if it noticed nothing"
-    assert harness.loop.received.count("on_lease_lost") == 1
+    assert harness.loop.received.count(harness.channel.address) == 1
 
 
 def test_being_a_little_late_gives_nothing_up(start: Callable[..., InstanceHarness]) -> None:
@@ -304,7 +333,7 @@ def test_a_message_that_cannot_be_handled_harms_nothing_else(
 
     harness = start(loop=Recorder(on_cancel=once(refuse)))
     harness.join()
-    harness.send(cancel("bad"), Registered(30.0), Deregister(Address("not for an instance")), cancel("good"))
+    harness.send(cancel("bad"), harness.registered(), Deregister(Address("not for an instance")), cancel("good"))
     _until(lambda: cancel("good") in harness.loop.received)
     assert harness.loop.received == [cancel("bad"), cancel("good")]
     assert harness.error is None
@@ -313,7 +342,7 @@ def test_a_message_that_cannot_be_handled_harms_nothing_else(
 def test_every_stage_loop_receives_peer_lost(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
-    lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")])
+    lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")], harness.channel.address)
     harness.send(lost)
     _until(lambda: lost in harness.loop.received)
 
@@ -342,7 +371,7 @@ def test_a_host_that_fails_starts_over(start: Callable[..., InstanceHarness], ca
         Deregister,
         Register,
     ]
-    harness.send(Registered(30.0), cancel("after"))
+    harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
     assert harness.loop.received == ["on_lease_lost", cancel("after")]
     assert "RuntimeError: a bug" in caplog.text, "the traceback"
@@ -372,7 +401,7 @@ def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], m
         harness.loop.on_advance = once(fail)
         harness.instance.channel.wake()
         harness.await_count(Register, number + 2)
-        harness.send(Registered(30.0))
+        harness.send(harness.registered())
     assert harness.error is None
 
 
@@ -380,7 +409,7 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., InstanceHarne
     harness, builder = start(loop=Recorder(idle=False)), RecorderBuilder()
     harness.instance.loop_builder = builder
     harness.join()
-    harness.send(ChangeRole(Role.P, 30.0), cancel("still here"))
+    harness.send(harness.change_role(Role.P), cancel("still here"))
     _until(lambda: cancel("still here") in harness.loop.received)
     assert builder.built == []
     harness.loop.idle = True
@@ -391,7 +420,7 @@ def test_it_changes_its_role_once_all_is_done(start: Callable[..., InstanceHarne
     assert (register.role, register.layouts) == (Role.P, [OTHER_LAYOUT])
     assert harness.count(Deregister) == 0, "the frontend tells the others when it hears of the role"
     assert harness.loop.received == [cancel("still here"), "close"]
-    harness.send(Registered(30.0), cancel("for the new loop"))
+    harness.send(harness.registered(), cancel("for the new loop"))
     (loop,) = builder.built
     _until(lambda: loop.received == [cancel("for the new loop")])
 
@@ -410,7 +439,7 @@ def test_a_change_that_cannot_be_leaves_all_as_it_was(
     harness = start()
     harness.instance.loop_builder = RecorderBuilder(refusal)
     harness.join()
-    harness.send(ChangeRole(role, 30.0))
+    harness.send(harness.change_role(role))
     harness.await_count(RoleKept, 1)
     assert RoleKept(harness.instance.channel.address, reason) in harness.received
     harness.send(cancel("after"))
@@ -422,7 +451,7 @@ def test_it_reports_that_it_keeps_its_role_when_it_cannot_drain_in_time(start: C
     harness = start(loop=Recorder(idle=False))
     harness.instance.loop_builder = RecorderBuilder()
     harness.join()
-    harness.send(ChangeRole(Role.P, 0.1))
+    harness.send(harness.change_role(Role.P, 0.1))
     harness.await_count(RoleKept, 1)
     harness.loop.idle = True
     harness.send(cancel("after"))
@@ -434,10 +463,10 @@ def test_starting_over_forgets_the_change(start: Callable[..., InstanceHarness])
     harness, builder = start(loop=Recorder(idle=False)), RecorderBuilder()
     harness.instance.loop_builder = builder
     harness.join()
-    harness.send(ChangeRole(Role.P, 30.0), RegisterAgain())
+    harness.send(harness.change_role(Role.P), harness.register_again)
     harness.await_count(Register, 2)
     harness.loop.idle = True
-    harness.send(Registered(30.0), cancel("after"))
+    harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
     assert builder.built == []
     assert harness.instance.role is Role.PD
@@ -446,7 +475,7 @@ def test_starting_over_forgets_the_change(start: Callable[..., InstanceHarness])
 def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHarness]) -> None:
     harness = start()
     harness.join()
-    harness.send(ChangeRole(Role.P, 30.0))
+    harness.send(harness.change_role(Role.P))
     harness.await_count(RoleKept, 1)
 
 
@@ -472,8 +501,8 @@ def test_a_drain_finishes_the_work_and_hands_back_what_has_not_begun(start: Call
     harness.await_count(HandBack, 1)
     drains = [message for message in harness.received if isinstance(message, Draining | HandBack)]
     assert drains == [Draining(address), loop.given[harness.channel.address]]
-    assert harness.instance.pulse.why_not_ready() == "draining"
-    harness.send(cancel("still here"), ChangeRole(Role.P, 30.0))
+    _until(lambda: harness.instance.pulse.why_not_ready() == "draining")
+    harness.send(cancel("still here"), harness.change_role(Role.P))
     harness.await_count(RoleKept, 1)
     assert RoleKept(address, "it is draining") in harness.received
     assert harness.count(Deregister) == 0
@@ -504,10 +533,10 @@ def test_a_drain_that_loses_its_lease_has_nothing_left_to_do(start: Callable[...
     harness.join()
     harness.instance.drain()
     harness.await_count(Draining, 1)
-    harness.send(RegisterAgain())
+    harness.send(harness.register_again)
     harness.end()
     assert harness.count(Register) == 1
-    assert harness.loop.received == ["on_lease_lost", "close"]
+    assert harness.loop.received == [harness.channel.address, "close"]
 
 
 def test_its_incarnation_is_its_supervisors_or_the_time_of_its_start(start: Callable[..., InstanceHarness]) -> None:

@@ -39,7 +39,6 @@ from triptych.server.build import build_instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import ChildRanks
 from triptych.topology import Role
-from triptych.types import Address
 
 CPU = torch.device("cpu")
 FP32 = EngineConfig(dtype="float32", page_size=PAGE_SIZE, threads=1)
@@ -330,7 +329,6 @@ def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) ->
             InstanceSpec(model=str(tmp_path), role=Role.PD, name="pd0", join="127.0.0.1:1", engine=engine),
             model=ModelBundle(Checkpoint(make_checkpoint(tmp_path)), engine),
             channel=channel,
-            frontend=Address("tcp://127.0.0.1:1"),
         )
     channel.close()
     assert not [child for child in psutil.Process().children() if "triptych.server.rank_main" in child.cmdline()]

@@ -14,7 +14,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Messages, Running, running
 from tests.support.image_cases import CASES
 from triptych.cluster.control_client import ControlClient
-from triptych.config import ClusterConfig, RankSizes
+from triptych.config import ClusterConfig, FrontendConfig, RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.errors import StartError
 from triptych.messages.work import InstanceStatus
@@ -206,7 +206,8 @@ def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -
         one.runner.run = lambda *arguments: (opened.wait(20), run(*arguments))[1]  # type: ignore[method-assign]
 
     async def run() -> None:
-        async with running(folder, "2PD", prepare=slow) as service:
+        in_turns = FrontendConfig.of(port=0, placement="round-robin")
+        async with running(folder, "2PD", frontend=in_turns, prepare=slow) as service:
             opened.set()
             expected = await service.answer(TEXT, max_tokens=4)
             opened.clear()

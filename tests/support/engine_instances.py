@@ -79,7 +79,7 @@ class EngineInstances:
             model = ModelBundle(Checkpoint(folder), config.engine)
             channel = _TestChannel(self._send)
             spec = config.instance(role, name, "127.0.0.1:1")
-            self.instances[name] = build_instance(spec, model=model, channel=channel, frontend=FIRST)
+            self.instances[name] = build_instance(spec, model=model, channel=channel)
         self._by_address = {one.channel.address: one for one in self.instances.values()}
         self._encoders: dict[Address, Encoder] = {}
         self._fabrics: list[SharedMemoryFabric] = []

@@ -31,7 +31,6 @@ from triptych.server.frontend import Frontend
 from triptych.server.instance import Instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role, Topology
-from triptych.types import Address
 
 Messages = list[dict[str, Any]]
 
@@ -142,8 +141,7 @@ def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> I
     """An instance that joins the frontend at ``control`` once it runs."""
     torch.set_num_threads(1)
     model = ModelBundle(Checkpoint(config.model), config.engine)
-    frontend = Address(f"tcp://{control}")
-    return build_instance(config.instance(role, name, control), model=model, channel=Channel(), frontend=frontend)
+    return build_instance(config.instance(role, name, control), model=model, channel=Channel())
 
 
 def run_instance(instance: Instance) -> None:

@@ -11,6 +11,7 @@ from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
+from triptych.messages.stats import EncodeStats, InstanceStats
 from triptych.messages.work import Capacity, EncodeNeeded, Heartbeat, MissingItem, Register, SamplingParams
 from triptych.models.base import Positions
 from triptych.observe.requests import RequestRecord
@@ -23,11 +24,15 @@ from triptych.types import Address, ImageHeader, ItemPlan, Placement, Span, Tran
 
 Kind = TypeVar("Kind")
 
+FRONTEND = Address("frontend")
+"""The router\'s own address."""
+
 E0, E1, PD0, PD1, P0, P1, D0, D1, D2 = (
     Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0", "d1", "d2")
 )
 
 ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D, D1: Role.D, D2: Role.D}
+DEFAULTS: dict[str, Any] = {"request_timeout": 60.0, "restart_hold": 0.0, "placement": "least-loaded"}
 
 
 def prompt(*costs: float) -> PlannedPrompt:
@@ -56,7 +61,9 @@ class RouterHarness:
     """A router, the clock on its wall, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
-        """``settings`` of admission, and ``max_num_seqs`` and ``encode_batch_patches`` of all instances."""
+        """``settings`` of admission, and ``max_num_seqs``, ``encode_batch_patches`` and ``encode_cache_bytes`` of all
+        instances. Places work where the load is least, unless another ``placement`` is given."""
+        self.stats = InstanceStats(EncodeStats(0, 0, 0, 0, 0, 0, settings.pop("encode_cache_bytes", 0)))
         self.capacity = Capacity(settings.pop("max_num_seqs", 32), settings.pop("encode_batch_patches", 1024))
         self.now = 100.0
         self.sent: list[tuple[Address, Message]] = []
@@ -64,11 +71,11 @@ class RouterHarness:
         self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
         """Tests replace this to make sending fail."""
         self.router = Router(
-            address=Address("frontend"),
+            address=FRONTEND,
             send=lambda to, message: self.send(to, message),  # noqa: PLW0108 - tests replace it
             disconnect=lambda address: self.disconnected.append((address, len(self.sent))),
             identity=ModelIdentity(),
-            admission=AdmissionConfig(max_queue=max_queue, **{"request_timeout": 60.0, "restart_hold": 0.0} | settings),
+            admission=AdmissionConfig(max_queue=max_queue, **DEFAULTS | settings),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             clock=lambda: self.now,
         )
@@ -85,14 +92,15 @@ class RouterHarness:
     ) -> None:
         layout = RowLayout(model, dtype, 4, 16)
         role, incarnation = ROLES[address], incarnation or pid
-        self.router.handle(Register(str(address), role, address, [layout], pid, incarnation, self.capacity, 100))
+        process = pid, incarnation, self.capacity
+        self.router.handle(Register(str(address), role, address, [layout], *process, 100, self.stats))
 
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""
         for _ in range(round(4 * seconds)):
             self.now += 0.25
             for address in alive:
-                self.router.handle(Heartbeat(address))
+                self.router.handle(Heartbeat(address, self.stats))
             self.router.tick()
 
     def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:

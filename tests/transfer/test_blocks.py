@@ -99,7 +99,7 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyHistory.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_pool_of_no_blocks_is_rejected() -> None:

@@ -149,7 +149,7 @@ ROWS = st.lists(st.integers(1, 12) | st.integers(1, 60), min_size=1, max_size=10
 NUM_BLOCKS = st.integers(1, 5) | st.integers(1, 16)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     chance=st.randoms(use_true_random=False),
     rows=ROWS,
@@ -180,7 +180,7 @@ def test_every_transfer_ends_and_every_block_is_freed(
         assert cancels or not w.failures
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     chance=st.randoms(use_true_random=False),
     rows=ROWS,

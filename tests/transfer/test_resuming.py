@@ -288,7 +288,7 @@ def test_an_offer_of_an_attempt_to_come_is_refused(fabric: str) -> None:
         resume(w, item)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     chance=st.randoms(use_true_random=False),
     rows=st.lists(st.integers(1, 12) | st.integers(1, 60), min_size=1, max_size=8),
@@ -324,7 +324,7 @@ def test_with_losses_at_any_point_every_row_is_right_and_every_block_is_freed(
         Scenario(w, chance, cancels=cancels, losses=losses, suspends=True).run(num_steps)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     chance=st.randoms(use_true_random=False),
     rows=st.lists(st.integers(1, 40), min_size=1, max_size=6),

@@ -7,14 +7,16 @@ import sys
 from typing import NoReturn
 
 from triptych import __version__, exit_codes
-from triptych.cli import bench, demo, doctor, flags, run, serve, status, trace
+from triptych.cli import bench, chaos, demo, doctor, flags, rollout, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
 from triptych.observe import logs
 
 COMMANDS = {
-    "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "trace": trace, "bench": bench,
+    "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "rollout": rollout,
+    "trace": trace, "bench": bench,
+    "chaos": chaos,
 }  # fmt: skip
 
 

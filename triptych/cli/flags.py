@@ -27,6 +27,8 @@ from triptych.config import (
     flag,
     is_loopback,
     names_of,
+    parse_value,
+    split_addresses,
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
@@ -50,6 +52,16 @@ _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) -> None:
     meaning = f"a checkpoint folder, or {DEMO!r} for the bundled model"
     parser.add_argument("model", metavar="MODEL", help=meaning, nargs="?" if may_be_in_file else None)
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--control",
+        metavar="HOST:PORT[,HOST:PORT]",
+        required=True,
+        help="control address of the frontend, which it prints when it is ready; of several, the first that answers is "
+        "asked",
+    )
 
 
 def known_names() -> set[str]:
@@ -92,7 +104,7 @@ def settings(group: type[G], arguments: argparse.Namespace) -> G:
     values = {}
     for item in dataclasses.fields(group):
         for given, source in _given(item, arguments):
-            value = _parsed(given, item, source)
+            value = parse_value(given, item, source)
             values[item.name] = str(Path(value).absolute()) if item.metadata["path"] and value else value
             break
     return group(**values)
@@ -208,46 +220,23 @@ def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
         )
 
 
+def check_controls(given_as: str, addresses: str, cluster: ClusterConfig) -> list[str]:
+    """Return the addresses of a list that is separated by commas. Raises ConfigError for one that ``check_control``
+    rejects, and for one that is there twice."""
+    parts = split_addresses(addresses)
+    for number, address in enumerate(parts):
+        check_control(given_as, address, cluster)
+        if address in parts[:number]:
+            raise ConfigError(f"{given_as} names {address} twice")
+    return parts
+
+
 def topology(arguments: argparse.Namespace, config: ServeConfig, default: str) -> Topology:
     """Return the topology asked for, or else ``default``, or ``TEXT_ONLY`` for a text-only model. Raises TopologyError
     and CheckpointError."""
     if arguments.topology is None and not family_of(load_config(config.model)).takes_media:
         return Topology.parse(TEXT_ONLY)
     return Topology.parse(arguments.topology or default)
-
-
-def _parsed(given: Any, item: dataclasses.Field[Any], source: str) -> Any:
-    """Return a value of the setting's type. ``given`` is text, or what TOML makes of a line."""
-    default = item.default
-    if parse := item.metadata["parse"]:
-        try:
-            return parse(str(given))
-        except ConfigError as error:
-            raise ConfigError(f"{source} {error}") from None
-    if isinstance(default, bool):
-        return given if isinstance(given, bool) else _boolean(str(given), source)
-    if isinstance(default, tuple):
-        parts = given if isinstance(given, list) else str(given).split(",")
-        return tuple(str(part).strip() for part in parts if str(part).strip())
-    try:
-        fits = isinstance(given, str | type(default)) or (isinstance(default, float) and isinstance(given, int))
-        kind: type[Any] = type(default)
-        value = kind(given) if fits and not isinstance(given, bool) else math.nan
-    except ValueError:
-        value = math.nan
-    if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{source} {given!r} is not {_A[type(default)]}")
-    return value
-
-
-def _boolean(given: str, source: str) -> bool:
-    words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    if (value := words.get(given.strip().lower())) is None:
-        raise ConfigError(f"{source} {given!r} is not one of {', '.join(words)}")
-    return value
-
-
-_A = {int: "a whole number", float: "a number", str: "text"}
 
 
 def _shown(default: Any) -> str:

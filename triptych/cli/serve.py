@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"run one process alone: an instance ({', '.join(Role)}) or the frontend ({FRONTEND}) (default: none)",
     )
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help=f"control address of the frontend; required for any --role but {FRONTEND}"
+        "--join",
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="control address of the frontend, or of each of several frontends that share the instances; required for "
+        f"any --role but {FRONTEND}",
     )
     parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
     flags.add_settings(parser)
@@ -63,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         if config.lease.health_port:
             raise ConfigError("--health-port is for --role and an instance, such as --role E")
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
+    if arguments.role is not None and config.frontend.http.frontends > 1:
+        raise ConfigError("--frontends is for a whole service; start each frontend of its own with --role frontend")
     if arguments.role == FRONTEND:
         logs.rename(FRONTEND)
         return asyncio.run(_serve_frontend(config))
@@ -87,6 +92,8 @@ async def _serve(config: ServeConfig, topology: Topology) -> int:
         if starting.done():
             starting.result()
             _announce(config, str(topology), service.url, service.control)
+            for number, url in enumerate(service.own_urls):
+                _print_announcement(f"frontend{number} alone, with its /metrics and /ready: {url}")
             endings: set[asyncio.Future[Any]] = {service.lost, *ended}
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         for task in (starting, manager, *ended):
@@ -126,7 +133,7 @@ def _run_instance(config: ServeConfig, role: Role, join: str | None, name: str |
     """Run one instance in this process until the frontend or a signal ends it."""
     if join is None:
         raise ConfigError(f"--role {role} needs --join HOST:PORT")
-    flags.check_control("--join", join, config.cluster)
+    flags.check_controls("--join", join, config.cluster)
     name = name or f"{role.value.lower()}-{os.getpid()}"
     logs.rename(name)
     instance_main.run(config.instance(role, name, join))

@@ -23,12 +23,7 @@ DEFAULT_WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--control",
-        metavar="HOST:PORT",
-        required=True,
-        help="control address of the frontend, which it prints when it is ready",
-    )
+    flags.add_control(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     group = parser.add_argument_group("changing roles")
     group.add_argument(
@@ -55,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = flags.settings(ClusterConfig, arguments)
-    flags.check_control("--control", arguments.control, cluster)
+    flags.check_controls("--control", arguments.control, cluster)
     changes = [_parse_change(text) for text in arguments.set_role]
     timeout = _seconds(arguments.drain_timeout)
     with ControlClient(arguments.control, cluster) as client:
@@ -90,7 +85,8 @@ def _seconds(text: str) -> float:
 
 def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
-    return f"{state}, {status.requests} requests, model {status.model.digest}"
+    rollout = f"\nrollout in progress: {status.rollout}" if status.rollout else ""
+    return f"{state}, {status.requests} requests, model {status.model.digest}{rollout}"
 
 
 def _table(status: Status) -> Table:

@@ -45,7 +45,7 @@ class ChildSpec:
         return frozenset({"frontend"} if self.role is None else (names[stage] for stage in self.role.stages))
 
     def __str__(self) -> str:
-        return "the frontend" if self.name == "frontend" else f"instance {self.name}"
+        return f"instance {self.name}" if self.role else "the frontend" if self.name == "frontend" else self.name
 
 
 class Child:

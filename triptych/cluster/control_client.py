@@ -1,35 +1,60 @@
 """Client of a running service's control socket, for operators. Every process that can connect to this socket is fully
 trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
+import contextlib
 import time
+from collections import deque
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-from triptych.config import ClusterConfig
-from triptych.errors import BadAddress, StartError
+from triptych.config import ClusterConfig, split_addresses
+from triptych.errors import BadAddress, ConfigError, StartError
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
-from triptych.messages.work import GetStatus, RoleRefused, RoleSet, SetRole, Status
+from triptych.messages.work import (
+    GetStatus,
+    RoleRefused,
+    RoleSet,
+    RolloutEnded,
+    RolloutProgress,
+    RolloutRefused,
+    SetRole,
+    StartRollout,
+    Status,
+)
 from triptych.topology import Role
+from triptych.types import Address
 
 ANSWER_TIMEOUT = 5.0
 """Seconds within which a running frontend answers."""
+SEARCH_TIMEOUT = 2.0
+"""The same while several are tried in turn."""
+SUPERVISOR_TIMEOUT = 15.0
+"""Seconds without news of a rollout after which its supervisor counts as gone; it sends some every second."""
 
 
 class ControlClient:
-    """A connection to the frontend whose control address is ``control`` (HOST:PORT). A context manager."""
+    """A connection to the frontend whose control address is ``control`` (HOST:PORT). Of several, separated by commas,
+    the first that answers is asked. A context manager."""
 
     def __init__(self, control: str, cluster: ClusterConfig) -> None:
         """Raise StartError when this process can't listen for answers."""
-        host, _, port = control.rpartition(":")
         self._control = control
+        self._received: deque[Message] = deque()
         try:
-            self._frontend = endpoint(host.strip("[]"), port)
+            self._frontends = [_endpoint(one) for one in split_addresses(control)]
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
 
     def __enter__(self) -> "ControlClient":
+        if len(self._frontends) > 1:
+            try:
+                self._frontends = [self._first_that_answers()]
+            except StartError:
+                self._channel.close(linger=0)
+                raise
         return self
 
     def __exit__(
@@ -50,13 +75,44 @@ class ControlClient:
         if isinstance(answer, RoleRefused):
             raise StartError(f"{instance} does not change its role to {role}: {answer.reason}")
 
+    def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[RolloutProgress]:
+        """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
+        Raises ConfigError when it is refused, and StartError when it ends early."""
+        news = (RolloutProgress, RolloutEnded, RolloutRefused)
+        answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
+        while isinstance(answer, RolloutProgress):
+            yield answer
+            answer = self._wait_for(news, SUPERVISOR_TIMEOUT, "no news from the supervisor; the rollout may go on")
+        if isinstance(answer, RolloutRefused):
+            raise ConfigError(f"the rollout is refused: {answer.reason}")
+        if answer.reason:
+            raise StartError(f"{answer.replaced} of {answer.total} replaced: {answer.reason}")
+
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
+        self._channel.send(self._frontends[0], question)
+        silence = f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
+        return self._wait_for(answers, timeout, silence)
+
+    def _first_that_answers(self) -> Address:
+        for frontend in self._frontends:
+            self._channel.send(frontend, GetStatus(self._channel.address))
+            with contextlib.suppress(StartError):
+                self._wait_for((Status,), SEARCH_TIMEOUT, "")
+                return frontend
+        raise StartError(f"no answer from any frontend at {self._control}")
+
+    def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
+        """Return the next message of these kinds. Raises StartError with ``silence`` when none comes in time."""
         deadline = time.monotonic() + timeout
-        self._channel.send(self._frontend, question)
-        while (left := deadline - time.monotonic()) > 0:
-            for message in self._channel.receive(left):
-                if isinstance(message, answers):
+        while True:
+            while self._received:
+                if isinstance(message := self._received.popleft(), answers):
                     return message
-        raise StartError(
-            f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
-        )
+            if (left := deadline - time.monotonic()) <= 0:
+                raise StartError(silence)
+            self._received.extend(self._channel.receive(left))
+
+
+def _endpoint(control: str) -> Address:
+    host, _, port = control.rpartition(":")
+    return endpoint(host.strip("[]"), port)

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from triptych.cluster.local import LocalCluster
+from triptych.cluster.rollouts import Plan, Rollouts
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint
-from triptych.messages.work import LauncherReport, LauncherStatus
+from triptych.messages.work import LauncherReport, LauncherStatus, StartRollout
+from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -17,34 +19,62 @@ REPORT_INTERVAL = 0.5
 FIRST_INTERVAL = 0.05
 """The same before the service was first ready, so that the start isn't longer than it has to be."""
 
+MAX_TEXT = 1000
+"""Characters of what reports say of a rollout; it may name many processes."""
+
 
 class FrontendLink:
     """Exchanges reports with the frontends, on the running event loop."""
 
-    def __init__(self, cluster: LocalCluster, controls: Sequence[str], config: ClusterConfig) -> None:
-        """``controls`` are the frontends' control addresses (HOST:PORT). Raises StartError when this process can't
-        listen for answers."""
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        controls: Sequence[str],
+        config: ClusterConfig,
+        plan: Callable[[StartRollout], Awaitable[Plan]],
+    ) -> None:
+        """``controls`` are the frontends' control addresses (HOST:PORT), and ``plan`` is as in ``Rollouts``. Raises
+        StartError when this process can't listen for answers."""
         self.stopping = False
         """Whether the frontends are told that the service ends."""
         self._cluster = cluster
+        self._frontends: dict[Address, bool] = {}
+        """Where each frontend listens, and whether it is on standby."""
+        for control in controls:
+            self.add(control)
         try:
-            self._frontends = [
-                endpoint(host.strip("[]"), port) for host, _, port in (text.rpartition(":") for text in controls)
-            ]
             self._channel = Channel(config.cluster_host, secret=config.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
+        self._rollouts = Rollouts(cluster, plan, self._channel.send)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 
+    def add(self, control: str, *, standby: bool = False) -> None:
+        """Exchange reports with the frontend there, too; one on standby accepts no connections. Raises StartError for
+        an address that can't be resolved."""
+        try:
+            self._frontends[_endpoint(control)] = standby
+        except BadAddress as error:
+            raise StartError(str(error)) from None
+
+    def remove(self, control: str) -> None:
+        """Exchange no more reports with the frontend there."""
+        self._frontends.pop(_endpoint(control), None)
+
     def report(self) -> None:
         """Tell every frontend about all processes."""
-        report = LauncherReport(self._channel.address, self._cluster.launched(), self.stopping)
-        for frontend in self._frontends:
+        launched, text = self._cluster.launched(), self._rollouts.text[:MAX_TEXT]
+        for frontend, standby in self._frontends.items():
+            report = LauncherReport(self._channel.address, launched, self.stopping, text, standby)
             try:
                 self._channel.send(frontend, report)
             except TriptychError as error:
                 log.warning("couldn't report to the frontend: %s", error)
+
+    async def end_rollout(self) -> None:
+        """End the rollout in progress, if there is one."""
+        await self._rollouts.close()
 
     async def close(self) -> None:
         """Stop reporting, and close the connections."""
@@ -70,5 +100,12 @@ class FrontendLink:
             for message in self._channel.drain():
                 if isinstance(message, LauncherStatus):
                     self._cluster.set_joined(message.pid, message.joined)
+                elif isinstance(message, StartRollout):
+                    self._rollouts.start(message)
             if not self._channel.pending:
                 return
+
+
+def _endpoint(control: str) -> Address:
+    host, _, port = control.rpartition(":")
+    return endpoint(host.strip("[]"), port)

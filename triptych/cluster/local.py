@@ -7,9 +7,11 @@ import random
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print
+from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.work import JoinedInstance, LaunchedInstance, LaunchState
@@ -19,6 +21,34 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE = 5.0
 """Seconds for a process to exit before it is killed."""
+
+
+@dataclass(eq=False)
+class SupervisedProcess:
+    """A process of the service, in all its incarnations."""
+
+    spec: ChildSpec
+    restarts: bool
+    """Whether it is started again when it ends."""
+    stopping: bool = False
+    """Whether it must end."""
+    ready: bool = False
+    """Whether a frontend has it, or it is a frontend that answers."""
+    was_ready: bool = False
+    """Whether it has been ready since it was last started."""
+    incarnation: int = 0
+    child: Child | None = None
+    """None while it doesn't run."""
+    waits: bool = False
+    """Whether it has ended, and waits to be started again."""
+    task: asyncio.Task[None] | None = None
+    """Runs it; done once it has ended for good."""
+    why_ended: str = ""
+    """How it ended for good."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.task is not None and self.task.done()
 
 
 class LocalCluster:
@@ -38,88 +68,215 @@ class LocalCluster:
         self.changed = asyncio.Event()
         """Set when a process's state has changed; the waiting task clears it."""
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
-        self._specs = specs
         self._show = show
         self._clock = clock
-        self._children: dict[str, Child] = {}
+        self._current = {spec.name: SupervisedProcess(spec, restarts=True) for spec in specs}
+        """The process that has each name, as far as restarts are concerned."""
+        self._old: dict[str, SupervisedProcess] = {}
+        """Processes that were replaced and finish their work, or have done so."""
+        self._new: dict[str, SupervisedProcess] = {}
+        """Processes that replace others in the rollout in progress."""
+        self._joined: dict[int, set[tuple[str, int]]] = {}
+        """Names and incarnations of the instances that hold a lease, by the process id of their frontend."""
         self._incarnations: dict[str, int] = {}
-        self._stopping: set[str] = set()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The last one of each name."""
+        self._killing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Start all processes, soon; they load their weights and join the frontend by themselves."""
-        self._tasks = {spec.name: asyncio.create_task(self._keep_running(spec)) for spec in self._specs}
+        for process in self._current.values():
+            self._begin(process)
 
     def set_joined(self, frontend_pid: int, joined: Collection[JoinedInstance]) -> None:
         """Take a frontend's list of the instances that hold a lease. The frontend itself is ready, too."""
-        held = {(one.name, one.incarnation) for one in joined}
-        ready = {name for name, number in self._incarnations.items() if (name, number) in held}
-        ready |= {name for name, child in self._children.items() if child.pid == frontend_pid}
+        self._joined[frontend_pid] = {(one.name, one.incarnation) for one in joined}
+        running = {process.child.pid for process in self._all() if process.child is not None}
+        self._joined = {pid: held for pid, held in self._joined.items() if pid in running}
+        held = self._held()
+        for process in self._all():
+            is_frontend = process.child is not None and process.child.pid in self._joined
+            process.ready = is_frontend or (process.spec.name, process.incarnation) in held
+            process.was_ready |= process.ready
+        for name in self._current:
+            self._settle(name)
+        ready = {name for name, process in self._current.items() if process.ready}
         if self.supervision.set_ready(ready, self._clock()):
             self.changed.set()
+
+    def _held(self) -> set[tuple[str, int]]:
+        """Return the instances that all frontends have. One that is being replaced, or replaces another one, may have
+        instances of its own."""
+        current = {process.child.pid for process in self._current.values() if process.child is not None}
+        shared = [held for pid, held in self._joined.items() if pid in current]
+        others = [held for pid, held in self._joined.items() if pid not in current]
+        return set().union(*others, set.intersection(*shared) if shared else set())
 
     def launched(self) -> list[LaunchedInstance]:
         """Return the state of all processes, as frontends get it."""
         now, processes = self._clock(), self.supervision.processes
-        return [
+        kept = [
             LaunchedInstance(
-                name=spec.name,
-                role=spec.role,
-                state=(process := processes[spec.name]).state,
+                name=name,
+                role=current.spec.role,
+                state=(process := processes[name]).state,
                 restarts=process.reasons.total(),
                 restart_in=max(0.0, process.next_start - now),
                 reasons=dict(process.reasons),
-                incarnation=self._incarnations.get(spec.name, 0),
+                incarnation=current.incarnation,
             )
-            for spec in self._specs
+            for name, current in self._current.items()
         ]
+        others = [(one, LaunchState.DRAINING) for one in self._old.values()]
+        others += [(one, LaunchState.STARTING) for one in self._new.values() if self._current[one.spec.name] is not one]
+        return kept + [
+            LaunchedInstance(one.spec.name, one.spec.role, state, incarnation=one.incarnation)
+            for one, state in others
+            if not one.has_ended
+        ]
+
+    # ── replacing processes ──────────────────────────────────────────────────────────────────────────────────
+
+    def replacing(self, name: str) -> Replacing:
+        """Return how the replacement of a process stands."""
+        current, new = self._current[name], self._new.get(name)
+        old = self._old.get(name)
+        state = None
+        if new is not None and new.task is not None:
+            waiting = LaunchState.FAILED if new.has_ended else LaunchState.STARTING
+            state = LaunchState.READY if new.ready and not new.has_ended else waiting
+        return Replacing(old_runs=old is None or not old.has_ended, serves=current.ready, new=state)
+
+    def start_new(self, spec: ChildSpec) -> None:
+        """Start a process that replaces the one of its name; it isn't started again before it has taken its place."""
+        process = self._new.setdefault(spec.name, SupervisedProcess(spec, restarts=False))
+        self._begin(process)
+        self.changed.set()
+
+    def promote(self, spec: ChildSpec) -> None:
+        """Let the process of ``spec``, which may run already, take the place of the one of its name. That one works on,
+        but isn't started again."""
+        name = spec.name
+        new = self._new.setdefault(name, SupervisedProcess(spec, restarts=False))
+        if self._current[name] is new:
+            return
+        self._old[name] = self._current[name]
+        self._old[name].restarts = False
+        self._current[name] = new
+        self.supervision.started(name)
+        self._settle(name)
+        self.changed.set()
+
+    def retire(self, spec: ChildSpec, timeout: float) -> None:
+        """Make the process of that name finish its work and end, within ``timeout`` seconds. The one of ``spec``, which
+        may run already, takes its place."""
+        self.promote(spec)
+        old = self._old[spec.name]
+        self._stop(old, signal.SIGTERM)
+        killing = asyncio.create_task(_kill_after(old, timeout))
+        self._killing.add(killing)
+        killing.add_done_callback(self._killing.discard)
+
+    def why_ended(self, name: str) -> str:
+        """Return how the new process of that name ended, if it did so by itself; otherwise the empty string."""
+        new = self._new.get(name)
+        return new.why_ended if new is not None else ""
+
+    async def keep_old(self, name: str) -> None:
+        """End the process that was to replace the one of that name, which is kept, or started again if it was
+        retired."""
+        new, old = self._new.get(name), self._old.get(name)
+        if new is not None:
+            self._stop(new, signal.SIGTERM)
+            await _kill_after(new, STOP_GRACE)
+        if old is not None and old.task is not None:
+            await asyncio.wait([old.task])
+            self._current[name] = SupervisedProcess(old.spec, restarts=True)
+            self._begin(self._current[name])
+        self.changed.set()
+
+    def end_rollout(self) -> None:
+        """Forget which processes are old and new, but for those that still have to end."""
+        self._old = {name: one for name, one in self._old.items() if not one.has_ended}
+        self._new = {
+            name: one for name, one in self._new.items() if one is not self._current[name] and not one.has_ended
+        }
+        self.changed.set()
+
+    def _settle(self, name: str) -> None:
+        """Keep a new process running once it has its name, and is ready."""
+        process = self._current[name]
+        if process.ready and not process.restarts and not process.stopping:
+            process.restarts = True
+            self.supervision.replaced(name, self._clock())
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
     async def end(self, names: Collection[str], number: signal.Signals, timeout: float) -> None:
         """Send these processes a signal, don't start them again, and kill them if they haven't ended in time."""
-        self._stopping |= set(names)
-        ending = [self._tasks[name] for name in names if name in self._tasks]
-        for name in names:
-            if child := self._children.get(name):
-                # one that is starting may have no handler yet, and Python's for SIGINT writes a traceback
-                was_ready = self.supervision.processes[name].was_ready
-                child.send(number if was_ready else signal.SIGTERM)
-            elif self.supervision.processes[name].state is LaunchState.RESTARTING:
-                self._tasks[name].cancel()  # it waits to be started
+        processes = [process for process in self._all() if process.spec.name in names]
+        for process in processes:
+            # one that is starting may have no handler yet, and Python's for SIGINT writes a traceback
+            self._stop(process, number if process.was_ready else signal.SIGTERM)
+        ending = [process.task for process in processes if process.task is not None]
         if ending:
             await asyncio.wait(ending, timeout=timeout)
-        for name in names:
-            if child := self._children.get(name):
-                child.send(signal.SIGKILL)
+        for process in processes:
+            if process.child is not None:
+                process.child.send(signal.SIGKILL)
         await asyncio.gather(*ending, return_exceptions=True)
 
     def hurry(self, names: Collection[str]) -> None:
         """Make processes that are ending do so at once."""
-        for name in names:
-            if child := self._children.get(name):
-                child.send(signal.SIGINT)
+        for process in self._all():
+            if process.spec.name in names and process.child is not None:
+                process.child.send(signal.SIGINT)
 
-    async def _keep_running(self, spec: ChildSpec) -> None:
+    def _stop(self, process: SupervisedProcess, number: signal.Signals) -> None:
+        """Send a process a signal, and don't start it again."""
+        process.stopping, process.restarts = True, False
+        if process.child is not None:
+            process.child.send(number)
+        elif process.waits and process.task is not None:
+            process.task.cancel()
+
+    def _all(self) -> list[SupervisedProcess]:
+        new = [process for process in self._new.values() if self._current[process.spec.name] is not process]
+        return [*self._current.values(), *new, *self._old.values()]
+
+    # ── each process ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, process: SupervisedProcess) -> None:
+        process.task = asyncio.create_task(self._keep_running(process))
+
+    async def _keep_running(self, process: SupervisedProcess) -> None:
         try:
-            await self._run_again_and_again(spec)
+            await self._run_again_and_again(process)
         except Exception:  # a process that isn't watched must not go unnoticed
-            log.exception("can't supervise %s", spec)
-            self._lose(ChildFailed(f"{spec} can't be supervised"))
+            log.exception("can't supervise %s", process.spec)
+            self._lose(ChildFailed(f"{process.spec} can't be supervised"))
 
-    async def _run_again_and_again(self, spec: ChildSpec) -> None:
-        while spec.name not in self._stopping:
+    async def _run_again_and_again(self, process: SupervisedProcess) -> None:
+        name = process.spec.name
+        while not process.stopping:
             killed_for_memory = oom_kills()
-            code, who, last_line = await self._run(spec)
-            if spec.name in self._stopping:
-                return
+            code, who, last_line = await self._run(process)
             ended = Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > killed_for_memory)
-            decision = self.supervision.ended(spec.name, ended, self._clock())
-            self.changed.set()
             last_words = f": {last_line}" if code > 0 and last_line else ""
+            if not process.restarts:
+                process.why_ended = "" if process.stopping else f"{who} {ended}{last_words}"
+                self.changed.set()
+                return
+            decision = self.supervision.ended(name, ended, self._clock())
+            self.changed.set()
             match decision:
                 case Restart(delay, times):
                     often = f"{_ordinal(times)} time in 10 min"
                     log.warning("%s %s%s; starting again in %.1f s (%s)", who, ended, last_words, delay, often)
+                    process.waits = True
                     await asyncio.sleep(delay)
+                    process.waits = False
+                    if self._current[name] is not process:  # another has taken its place meanwhile
+                        return
                 case EndService(why, exit_code):
                     self._lose(ChildFailed(f"{who} {ended}{last_words}{'; ' * bool(why)}{why}", exit_code))
                     return
@@ -127,29 +284,44 @@ class LocalCluster:
                     log.error("%s %s%s; not starting it again", who, ended, last_words)
                     return
 
-    async def _run(self, spec: ChildSpec) -> tuple[int, str, str]:
+    async def _run(self, process: SupervisedProcess) -> tuple[int, str, str]:
         """Run a process once. Return its exit code, its description and its last line."""
-        # in milliseconds, so that it also grows when the supervisor itself is started again
-        incarnation = max(time.time_ns() // 10**6, self._incarnations.get(spec.name, 0) + 1)
-        self._incarnations[spec.name] = incarnation
-        self.supervision.started(spec.name)
+        spec = process.spec
+        process.incarnation = self._next_incarnation(spec.name)
+        process.ready = process.was_ready = False
+        if self._current[spec.name] is process:
+            self.supervision.started(spec.name)
         try:
-            child = await Child.start(spec, incarnation, self._show)
+            child = await Child.start(spec, process.incarnation, self._show)
         except OSError as error:  # no memory, process or descriptor is left
             return exit_codes.FAILED, str(spec), f"it can't be started: {error}"
-        self._children[spec.name] = child
+        process.child = child
         self.changed.set()
-        if spec.name in self._stopping:
+        if process.stopping:
             child.send(signal.SIGTERM)
         try:
             code = await child.wait()
         finally:
-            del self._children[spec.name]
+            process.child, process.ready = None, False
         return code, f"{spec} (process {child.pid})", child.last_line
+
+    def _next_incarnation(self, name: str) -> int:
+        # in milliseconds, so that it also grows when the supervisor itself is started again
+        self._incarnations[name] = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
+        return self._incarnations[name]
 
     def _lose(self, failure: ChildFailed) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # the first counts
             self.lost.set_result(failure)
+
+
+async def _kill_after(process: SupervisedProcess, timeout: float) -> None:
+    """Kill a process that hasn't ended within ``timeout`` seconds."""
+    if process.task is not None:
+        await asyncio.wait([process.task], timeout=timeout)
+        if process.child is not None:
+            process.child.send(signal.SIGKILL)
+        await asyncio.wait([process.task])
 
 
 def _ordinal(number: int) -> str:

@@ -5,19 +5,25 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.local import STOP_GRACE, LocalCluster
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig
-from triptych.errors import ChildFailed, StartError, TopologyError
-from triptych.models.registry import family_of
-from triptych.server.http_socket import listen, url_of
+from triptych.cluster.revision import Revision
+from triptych.cluster.rollout import Replaceable, Rollout
+from triptych.cluster.rollouts import Plan
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed, split_addresses
+from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
+from triptych.messages.work import LaunchState, StartRollout
+from triptych.models.registry import family_of, identity_of
+from triptych.server.http_socket import listen, listen_all, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
 
@@ -49,16 +55,23 @@ class LocalService:
         config.cluster.secret()
         config.frontend.tls.check_files()
         self._config = config
+        self._topology = topology
         self._expects_encoders = any(role.encodes for role in topology.roles)
         with contextlib.ExitStack() as stack:
-            self._http = stack.enter_context(listen(config.frontend.http))
-            port = config.frontend.http.control_port
-            self._reserved = stack.enter_context(_reserve(config.cluster.cluster_host, port))
-            # one, so far; each further one has a control address, and a socket made with SO_REUSEPORT
-            self._frontends = [self._frontend_child("frontend", self._http, self._reserved)]
-            children = [*self._frontends, *map(_instance_child, config.instances(topology, self.control))]
-            for child in children:
-                child.written(0)  # raises ConfigError now rather than later
+            http = config.frontend.http
+            self._listeners = [stack.enter_context(one) for one in listen_all(http)]
+            # each frontend can also be asked by itself, for its metrics
+            self._own = [
+                stack.enter_context(listen(replace(http, port=http.own_port and http.own_port + number)))
+                for number in range(http.frontends if http.frontends > 1 else 0)
+            ]
+            self._first_reserved = [
+                stack.enter_context(_reserve(config.cluster.cluster_host, http.control_port and http.control_port + n))
+                for n in range(http.frontends)
+            ]
+            self._reserved = self._first_reserved
+            children = self._children(config, self._reserved)
+            self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
@@ -67,17 +80,23 @@ class LocalService:
     @property
     def url(self) -> str:
         """Where the HTTP server listens."""
-        return url_of(self._http, self._config.frontend.tls)
+        return url_of(self._listeners[0], self._config.frontend.tls)
+
+    @property
+    def own_urls(self) -> list[str]:
+        """Where each of several frontends alone is reached; empty for one frontend."""
+        return [url_of(one, self._config.frontend.tls) for one in self._own]
 
     @property
     def control(self) -> str:
-        """``HOST:PORT`` where instances join; the same for each incarnation of the frontend."""
-        host, port = self._reserved.getsockname()[:2]
-        return f"{f'[{host}]' if ':' in host else host}:{port}"
+        """``HOST:PORT`` where instances join, of each frontend, separated by commas; the same for each incarnation."""
+        return ",".join(map(_address, self._first_reserved))
 
     async def __aenter__(self) -> "LocalService":
         try:
-            self._link = FrontendLink(self._cluster, [self.control], self._config.cluster)
+            self._link = FrontendLink(
+                self._cluster, split_addresses(self.control), self._config.cluster, self._plan_rollout
+            )
         except StartError:
             self._stack.close()
             raise
@@ -93,12 +112,15 @@ class LocalService:
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
+            for reserved in self._reserved:
+                reserved.close()
             self._stack.close()
 
     @property
     def missing(self) -> list[str]:
         """Names of the processes that aren't ready."""
-        return [one.name for one in self._cluster.launched() if one.state != "ready"]
+        processes = self._cluster.supervision.processes
+        return [name for name, process in processes.items() if process.state is not LaunchState.READY]
 
     @property
     def was_ready(self) -> bool:
@@ -131,26 +153,93 @@ class LocalService:
         self._cluster.hurry(self._frontend_names)
         await ending
 
-    @property
-    def _frontend_names(self) -> list[str]:
-        return [spec.name for spec in self._frontends]
-
     async def _announce_end(self) -> None:
+        await self._link.end_rollout()
         if not self._link.stopping:
             self._link.stopping = True
             self._link.report()
             await asyncio.sleep(REPORT_SECONDS)
 
-    def _frontend_child(self, name: str, http: socket.socket, control: socket.socket) -> ChildSpec:
-        port = control.getsockname()[1]
-        spec = FrontendSpec(
-            config=replace(self._config, frontend=self._config.frontend.having({"control_port": port})),
-            expects_encoders=self._expects_encoders,
-            listener=http.fileno(),
-            supervisor=os.getpid(),
-        )
-        written = spec.to_bytes()
-        return ChildSpec(name, None, "triptych.server.frontend_main", lambda _: written, pass_fds=(http.fileno(),))
+    async def _plan_rollout(self, message: StartRollout) -> Plan:
+        """Return what replaces all processes. Raises ConfigError, and CheckpointError for a model that can't be
+        served."""
+        if not self.was_ready or self._link.stopping:
+            raise ConfigError("the service isn't ready yet" if not self._link.stopping else "the service is ending")
+        config = changed(self._config, message.settings)
+        config.engine.tensor_parallel_size.check(self._topology.roles)
+        if message.model:
+            config = replace(config, model=Path(message.model))
+            if await asyncio.to_thread(_is_another_model, self._config.model, config.model, self._topology):
+                return self._plan_revision(config, surge=message.surge)
+        specs = self._children(config, self._reserved)
+        # an old frontend and its successor have one control address, which instances know
+        groups = {one.name: Replaceable(one.groups, message.surge and one.role is not None) for one in specs}
+        frontends = {one.name: groups.pop(one.name) for one in specs if one.role is None}
+
+        def end(complete: bool) -> None:
+            if complete:
+                self._config = config
+
+        return Plan(specs, Rollout(groups | frontends, _step_timeout(config)), _drain_timeout(config), end=end)
+
+    def _plan_revision(self, config: ServeConfig, *, surge: bool) -> Plan:
+        """Return what replaces all processes by those of another model, with a frontend and a control address of its
+        own. That frontend later listens at the first address, too, which operators know."""
+        if len(self._frontend_names) > 1:
+            raise ConfigError("another model needs a service with one frontend")
+        (before,), after = self._reserved, _reserve(config.cluster.cluster_host, 0)
+        try:
+            specs = self._children(config, [after])
+            self._link.add(_address(after), standby=True)
+        except TriptychError:
+            after.close()
+            raise
+        instances = {one.name: one.groups for one in specs if one.role is not None}
+        policy = Revision(self._frontend_names[0], instances, surge=surge, timeout=_step_timeout(config))
+
+        def switch() -> None:
+            self._config, self._reserved = config, [after]
+            self._link.add(_address(after))
+            self._link.report()
+
+        def end(_: bool) -> None:
+            unused = before if policy.switched else after
+            self._link.remove(_address(unused))
+            if unused not in self._first_reserved:
+                unused.close()
+
+        return Plan(specs, policy, _drain_timeout(config), switch, end)
+
+    def _children(self, config: ServeConfig, reserved: Sequence[socket.socket]) -> list[ChildSpec]:
+        """Return how each process is started with these settings, and frontends whose control addresses are reserved.
+        Raises ConfigError."""
+        frontends = [self._frontend_child(number, config, one) for number, one in enumerate(reserved)]
+        join = ",".join(map(_address, reserved))
+        children = [*frontends, *map(_instance_child, config.instances(self._topology, join))]
+        for child in children:
+            child.written(0)  # raises ConfigError now rather than later
+        return children
+
+    def _frontend_child(self, number: int, config: ServeConfig, reserved: socket.socket) -> ChildSpec:
+        name = f"frontend{number}" if self._own else "frontend"
+        listener, own = self._listeners[number].fileno(), self._own[number].fileno() if self._own else None
+        port = reserved.getsockname()[1]
+        config = replace(config, frontend=config.frontend.having({"control_port": port}))
+
+        def written(incarnation: int) -> bytes:
+            return FrontendSpec(
+                name=name,
+                config=config,
+                expects_encoders=self._expects_encoders,
+                listener=listener,
+                own_listener=own,
+                supervisor=os.getpid(),
+                takes_over="" if reserved in self._first_reserved else self.control,
+                awaits_instances=incarnation > 0 and self.was_ready,
+            ).to_bytes()
+
+        fds = (listener,) if own is None else (listener, own)
+        return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=fds)
 
 
 def _instance_child(spec: InstanceSpec) -> ChildSpec:
@@ -176,3 +265,29 @@ def _reserve(host: str, port: int) -> socket.socket:
         reserved.close()
         raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
     return reserved
+
+
+def _address(reserved: socket.socket) -> str:
+    host, port = reserved.getsockname()[:2]
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _drain_timeout(config: ServeConfig) -> float:
+    return config.lease.drain_timeout + LAST_RESPONSES
+
+
+def _step_timeout(config: ServeConfig) -> float:
+    return config.lease.start_timeout + _drain_timeout(config)
+
+
+def _is_another_model(served: Path, new: Path, topology: Topology) -> bool:
+    """Return whether a checkpoint contains another model than the one that is served. Takes long for large files.
+    Raises CheckpointError when it can't be served, and ConfigError when its architecture is another."""
+    if not new.is_absolute():
+        raise ConfigError(f"{str(new)!r} is not an absolute path")
+    before, after = load_config(served), load_config(new)
+    if before.get("architectures") != after.get("architectures"):
+        raise ConfigError(f"{new} has the architecture {after.get('architectures')}, not {before.get('architectures')}")
+    check_roles(new, topology)
+    read_folder(new)
+    return identity_of(served).difference(identity_of(new)) != ""

@@ -133,6 +133,12 @@ class Supervision:
         self.was_complete |= all(process.state is LaunchState.READY for process in self.processes.values())
         return changed
 
+    def replaced(self, name: str, now: float) -> None:
+        """Record that a process has the place of another, and is ready."""
+        process = self.processes[name]
+        process.state, process.ready_since, process.was_ready = LaunchState.READY, now, True
+        process.num_restarts = process.failed_starts = 0
+
     def ended(self, name: str, ended: Ended, now: float) -> Decision:
         """Decide what follows from a process's end."""
         process = self.processes[name]

@@ -2,8 +2,9 @@
 ``--max-num-seqs``), its environment variable (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file. ``cli/flags.py`` maps
 them onto the field."""
 
-from triptych.config.addresses import is_loopback, is_unspecified
+from triptych.config.addresses import is_loopback, is_unspecified, split_addresses
 from triptych.config.admission import AdmissionConfig
+from triptych.config.changes import changed
 from triptych.config.cluster import ClusterConfig
 from triptych.config.cpu_set import CpuSet
 from triptych.config.encode import EncodeConfig
@@ -23,6 +24,7 @@ from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.config.service import ServeConfig
 from triptych.config.settings import Settings, flag, names_of, setting
 from triptych.config.transfer import FABRICS, TransferConfig
+from triptych.config.values import parse_value
 
 CONFIG_GROUPS: tuple[type[Settings], ...] = (
     HttpConfig,
@@ -74,9 +76,12 @@ __all__ = [
     "Settings",
     "TlsConfig",
     "TransferConfig",
+    "changed",
     "flag",
     "is_loopback",
     "is_unspecified",
     "names_of",
+    "parse_value",
     "setting",
+    "split_addresses",
 ]

@@ -11,6 +11,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def split_addresses(text: str) -> list[str]:
+    """Return the addresses of a list that is separated by commas."""
+    return [part.strip() for part in text.split(",")]
+
+
 def is_unspecified(host: str) -> bool:
     """Return whether ``host`` stands for all addresses of a machine: 0.0.0.0 or ::."""
     try:

@@ -1,14 +1,16 @@
-"""Settings of how much work the frontend takes on."""
+"""Settings of how much work the frontend takes on, and to which instances it gives it."""
 
 from dataclasses import dataclass
 
 from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
+PLACEMENTS = ("affinity", "least-loaded", "round-robin")
+
 
 @dataclass(frozen=True)
 class AdmissionConfig(Settings):
-    """Admission and time limits of requests."""
+    """Admission, placement and time limits of requests."""
 
     max_queue: int = setting(
         256, "maximum requests in flight: being prepared, queued or running; more are rejected with 503", ge=1
@@ -24,6 +26,13 @@ class AdmissionConfig(Settings):
         "memory for bodies and media files of all requests in flight, in MiB; more is rejected with 503. One client may"
         " use half of it; beyond that, its requests are rejected with 429",
         ge=1,
+    )
+    placement: str = setting(
+        "affinity",
+        "how instances are chosen. affinity: an item goes to the encode instance, and a request to the language "
+        "instance, that probably has it or its prefix cached, unless that one has much more work than others; "
+        "least-loaded: the least work; round-robin: in turns",
+        choices=PLACEMENTS,
     )
     restart_hold: float = setting(
         30.0,

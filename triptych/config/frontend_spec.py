@@ -13,14 +13,22 @@ from triptych.errors import ConfigError
 class FrontendSpec:
     """All that a frontend needs as a child process. It may hold API keys, so it travels through a pipe."""
 
+    name: str = "frontend"
+    """Its name in logs and in ``triptych status``."""
     config: ServeConfig
     expects_encoders: bool
     """Whether the topology has encode instances."""
     listener: int
     """File descriptor of the listening HTTP socket, inherited from the supervisor. Connections wait there while the
     frontend is started again."""
+    own_listener: int | None = None
+    """The same of a socket that is this frontend's alone, where several share the other port."""
     supervisor: int
     """Process id of the parent whose end ends the frontend."""
+    takes_over: str = ""
+    """``HOST:PORT`` of another control address, where it listens, too, once no other frontend does; empty for none."""
+    awaits_instances: bool = False
+    """Whether instances run already: connections are accepted once they have joined."""
 
     def to_bytes(self) -> bytes:
         """Return the spec as MessagePack. Raises ConfigError for a path that isn't UTF-8."""

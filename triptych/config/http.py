@@ -14,6 +14,20 @@ class HttpConfig(Settings):
     host: str = setting("127.0.0.1", "address that the HTTP server listens on")
     port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one", ge=0, le=MAX_PORT)
     control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one", ge=0, le=MAX_PORT)
+    frontends: int = setting(
+        1,
+        "frontend processes that share --port, for more requests than one process handles; they have consecutive "
+        "control ports from --control-port on",
+        ge=1,
+        le=64,
+    )
+    own_port: int = setting(
+        0,
+        "with several frontends: port at which the first of them alone answers, for its /metrics and /ready; the "
+        "others have the next ports; 0 takes any free ones",
+        ge=0,
+        le=MAX_PORT,
+    )
     served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
     max_body_mb: int = setting(64, "largest request body, in MiB", ge=1)
     client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from triptych.config.addresses import split_addresses
 from triptych.config.cluster import ClusterConfig
 from triptych.config.encode import EncodeConfig
 from triptych.config.engine import EngineConfig
@@ -24,7 +25,7 @@ class InstanceSpec:
     name: str
     """The instance's name in logs, metrics and ``triptych status``."""
     join: str
-    """``HOST:PORT``, the control address of the frontend."""
+    """The control address of each frontend, as ``HOST:PORT``, separated by commas."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """``threads`` and ``kv_cache_memory`` are those of this instance alone."""
     encode: EncodeConfig = field(default_factory=EncodeConfig)
@@ -37,6 +38,11 @@ class InstanceSpec:
 
     incarnation: int = 0
     """Larger for a later process of the same name; 0 for the time of its start, in milliseconds."""
+
+    @property
+    def joins(self) -> list[str]:
+        """The control address of each frontend."""
+        return split_addresses(self.join)
 
     @property
     def num_ranks(self) -> int:

@@ -1,7 +1,9 @@
 """All settings of one service."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from triptych.config.cluster import ClusterConfig
 from triptych.config.encode import EncodeConfig
@@ -10,6 +12,7 @@ from triptych.config.frontend import FrontendConfig
 from triptych.config.instance_spec import InstanceSpec
 from triptych.config.lease import LeaseConfig
 from triptych.config.observe import ObserveConfig
+from triptych.config.settings import Settings
 from triptych.config.transfer import TransferConfig
 from triptych.topology import Role, Topology
 
@@ -27,6 +30,18 @@ class ServeConfig:
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    def having(self, settings: Mapping[str, Any]) -> "ServeConfig":
+        """Return a copy with these settings, by their own names. Raises ConfigError, and TypeError for a name that no
+        group has."""
+        groups: dict[str, Any] = {}
+        left = dict(settings)
+        for item in fields(self):
+            group = getattr(self, item.name)
+            if isinstance(group, Settings):
+                own = {setting.name: left.pop(setting.name) for setting in fields(group) if setting.name in left}
+                groups[item.name] = replace(group, **own)
+        return replace(self, frontend=self.frontend.having(left), **groups)
 
     def instance(self, role: Role, name: str, join: str) -> InstanceSpec:
         """Return the spec of an instance that is alone on its machine."""

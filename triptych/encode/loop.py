@@ -212,6 +212,7 @@ class EncodeLoop:
             on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
             attempt=message.attempt,
+            owner=message.reply_to,
         )
         self.num_requested += 1
         if (job := self._jobs.get(key)) is None:  # the end of an earlier attempt may just have ended it
@@ -348,7 +349,9 @@ class EncodeLoop:
             self._scheduler.slice_ended(job, job.slice_seconds)
             if not self._is_active(job):
                 continue
-            if error := future.exception():
+            if isinstance(error := future.exception(), MemoryError):
+                raise error  # which ends the instance: it would fail item after item, each only after a while
+            if error:
                 self._fail(job, error)
                 continue
             for part in future.result():

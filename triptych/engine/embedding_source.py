@@ -46,6 +46,7 @@ class EmbeddingSource:
                 part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
                 timeout=request.timeout,
                 resumable=True,
+                owner=active.reply_to,
             )
             incoming = IncomingItem(index, item.placement, transfer)
             self._incoming.add(transfer, active, incoming.times)

@@ -87,9 +87,9 @@ class IncomingTransfers:
         """Revoke the peers' access to the receive pool."""
         self.receiver.buffer.close()
 
-    def producer_lost(self, producer: Address, offering: Collection[TransferId]) -> None:
+    def producer_lost(self, producer: Address, offering: Collection[TransferId], owner: Address) -> None:
         """As ``Receiver.producer_lost``."""
-        self.receiver.producer_lost(producer, offering)
+        self.receiver.producer_lost(producer, offering, owner)
 
     def _on_wrote(self, wrote: Wrote) -> None:
         self.receiver.on_wrote(wrote)

@@ -135,6 +135,7 @@ class KVSink:
                 self._layout,
                 on_end,
                 timeout=outgoing.timeout,
+                owner=active.reply_to,
             )
         except TransferError as error:  # on an instance that also encodes, the name may be in use
             log.error("%s", error)

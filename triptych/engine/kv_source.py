@@ -33,7 +33,7 @@ class KVSource:
         rows = KVRows(self._cache.num_layers, end - first)
         # Queued for blocks when offered, which is when its prefill begins: a transfer with blocks then always makes
         # progress. A transfer that waits for its prefill could otherwise hold the blocks that earlier ones need.
-        self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout)
+        self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout, owner=active.reply_to)
         active.incoming_kv = IncomingKV(transfer, first, rows, list(request.pages))
         self._incoming.add(transfer, active, active.incoming_kv.times)
         generated = request.tokens[request.num_prompt :]

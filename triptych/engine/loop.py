@@ -141,10 +141,15 @@ class EngineLoop:
         self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self.incoming.producer_lost(lost.address, lost.transfers)
+        self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend)
         if self._kv_source is not None:
             self._kv_source.producer_lost(lost.transfers)
-        self._remove_if(lambda active: active.outgoing_kv is not None and active.outgoing_kv.consumer == lost.address)
+        self._remove_if(
+            lambda active: (
+                active.outgoing_kv is not None
+                and (active.outgoing_kv.consumer, active.reply_to) == (lost.address, lost.frontend)
+            )
+        )
 
     def frontend_lost(self, frontend: Address) -> None:
         self._remove_if(lambda active: active.reply_to == frontend)

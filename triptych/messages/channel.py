@@ -150,6 +150,20 @@ class Channel:
         """Whether connections are encrypted and authenticated with a secret."""
         return self._keys is not None
 
+    def listen_too(self, where: Address) -> bool:
+        """Receive what is sent to another address of this machine, too. Return False while another process has it."""
+        bound: list[str] = []
+        try:
+            for one in (where, _ipc_endpoint(where)):
+                if one is not None:
+                    self._inbox.bind(one)
+                    bound.append(one)
+        except zmq.ZMQError:
+            for one in bound:
+                self._inbox.unbind(one)
+            return False
+        return True
+
     def wake(self) -> None:
         """End a ``receive`` that waits. May be called from any thread."""
         os.eventfd_write(self._wake_fd, 1)

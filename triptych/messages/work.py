@@ -15,12 +15,17 @@ from triptych.topology import Role
 from triptych.types import Address, Count, ItemPlan, Placement, Positive, RequestId, TransferId
 
 Seconds = Annotated[float, Meta(gt=0, le=10**9)]
+Text = Annotated[str, Meta(max_length=4096)]
 
 # ── registration: instance ⇄ frontend ──────────────────────────────────────────────────────────────────────
 
 
 REQUESTS_PER_EXTRA = 4
 """An instance gets one extra request per this many running ones, so that its next step need not wait for the router."""
+ENCODE_BATCHES_AHEAD = 4
+"""Batches of patches in flight at an encode instance: one in the tower, the others being preprocessed."""
+LONG_ITEMS = 4
+"""Time-sliced items in flight at an encode instance, besides these. Bounded, because each keeps a decoder open."""
 
 
 class Capacity(Struct, frozen=True):
@@ -33,9 +38,32 @@ class Capacity(Struct, frozen=True):
 
     @property
     def max_dispatched(self) -> int:
-        """Requests of one kind that a frontend gives the instance at a time. The rest stays in the frontend's queue,
-        where it can still be reordered."""
+        """Requests of one kind that frontends give the instance at a time. The rest stays in their queues, where it can
+        still be reordered."""
         return self.max_num_seqs + max(2, self.max_num_seqs // REQUESTS_PER_EXTRA)
+
+    @property
+    def whole(self) -> "Credit":
+        """The credit of an instance's only frontend."""
+        return Credit(self.max_dispatched, ENCODE_BATCHES_AHEAD * self.encode_batch_patches, LONG_ITEMS)
+
+
+class Credit(Struct, frozen=True):
+    """How much work one frontend may have at an instance at a time: its share of the capacity."""
+
+    requests: Count
+    """Requests of one kind."""
+    patches: Count
+    """Patches of media items that are encoded at once."""
+    long_items: Count
+    """Time-sliced media items."""
+
+
+class Demand(Struct, frozen=True):
+    """What a frontend has for an instance: the work that it has there, and all that waits in its queues."""
+
+    requests: Count = 0
+    items: Count = 0
 
 
 class Register(Struct, frozen=True, tag=True):
@@ -55,15 +83,26 @@ class Register(Struct, frozen=True, tag=True):
     stats: InstanceStats = field(default_factory=InstanceStats)
     model: ModelIdentity = ModelIdentity()
     """The model that it serves."""
+    join: str = ""
+    """How the instance calls this frontend. It comes back in the answer: a frontend may be reached at another address
+    than its own."""
     resets: Count = 0
-    """How often the process has given up its work. Work that it was given before a reset is lost."""
+    """How often the instance has given up this frontend's work. If this is more than in the lease that the frontend
+    holds, that lease is lost."""
+    credit: Credit | None = None
+    """None for all of its capacity."""
 
 
 class Registered(Struct, frozen=True, tag=True):
-    """Frontend → instance: registered, with a lease."""
+    """Frontend → instance: registered, with a lease in both directions."""
 
     expiry: Seconds
-    """The lease expires after this time without a heartbeat."""
+    """The lease expires after this time without a heartbeat, or without an answer to one."""
+    frontend: Address
+    """The frontend's own address, which is ``reply_to`` in its requests."""
+    join: str
+    resets: Count
+    """Both as in Register."""
 
 
 class RegistrationRefused(Struct, frozen=True, tag=True):
@@ -72,23 +111,47 @@ class RegistrationRefused(Struct, frozen=True, tag=True):
     name: str
     pid: int
     reason: str
+    join: str
+    """As in Register."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Instance → frontend: still alive, with statistics. Answered by RegisterAgain if the instance has no lease."""
+    """Instance → frontend: still alive, with statistics. Answered by HeartbeatReceived, or by RegisterAgain if the
+    instance has no lease."""
 
     address: Address
     stats: InstanceStats = field(default_factory=InstanceStats)
+    credit: Credit | None = None
+    """None for all of its capacity."""
+
+
+class HeartbeatReceived(Struct, frozen=True, tag=True):
+    """Frontend → instance: still alive, too. An instance gives up the work of a frontend that doesn't answer for as
+    long as a lease lasts."""
+
+    frontend: Address
+    demand: Demand
 
 
 class RegisterAgain(Struct, frozen=True, tag=True):
-    """Frontend → instance: the lease has expired; register again."""
+    """Frontend → instance: you have no lease; register again."""
+
+    frontend: Address
+
+
+class FrontendEnding(Struct, frozen=True, tag=True):
+    """Frontend → instance: this frontend ends, and what it owned is to be given up. An instance without another
+    frontend ends as well."""
+
+    frontend: Address
 
 
 class Deregister(Struct, frozen=True, tag=True):
-    """Instance → frontend: shutting down."""
+    """Instance → frontend: shutting down, or your work is given up."""
 
     address: Address
+    suspect: bool = True
+    """Whether that work may be the cause; it then counts as a loss for each of its requests."""
 
 
 class Draining(Struct, frozen=True, tag=True):
@@ -109,11 +172,13 @@ class HandBack(Struct, frozen=True, tag=True):
 
 
 class PeerLost(Struct, frozen=True, tag=True):
-    """Frontend → instances: the process at this address is gone; release everything held for it."""
+    """Frontend → instances: the process at this address is gone; release everything held for it that belongs to my
+    requests. Another frontend may still have it."""
 
     address: Address
     transfers: list[TransferId]
     """Transfers that it was assigned and may never have offered."""
+    frontend: Address
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -138,10 +203,19 @@ class ChangeRole(Struct, frozen=True, tag=True):
     role: Role
     timeout: Seconds
     """If it is not idle by then, it answers RoleKept."""
+    frontend: Address
+
+
+class ChangingRole(Struct, frozen=True, tag=True):
+    """Instance → frontends: give me nothing new until I register with this role or send RoleKept. One of you has asked
+    for the change."""
+
+    address: Address
+    role: Role
 
 
 class RoleKept(Struct, frozen=True, tag=True):
-    """Instance → frontend: it keeps its role, for this reason."""
+    """Instance → frontends: it keeps its role, for this reason."""
 
     address: Address
     reason: str
@@ -161,6 +235,8 @@ class LaunchState(enum.StrEnum):
     """It has ended, and is started again after a delay."""
     FAILED = "failed"
     """It has ended, and is not started again."""
+    DRAINING = "draining"
+    """It is being replaced, and finishes its work."""
 
 
 class LaunchedInstance(Struct, frozen=True):
@@ -189,6 +265,10 @@ class LauncherReport(Struct, frozen=True, tag=True):
     instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
     stopping: bool = False
     """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
+    standby: bool = False
+    """The frontend that gets this accepts no connections yet: another one serves."""
 
 
 class JoinedInstance(Struct, frozen=True):
@@ -243,6 +323,8 @@ class Status(Struct, frozen=True, tag=True):
     """The model that all of them serve."""
     launched: list[LaunchedInstance] = []
     """The processes that a supervisor keeps running, whether they have joined or not."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
 
 
 class SetRole(Struct, frozen=True, tag=True):
@@ -270,6 +352,45 @@ class RoleRefused(Struct, frozen=True, tag=True):
     instance: str
     role: Role
     reason: str
+
+
+# ── operators: triptych rollout ⇄ frontend ⇄ supervisor ────────────────────────────────────────────────────
+
+
+class StartRollout(Struct, frozen=True, tag=True):
+    """Operator → frontend → supervisor: replace all processes one by one. The supervisor answers the operator."""
+
+    reply_to: Address
+    settings: Annotated[dict[Text, Text], Meta(max_length=100)] = {}
+    """Settings that change, by their own names, as text."""
+    surge: bool = True
+    """Start each new instance beside the old one; otherwise the old one ends first."""
+    model: Text = ""
+    """Folder of another checkpoint of the same architecture; empty for the one that is served."""
+
+
+class RolloutRefused(Struct, frozen=True, tag=True):
+    """Frontend or supervisor → operator: nothing was replaced, for this reason."""
+
+    reason: str
+
+
+class RolloutProgress(Struct, frozen=True, tag=True):
+    """Supervisor → operator: what the rollout does. Sent regularly."""
+
+    text: str
+    replaced: Count
+    """Processes whose replacement is complete."""
+    total: Count
+
+
+class RolloutEnded(Struct, frozen=True, tag=True):
+    """Supervisor → operator: the rollout has ended."""
+
+    replaced: Count
+    total: Count
+    reason: str = ""
+    """Why not all processes were replaced; empty if they were."""
 
 
 # ── work: frontend ⇄ instances ─────────────────────────────────────────────────────────────────────────────
@@ -559,9 +680,10 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 WorkMessage = (
-    Register | Registered | RegistrationRefused | Heartbeat | RegisterAgain | Draining | HandBack | Deregister
-    | LauncherReport | LauncherStatus
-    | PeerLost | Stop | ChangeRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    Register | Registered | RegistrationRefused | Heartbeat | HeartbeatReceived | RegisterAgain | Draining | HandBack
+    | Deregister | FrontendEnding | LauncherReport | LauncherStatus
+    | PeerLost | Stop | ChangeRole | ChangingRole | RoleKept | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    | StartRollout | RolloutRefused | RolloutProgress | RolloutEnded
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
     | Encoded | EncodeFailed
     | Tokens | Failed | Cancel

@@ -3,31 +3,34 @@
 Each instance is given only a few batches at a time, so that the rest stays in the fair queue and can be reordered.
 """
 
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
+from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
-from triptych.router.placement import least_outstanding
+from triptych.router.placement import PlacementPolicy, Work, least_loaded
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
-ENCODE_BATCHES_AHEAD = 4
-"""Batches of patches in flight at an encode instance: one in the tower, the others being preprocessed."""
-
-LONG_ITEMS = 4
-"""Time-sliced items in flight at an encode instance, besides these. Bounded, because each keeps a decoder open."""
+CACHED_CREDITS = 2
+"""Times its credit that an encode instance may have in flight, up to which it gets items that it probably has cached:
+it copies these at once, whatever else it does. Bounded, because they may have been evicted."""
 
 LONG_ITEMS_PER_CLIENT = LONG_ITEMS - 1
-"""Maximum of these items that may belong to one client, so that slots remain for other clients."""
+"""Maximum of an instance's time-sliced items that may belong to one client, so that slots remain for other clients."""
 
 MAX_MEDIA_SENDS = 8
 """Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
 and doesn't read stays in this process's memory."""
+
+_SHORT, _LONG, _CACHED = "short", "long", "cached"
+"""Kinds of queued items: those that are encoded at once, those in time slices, and those that an instance had cached
+when they were queued. None blocks the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,11 @@ class EncodeTask:
     client: str
     priority: int
     cache_salt: str = ""
+
+    @property
+    def cache_name(self) -> bytes:
+        """Names its rows at any encode instance. Keys are of one length, so salts can't be mistaken for their ends."""
+        return f"{self.item.key}{self.cache_salt}".encode()
 
 
 @dataclass(eq=False)
@@ -117,15 +125,18 @@ class EncodeDispatcher:
         address: Address,
         send: Callable[[Address, Message], None],
         rate: Rate,
+        policy: PlacementPolicy,
         clock: Callable[[], float],
     ) -> None:
-        """Each encode instance gets items while it has fewer than ``ENCODE_BATCHES_AHEAD`` of its batches in flight,
-        and fewer than ``LONG_ITEMS`` time-sliced items. Any other item counts as at most one batch. ``address`` is this
-        frontend's. ``rate`` is updated with the work done, in cost per second."""
+        """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
+        where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
+        it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
+        work done, in cost per second."""
         self._membership = membership
         self._address = address
         self._send = send
         self._rate = rate
+        self._policy = policy
         self._clock = clock
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
@@ -144,40 +155,65 @@ class EncodeDispatcher:
             return False
         replaced = self._release_item(items, task.index)
         plan = task.item.plan
-        kind = "long" if plan.is_time_sliced(self._membership.encode_batch_patches) else "short"
+        kind = _LONG if plan.is_time_sliced(self._membership.encode_batch_patches) else _SHORT
+        if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
+            kind = _CACHED
         items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
         return replaced
 
     def dispatch(self) -> None:
-        """Dispatch queued items to encode instances with capacity, each to the least loaded one."""
-        while instances := self._with_capacity():
-            if (ticket := self._queue.pop(lambda task: any(self._fits(task, one) for one in instances))) is None:
+        """Dispatch queued items to encode instances with capacity, as the policy chooses."""
+        while len(self._queue):
+            instances = self._membership.encode_instances(begun=True)
+            kinds = {kind for one in instances for kind in self._startable(one)}
+            fits = functools.partial(self._fits_any, instances)
+            if not kinds or (ticket := self._queue.pop(fits, kinds)) is None:
                 return
-            instance = least_outstanding([one for one in instances if self._fits(ticket.work, one)])
-            assert instance is not None
-            self._dispatch_to(ticket.work, instance)
+            self._dispatch_to(ticket.work, self._choose(ticket.work, instances))
 
-    def _with_capacity(self) -> list[InstanceLease]:
-        """Return the encode instances that have capacity for some item; none if nothing is queued."""
-        if not len(self._queue):
-            return []
-        instances = self._membership.encode_instances(begun=True)
-        return [one for one in instances if self._has_patches(one) or one.num_long < LONG_ITEMS]
+    def _choose(self, task: EncodeTask, instances: Sequence[InstanceLease]) -> InstanceLease:
+        """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
+        even if it is busy: a copy is less work than encoding it again elsewhere."""
+        fitting = [one for one in instances if self._fits(task, one)]
+        work = Work(cost_of(task.item.plan), task.cache_name)
+        holder = least_loaded([one for one in fitting if self._has_cached(task, one)], work)
+        instance = holder or self._policy.choose(fitting, work)
+        assert instance is not None, "the item was dequeued because it fits"
+        return instance
+
+    def _startable(self, instance: InstanceLease) -> Iterator[str]:
+        """Yield the kinds of items that an encode instance may have capacity for."""
+        if self._has_patches(instance):
+            yield _SHORT
+        if instance.num_long < instance.credit.long_items:
+            yield _LONG
+        if self._has_patches(instance, CACHED_CREDITS):
+            yield _CACHED
 
     @staticmethod
-    def _has_patches(instance: InstanceLease) -> bool:
-        return instance.patches < ENCODE_BATCHES_AHEAD * instance.capacity.encode_batch_patches
+    def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:
+        return instance.patches < credits * instance.credit.patches
+
+    @staticmethod
+    def _has_cached(task: EncodeTask, instance: InstanceLease) -> bool:
+        """Return whether an encode instance probably has an item's rows, or is encoding them."""
+        return task.cache_name in instance.encoded
+
+    def _fits_any(self, instances: Sequence[InstanceLease], task: EncodeTask) -> bool:
+        return any(self._fits(task, one) for one in instances)
 
     def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
         """Return whether an encode instance has capacity for an item."""
+        if self._has_cached(task, instance):
+            return self._has_patches(instance, CACHED_CREDITS)
         if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):
             return self._has_patches(instance)
         own = self._num_long[instance.address, task.client]
-        return instance.num_long < LONG_ITEMS and own < LONG_ITEMS_PER_CLIENT
+        return instance.num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
 
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
-        long = plan.is_time_sliced(batch_patches)
+        long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
         patches = 0 if long else min(plan.patches, batch_patches)
         items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
         del items.queued[task.index]
@@ -189,6 +225,7 @@ class EncodeDispatcher:
         if long:
             instance.num_long += 1
             self._num_long[instance.address, task.client] += 1
+        self._note_cached(encode)
         now = self._clock()
         self._rate.set_busy(now, busy=True)
         message = Encode(
@@ -237,8 +274,16 @@ class EncodeDispatcher:
         """Record that an item is encoded. A ``cached`` one is refunded to its client."""
         if cached and encode in self._unfinished:
             self._queue.charge(encode.task.client, -encode.cost)
+        self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
         self.dispatch()
+
+    def _note_cached(self, encode: InFlightEncode) -> None:
+        """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
+        if self._policy.uses_caches:
+            task, instance = encode.task, encode.instance
+            num_bytes = task.item.plan.rows * instance.media_row_bytes
+            instance.encoded.add(task.cache_name, num_bytes, instance.encode_cache_bytes)
 
     def release(self, request: RequestId) -> None:
         """Release a request's items, because it has ended or another instance computes its prompt. Call ``dispatch``
@@ -288,6 +333,10 @@ class EncodeDispatcher:
             queue=self._queue.debug_state(),
         )
 
+    def num_at(self, instance: InstanceLease) -> int:
+        """Return the number of items that an encode instance was assigned."""
+        return len(self._at.get(instance.address, ()))
+
     def __len__(self) -> int:
         """Number of queued items."""
         return len(self._queue)
@@ -297,6 +346,8 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
+            if encode in self._unfinished:
+                encode.instance.encoded.discard(encode.task.cache_name)
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             held = self._at[encode.instance.address]

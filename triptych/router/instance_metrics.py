@@ -128,7 +128,8 @@ class InstanceCollector(Collector):
         self._membership = membership
 
     def collect(self) -> Iterator[Metric]:
-        leases = list(self._membership)
+        # while an instance is replaced, two have its name: a series may have one sample
+        leases = {lease.name: lease for lease in sorted(self._membership, key=lambda lease: lease.incarnation)}.values()
         for series in SERIES:
             labels = ["engine", "role", *([series.label] if series.label else [])]
             family: type[CounterMetricFamily | GaugeMetricFamily] = (

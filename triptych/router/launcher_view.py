@@ -37,6 +37,28 @@ class LauncherView:
         """Whether a supervisor ends the service."""
         return any(report.stopping for report, _ in self._reports.values())
 
+    @property
+    def standby(self) -> bool:
+        """Whether another frontend still serves, by what a supervisor says."""
+        return any(report.standby for report, _ in self._reports.values())
+
+    def launchers(self, now: float) -> list[Address]:
+        """Return the supervisors that sent a report recently."""
+        return [launcher for launcher, (_, received) in self._reports.items() if now - received <= FRESH_SECONDS]
+
+    def rollout(self, now: float) -> str:
+        """Return what rollouts in progress do; empty if there is none."""
+        fresh = [report.rollout for report, received in self._reports.values() if now - received <= FRESH_SECONDS]
+        return "; ".join(text for text in fresh if text)
+
+    def keeps(self, name: str, incarnation: int, now: float) -> bool:
+        """Return whether a supervisor has that process run, so that only the supervisor ends it."""
+        return any(
+            (one.name, one.incarnation) == (name, incarnation)
+            and one.state in (LaunchState.STARTING, LaunchState.READY, LaunchState.DRAINING)
+            for one in self.processes(now)
+        )
+
     def has_ended(self, name: str, incarnation: int, now: float) -> bool:
         """Return whether a supervisor has seen the end of an instance, which its lease doesn't show yet."""
         return any(

@@ -16,6 +16,7 @@ from triptych.errors import InstanceLost, MediaNotServed, Overloaded, TriptychEr
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
+    Demand,
     Generate,
     PlacedItem,
     Prefill,
@@ -30,7 +31,8 @@ from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission
 from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.membership import InstanceLease, Membership
-from triptych.router.placement import least_outstanding
+from triptych.router.placement import POLICIES
+from triptych.router.prefix_placement import PrefixPlacement
 from triptych.router.request_state import MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.router.stream import TokenReader, TokenStream
@@ -68,8 +70,11 @@ class RequestLifecycle:
             address=address,
             send=notify,
             rate=self.admission.forecast.encode_rate,
+            policy=POLICIES[config.placement],
             clock=clock,
         )
+        self._decode_placement = PrefixPlacement(POLICIES[config.placement])
+        self._prefill_placement = PrefixPlacement(POLICIES[config.placement])
         self.draining = False
         self._address = address
         self._send = send
@@ -207,9 +212,14 @@ class RequestLifecycle:
             request = self.admission.next(functools.partial(self._has_room, rooms))
             if request is None:
                 return
-            instance = least_outstanding(self._room_for(request, rooms))
+            instance = self._decode_placement.place(request, self._with_room(rooms, request), request.token_cost)
             assert instance is not None
             self._dispatch(request, instance)
+
+    def demand(self, instance: InstanceLease) -> Demand:
+        """Return what there is for an instance: what it has, and all that waits."""
+        requests = instance.num_ready + instance.num_stalling + len(self.admission)
+        return Demand(requests, self.encodes.num_at(instance) + len(self.encodes))
 
     def _rooms(self) -> dict[bool, list[InstanceLease]]:
         """Return the instances that have room for a request that may stall, and for any other one."""
@@ -217,9 +227,9 @@ class RequestLifecycle:
         return {True: [lease for lease in ready if lease.has_stalling_room], False: ready}
 
     def _has_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> bool:
-        return bool(self._room_for(state, rooms))
+        return bool(self._with_room(rooms, state))
 
-    def _room_for(self, state: RequestState, rooms: dict[bool, list[InstanceLease]]) -> list[InstanceLease]:
+    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> list[InstanceLease]:
         """Return the instances that have room for a request. One that is to be tried goes where no other is."""
         having_room = rooms[state.may_stall]
         if state.losses < MAX_LOSSES - 1:
@@ -250,8 +260,7 @@ class RequestLifecycle:
                 state.stream.intervals.append(Interval("queue", state.stream.record.submitted, started))
         state.num_dispatches += 1
         state.has_answered = False
-        cost = len(state.generate.tokens) + state.generate.sampling.max_tokens
-        self.requests.assign(state, instance, cost)
+        self.requests.assign(state, instance, state.token_cost)
         self.update_phase(state)
 
     def update_phase(self, state: RequestState) -> None:
@@ -266,20 +275,21 @@ class RequestLifecycle:
         self.admission.phase_changed(self._clock())
 
     def prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
-        """Send a request's prompt to the least loaded prefill instance, for the decode instance that asks for it.
-        Without one, the request moves to an instance that prefills for itself, or waits."""
+        """Send a request's prompt to a prefill instance, for the decode instance that asks for it. Without one, the
+        request moves to an instance that prefills for itself, or waits."""
         self.cancel_prefill(state)
         self.encodes.release(state.id)  # its items were for the previous prefill instance
         self.update_phase(state)
         state.prefill_needed = needed
-        if (instance := least_outstanding(self._membership.prefill_instances(begun=True))) is None:
+        cost = max(0, len(state.generate.tokens) + len(needed.generated) - needed.first_token)
+        instances = self._membership.prefill_instances(begun=True)
+        if (instance := self._prefill_placement.place(state, instances, cost)) is None:
             if self._membership.serving_instances():
                 self.requeue(state)
                 self.dispatch_queued()
             elif not self._membership.serves(Stage.PREFILL, self._clock()):
                 self.fail_missing(state, Stage.PREFILL)
             return
-        cost = max(0, len(state.generate.tokens) + len(needed.generated) - needed.first_token)
         self.requests.assign_prefill(state, RemotePrefill(instance, cost, needed.transfer))
         generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
         prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)

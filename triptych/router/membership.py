@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import Capacity, Heartbeat, InstanceStatus, Register
+from triptych.messages.work import Capacity, Credit, Heartbeat, InstanceStatus, Register
+from triptych.router.caches import EncodedItems
 from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
 
 _DTYPE_SETTINGS = {RowKind.MEDIA: "--dtype", RowKind.KV: "--dtype, --quantization, --kv-cache-dtype"}
 """The settings that decide the format of rows, by their kind."""
+
+NO_CREDIT = Credit(0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -44,8 +47,12 @@ class InstanceLease:
     """Requests that it has and may be unable to start (``RequestState.may_stall``)."""
     num_ready: int = 0
     """Other requests that it has."""
+    encoded: EncodedItems = field(default_factory=EncodedItems)
+    """Items that are probably in its encoder cache."""
     draining: bool = False
     """Whether it is about to leave and gets no new work."""
+    credit: Credit = NO_CREDIT
+    """What this frontend may have there at a time."""
     stats: InstanceStats = field(default_factory=InstanceStats)
     """From its last heartbeat."""
     resets: int = 0
@@ -56,13 +63,23 @@ class InstanceLease:
     @property
     def has_room(self) -> bool:
         """Whether it can be given another request that it can start at once."""
-        return self.num_ready < self.capacity.max_dispatched
+        return self.num_ready < self.credit.requests
 
     @property
     def has_stalling_room(self) -> bool:
         """Whether it can be given another request that may stall. These have as many slots as the others, because a
         stalled request computes nothing."""
-        return self.has_room and self.num_stalling < self.capacity.max_dispatched
+        return self.has_room and self.num_stalling < self.credit.requests
+
+    @property
+    def encode_cache_bytes(self) -> int:
+        """Capacity of its encoder cache, as its last heartbeat says; 0 if unknown."""
+        return self.stats.encode.cache_max_bytes if self.stats.encode is not None else 0
+
+    @property
+    def media_row_bytes(self) -> int:
+        """Bytes of one embedding row; 0 if it neither sends nor receives any."""
+        return next((layout.row_bytes for layout in self.layouts if layout.kind is RowKind.MEDIA), 0)
 
     @property
     def takes_work(self) -> bool:
@@ -114,6 +131,7 @@ class Membership:
         held = self._leases.get(message.address)
         if held is not None and is_same(held, message):
             held.last_seen = now
+            held.credit = message.credit or message.capacity.whole
             return held
         lease = InstanceLease(
             name=message.name,
@@ -121,22 +139,24 @@ class Membership:
             address=message.address,
             pid=message.pid,
             incarnation=message.incarnation,
-            resets=message.resets,
             layouts=message.layouts,
             capacity=message.capacity,
             context_length=message.context_length,
             last_seen=now,
+            credit=message.credit or message.capacity.whole,
+            resets=message.resets,
             stats=message.stats,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
         self._leases[lease.address] = lease
         return lease
 
-    def refresh(self, message: Heartbeat, now: float) -> bool:
-        """Record a heartbeat. Return False if no such instance is registered."""
+    def refresh(self, message: Heartbeat, now: float) -> InstanceLease | None:
+        """Record a heartbeat. Return the instance's lease; None if it isn't registered."""
         if lease := self._leases.get(message.address):
             lease.last_seen, lease.stats = now, message.stats
-        return lease is not None
+            lease.credit = message.credit or lease.capacity.whole
+        return lease
 
     def remove(self, lease: InstanceLease, now: float) -> None:
         """Remove an instance that is gone."""
@@ -227,8 +247,8 @@ class Membership:
 
 
 def is_same(lease: InstanceLease, message: Register) -> bool:
-    """Return whether a registration at a lease's address is from the same process, in the same role, which has kept its
-    work."""
+    """Return whether a registration is for a lease that is held: from the same process, in the same role, which still
+    has the work that it was given."""
     return (lease.name, lease.pid, lease.incarnation, lease.role, lease.resets) == (
         message.name,
         message.pid,

@@ -3,9 +3,11 @@
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
+from triptych.router.caches import prefix_hashes
 from triptych.router.membership import InstanceLease
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
@@ -96,6 +98,16 @@ class RequestState:
     def may_stall(self) -> bool:
         """Whether its instance may still be unable to start it; False from the first token on."""
         return self.needs_preparation and not self.stream.record.first_token
+
+    @property
+    def token_cost(self) -> int:
+        """Cost on the account of the language instance that answers it, in tokens."""
+        return len(self.generate.tokens) + self.generate.sampling.max_tokens
+
+    @cached_property
+    def prefix_hashes(self) -> list[bytes]:
+        """As ``caches.prefix_hashes``."""
+        return prefix_hashes(self.generate.tokens, self.prompt.items, self.generate.cache_salt)
 
     @property
     def on_trial(self) -> bool:

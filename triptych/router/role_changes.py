@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from triptych.messages.codec import Message
-from triptych.messages.work import ChangeRole, Register, RoleKept, RoleRefused, RoleSet, SetRole
+from triptych.messages.work import ChangeRole, ChangingRole, Register, RoleKept, RoleRefused, RoleSet, SetRole
 from triptych.router.membership import InstanceLease, Membership
 from triptych.topology import Role
 from triptych.types import Address
@@ -54,11 +54,13 @@ class RoleChanges:
         self,
         membership: Membership,
         *,
+        address: Address,
         send: Callable[[Address, Message], None],
         reply: Callable[[Address, Message], None],
     ) -> None:
-        """``send`` is for instances, ``answer`` for operators."""
+        """``address`` is this frontend's. ``send`` is for instances, ``reply`` for operators."""
         self._membership = membership
+        self._address = address
         self._send = send
         self._reply = reply
         self._pending: dict[Address, SetRole] = {}
@@ -76,7 +78,7 @@ class RoleChanges:
         log.info("%s is changing its role to %s", lease.name, message.role)
         lease.next_role = message.role
         self._pending[lease.address] = message
-        self._send(lease.address, ChangeRole(message.role, message.timeout))
+        self._send(lease.address, ChangeRole(message.role, message.timeout, self._address))
 
     def registered(self, message: Register) -> None:
         """An instance has registered again, perhaps with the role that was requested."""
@@ -84,6 +86,11 @@ class RoleChanges:
         if pending is not None and (pending.instance, pending.role) == (message.name, message.role):
             del self._pending[message.address]
             self._reply(pending.reply_to, RoleSet(pending.instance, pending.role))
+
+    def changing(self, message: ChangingRole) -> None:
+        """An instance is changing its role, because this or another frontend has asked for it."""
+        if lease := self._membership.get(message.address):
+            lease.next_role = message.role
 
     def kept(self, message: RoleKept) -> None:
         """An instance keeps its role."""

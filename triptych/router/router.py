@@ -12,6 +12,7 @@ from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.work import (
     Cancel,
+    ChangingRole,
     Deregister,
     Draining,
     Encoded,
@@ -22,6 +23,7 @@ from triptych.messages.work import (
     GetStatus,
     HandBack,
     Heartbeat,
+    HeartbeatReceived,
     JoinedInstance,
     LauncherReport,
     LauncherStatus,
@@ -33,7 +35,9 @@ from triptych.messages.work import (
     RegistrationRefused,
     RoleKept,
     RoleRefused,
+    RolloutRefused,
     SetRole,
+    StartRollout,
     Status,
     Stop,
     Tokens,
@@ -77,6 +81,7 @@ class Router:
         """What supervisors say of the processes that they keep running."""
         self.metrics.registry.register(RestartCollector(self.launcher_view))
         self._expects_encoders = expects_encoders
+        self._address = address
         self._send = send
         self._disconnect = disconnect
         self._identity = identity
@@ -101,7 +106,7 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
-        self._role_changes = RoleChanges(self.membership, send=self._notify, reply=self._reply)
+        self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
@@ -116,9 +121,11 @@ class Router:
             EncodeFailed: self._on_encode_failed,
             Tokens: self._on_tokens,
             Failed: self._on_failed,
+            ChangingRole: self._role_changes.changing,
             RoleKept: self._role_changes.kept,
             SetRole: self._on_set_role,
             GetStatus: self._on_get_status,
+            StartRollout: self._on_start_rollout,
         }
 
     @property
@@ -289,7 +296,8 @@ class Router:
         instances = [lease.status(now) for lease in self.membership]
         ready = self.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
-        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched)
+        rollout = self.launcher_view.rollout(now)
+        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, rollout)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -302,6 +310,17 @@ class Router:
             self._reply(message.reply_to, RoleRefused(message.instance, message.role, "the service is shutting down"))
         else:
             self._role_changes.request_change(message)
+
+    def _on_start_rollout(self, message: StartRollout) -> None:
+        """Pass it on to the supervisor, which answers the operator itself: this frontend is replaced, too."""
+        launchers = self.launcher_view.launchers(self._clock())
+        if self.draining:
+            self._reply(message.reply_to, RolloutRefused("the service is shutting down"))
+        elif len(launchers) != 1:
+            reason = "one supervisor is needed, which replaces what it has started with triptych serve"
+            self._reply(message.reply_to, RolloutRefused(f"{reason}; {len(launchers)} report to this frontend"))
+        else:
+            self._notify(launchers[0], message)
 
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
@@ -317,12 +336,13 @@ class Router:
             return
         if incompatibility := self.membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
-            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility))
+            self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
         lease = self.membership.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
-        self._notify(lease.address, Registered(self._lease.lease_expiry))
+        registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
+        self._notify(lease.address, registered)
         if lease.role.prefills:
             for state in self.lifecycle.waiting_for_prefill():
                 assert state.prefill_needed is not None
@@ -331,16 +351,22 @@ class Router:
         self.lifecycle.dispatch_queued()
 
     def _is_outdated(self, message: Register) -> bool:
-        """Return whether a newer instance has the name of one that registers. Older ones are told to stop."""
+        """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
+        supervisor has both run: it replaces one by the other, and ends the older one itself."""
+        now = self._clock()
         others = [lease for lease in self.membership.named(message.name) if lease.address != message.address]
         for older in [lease for lease in others if lease.incarnation < message.incarnation]:
-            self._notify(older.address, Stop())
-            self._remove_instance(older, "was replaced by a newer process of its name")
-        return any(lease.incarnation > message.incarnation for lease in others)
+            if not self.launcher_view.keeps(older.name, older.incarnation, now):
+                self._notify(older.address, Stop())
+                self._remove_instance(older, "was replaced by a newer process of its name")
+        is_newest = all(lease.incarnation <= message.incarnation for lease in others)
+        return not is_newest and not self.launcher_view.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if not self.membership.refresh(message, self._clock()):
-            self._notify(message.address, RegisterAgain())
+        if (lease := self.membership.refresh(message, self._clock())) is not None:
+            self._notify(lease.address, HeartbeatReceived(self._address, self.lifecycle.demand(lease)))
+        else:
+            self._notify(message.address, RegisterAgain(self._address))
             self._disconnect(message.address)  # it may have been refused, and be gone by now
 
     def _on_draining(self, message: Draining) -> None:
@@ -368,7 +394,7 @@ class Router:
     def _on_deregister(self, message: Deregister) -> None:
         if lease := self.membership.get(message.address):
             log.info("%s is leaving", lease.name)
-            self._remove_instance(lease, "has left")
+            self._remove_instance(lease, "has left", suspect=message.suspect)
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self._clock()
@@ -401,11 +427,12 @@ class Router:
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
 
-    def _remove_instance(self, lease: InstanceLease, why: str) -> None:
+    def _remove_instance(self, lease: InstanceLease, why: str, *, suspect: bool = True) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
-        language instances that lack rows of it as an encode instance ask for the items again."""
+        language instances that lack rows of it as an encode instance ask for the items again. ``suspect`` as in
+        Deregister."""
         self.membership.remove(lease, self._clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
@@ -418,8 +445,8 @@ class Router:
                 self._requests.prefilled(state)
                 self.metrics.recovered("prefill")
         for other in self.membership:
-            self._notify(other.address, PeerLost(lease.address, transfers))
-        suspects = blamed(affected.values())
+            self._notify(other.address, PeerLost(lease.address, transfers, self._address))
+        suspects = blamed(affected.values()) if suspect else []
         for state in affected.values():
             if state in suspects and not self.lifecycle.instance_lost(state, why):
                 continue

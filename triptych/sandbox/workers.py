@@ -144,7 +144,8 @@ class _Worker:
         """Return the item's next result; None if there are no more.
 
         ``request`` must be given with the first call, and again after _ItemLost and _WorkerDied. Raises _WorkerDied and
-        _TimedOut, after which the process is gone, and what the handler raised.
+        _TimedOut, after which the process is gone, and what the handler raised. Raises MemoryError if this process has
+        no memory or descriptor left.
         """
         with self._lock:
             if self._closing:
@@ -189,8 +190,7 @@ class _Worker:
             if self._closing:
                 raise InternalError("the service is shutting down") from None
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
-                log.error("an item's result can't be received: %s", error)
-                raise InternalError("the instance lacks memory or file descriptors") from None
+                raise MemoryError(f"no memory for an item's result: {error}") from None
             log.warning("a worker died while processing an item: %s", error or type(error).__name__)
             raise _WorkerDied from None
         finally:

@@ -23,14 +23,13 @@ from triptych.server.ranks import ChildRanks, NoChildRanks, Ranks
 from triptych.topology import Role
 from triptych.transfer.fabrics.opening import open_fabrics
 from triptych.transfer.sender import Sender
-from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, frontend: Address) -> Instance:
+def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) -> Instance:
     """Load what the role needs, and nothing else, and return an instance that can be run.
 
     Takes as long as reading the weights takes. Call it on the process's main thread when an instance has several ranks.
@@ -46,7 +45,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, 
         layouts=layouts(model.row_layout, model.kv_layout, has_decoder=role.has_decoder),
         capacity=Capacity(spec.engine.max_num_seqs, spec.encode.encode_batch_patches),
         channel=channel,
-        frontend=frontend,
+        join=spec.joins,
         lease=spec.lease,
         incarnation=spec.incarnation,
     )

@@ -19,8 +19,8 @@ from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
-from triptych.messages.channel import Channel
-from triptych.messages.work import Deregister, Stop
+from triptych.messages.channel import Channel, endpoint
+from triptych.messages.work import Deregister, FrontendEnding
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -41,6 +41,13 @@ TICK = 0.1
 """Seconds between two checks of leases and deadlines."""
 LAST_RESPONSES = 1
 """Seconds for responses to reach their clients at shutdown."""
+
+
+LAST_REQUESTS = 0.5
+"""Seconds for requests that clients have sent on idle connections to arrive, before these are closed."""
+MAX_WAIT = 5.0
+"""Most seconds until a frontend that was started again accepts connections, with or without instances."""
+_CLOSE = (b"connection", b"close")
 
 
 class _HttpServer(uvicorn.Server):
@@ -68,13 +75,24 @@ class Frontend:
     requests are served as soon as instances have joined at ``control``."""
 
     def __init__(
-        self, config: ServeConfig, *, expects_encoders: bool = True, listener: socket.socket | None = None
+        self,
+        config: ServeConfig,
+        *,
+        expects_encoders: bool = True,
+        listener: socket.socket | None = None,
+        own_listener: socket.socket | None = None,
+        awaits_instances: bool = False,
+        takes_over: str = "",
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
-        socket, of a supervisor that keeps it open and that stops the instances; None opens one."""
+        socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``own_listener`` is
+        a second one, which no other frontend shares. ``awaits_instances`` and ``takes_over`` are as in
+        ``FrontendSpec``."""
         self._supervised = listener is not None
+        self._awaits_instances = awaits_instances
+        self._takes_over = takes_over
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -83,6 +101,7 @@ class Frontend:
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
         self._socket = listener or listen(config.frontend.http)
+        self._sockets = [self._socket, *([own_listener] if own_listener else [])]
         try:
             self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
         except BadAddress as error:
@@ -141,15 +160,19 @@ class Frontend:
 
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._server.serve([self._socket]))]
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._serve())]
+        if self._takes_over:
+            self._tasks.append(asyncio.create_task(self._take_over()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._take_messages()  # a supervisor may just have reported that the service ends
-        ticking, serving = self._tasks
+        ticking, serving, *others = self._tasks
         self.router.draining = self._server.should_exit = True
+        if not self._server.started:
+            serving.cancel()
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
@@ -158,15 +181,17 @@ class Frontend:
         for lease in self.router.membership:
             if stops:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
-                    self.channel.send(lease.address, Stop())
+                    self.channel.send(lease.address, FrontendEnding(self.channel.address))
             self.router.handle(Deregister(lease.address))
-        ticking.cancel()
-        await asyncio.gather(ticking, serving, return_exceptions=True)
+        for task in (ticking, *others):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
-        self._socket.close()
+        for listener in self._sockets:
+            listener.close()
         self.channel.close()
         if self._traces:
             await asyncio.to_thread(self._traces.close)
@@ -174,13 +199,45 @@ class Frontend:
             self._log.close()
 
     async def drain(self) -> None:
-        """Stop admitting requests, and wait for those that run, up to the drain timeout."""
-        self.router.draining = True
+        """Finish the requests that run, up to the drain timeout, and admit no others. A frontend that has a successor
+        rejects none: it accepts no connections, which wait for the successor, and ends those that it has."""
+        self._take_messages()  # a supervisor may just have reported that the service ends
+        if self._supervised and not self.router.launcher_view.stopping and self._server.started:
+            log.info("SIGTERM: leaving new connections to the next frontend; finishing the requests that are running")
+            ending = self._hand_over()
+        else:
+            log.info("SIGTERM: rejecting new requests; finishing those that are running")
+            self.router.draining = True
+            ending = self._wait_until_idle()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.lease.drain_timeout):
-                # a request may have ended while the HTTP server is still sending its response
-                while self.router.num_requests or self._server.server_state.tasks:
-                    await asyncio.sleep(TICK / 2)
+            await asyncio.wait_for(ending, self._config.lease.drain_timeout)
+
+    async def _hand_over(self) -> None:
+        """Close the listening socket, which the supervisor keeps open, and every connection after its next response."""
+        for server in self._server.servers:
+            server.close()
+        self._server.config.encoded_headers.append(_CLOSE)
+        state = self._server.server_state
+        state.default_headers = [*state.default_headers, _CLOSE]
+        await asyncio.sleep(LAST_REQUESTS)
+        for connection in list(state.connections):
+            connection.shutdown()  # at once, or after the response
+        await self._wait_until_idle()
+
+    async def _wait_until_idle(self) -> None:
+        # a request may have ended while the HTTP server is still sending its response
+        while self.router.num_requests or self._server.server_state.tasks:
+            await asyncio.sleep(TICK / 2)
+
+    async def _serve(self) -> None:
+        """Accept connections, once instances that run already have joined."""
+        if self._awaits_instances:
+            began = asyncio.get_running_loop().time()
+            while self.router.launcher_view.standby or not self.router.can_serve:
+                if not self.router.launcher_view.standby and asyncio.get_running_loop().time() > began + MAX_WAIT:
+                    break
+                await asyncio.sleep(TICK / 5)
+        await self._server.serve(self._sockets)
 
     def _take_messages(self) -> None:
         for message in self.channel.drain():
@@ -190,6 +247,13 @@ class Frontend:
                 log.exception("couldn't handle %s", type(message).__name__)
         if self.channel.pending and not self._server.should_exit:  # the descriptor doesn't signal what is left
             asyncio.get_running_loop().call_soon(self._take_messages)
+
+    async def _take_over(self) -> None:
+        """Listen at the other control address as soon as it is free."""
+        host, _, port = self._takes_over.rpartition(":")
+        where = endpoint(host.strip("[]"), port)
+        while not self.channel.listen_too(where):
+            await asyncio.sleep(TICK)
 
     async def _tick(self) -> None:
         while True:

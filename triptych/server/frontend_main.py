@@ -31,7 +31,6 @@ async def serve_frontend(make: Callable[[], Frontend], announce: Callable[[Front
         with gc_frozen():
             await asyncio.wait({interrupting, terminating}, return_when=asyncio.FIRST_COMPLETED)
             if not interrupted.is_set():
-                log.info("SIGTERM: rejecting new requests; finishing those that are running")
                 draining = asyncio.create_task(frontend.drain())
                 await asyncio.wait({draining, interrupting}, return_when=asyncio.FIRST_COMPLETED)
                 draining.cancel()
@@ -48,9 +47,20 @@ def main() -> None:
         end_with_parent(spec.supervisor)
         observe = spec.config.observe
         level = logging.getLevelNamesMapping()[observe.log_level.upper()]
-        logs.set_up(logs.LogSettings(observe.log_format, level, "frontend"))
+        logs.set_up(logs.LogSettings(observe.log_format, level, spec.name))
         listener = socket.socket(fileno=spec.listener)
-        make = lambda: Frontend(spec.config, expects_encoders=spec.expects_encoders, listener=listener)  # noqa: E731
+        own = None if spec.own_listener is None else socket.socket(fileno=spec.own_listener)
+
+        def make() -> Frontend:
+            return Frontend(
+                spec.config,
+                expects_encoders=spec.expects_encoders,
+                listener=listener,
+                own_listener=own,
+                awaits_instances=spec.awaits_instances,
+                takes_over=spec.takes_over,
+            )
+
         asyncio.run(serve_frontend(make, lambda _: log.info("serving")))
     except StartError as error:
         logs.fatal(str(error))

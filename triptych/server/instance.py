@@ -8,13 +8,13 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from triptych.compute_thread import ComputeThread
 from triptych.config import LeaseConfig
-from triptych.errors import BlockError, FrontendSilent, InstanceRefused, StartError, TriptychError
+from triptych.errors import BlockError, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -23,19 +23,19 @@ from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Capacity,
     ChangeRole,
-    Deregister,
+    ChangingRole,
     Draining,
-    Heartbeat,
+    Encode,
+    Generate,
     PeerLost,
+    Prefill,
     Register,
-    RegisterAgain,
-    Registered,
-    RegistrationRefused,
     RoleKept,
     Stop,
 )
 from triptych.observe.machine import resident_bytes
 from triptych.server.drain import QUIET_SECONDS, Drain
+from triptych.server.frontends import Frontends
 from triptych.server.pulse import DRAINING, MAX_SILENCE, NO_LEASE, Pulse
 from triptych.stage_loop import HandsBack, StageLoop
 from triptych.topology import Role
@@ -43,10 +43,6 @@ from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
-REGISTER_AGAIN = 4
-"""Heartbeats after which an unanswered registration counts as lost, if the frontend answers other messages."""
-REMINDER_INTERVAL = 10.0
-"""Seconds between log lines about a frontend that doesn't answer."""
 MAX_FAILURES = 5
 FAILURE_WINDOW = 60.0
 """Window in seconds in which failures are counted. An instance resets itself after an internal error, and exits at the
@@ -79,6 +75,8 @@ class _PendingRole:
     """A role to take once the instance is idle. Times are those of ``time.monotonic``."""
 
     role: Role
+    frontend: Address
+    """The frontend that asked for it."""
     began: float
     deadline: float
 
@@ -97,27 +95,28 @@ class Instance:
         layouts: list[RowLayout],
         capacity: Capacity,
         channel: Channel,
-        frontend: Address,
+        join: Sequence[str],
         lease: LeaseConfig,
         incarnation: int = 0,
     ) -> None:
-        """``incarnation`` as in ``InstanceSpec``."""
+        """``join`` are the control addresses of its frontends (HOST:PORT), and ``incarnation`` as in
+        ``InstanceSpec``."""
         self.name = name
         self._incarnation = incarnation or time.time_ns() // 10**6
         self.role = role
         self.compute = ComputeThread(channel.wake)
         self.layouts = layouts
         self.channel = channel
-        self.frontend = frontend
         self._lease = lease
         self._model = model
         self._capacity = capacity
+        self.frontends = Frontends(
+            join, channel, lease, capacity, registration=self._registration, give_up=self._give_up
+        )
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
-            (Registered, None): self._on_registered,
-            (RegistrationRefused, None): self._on_refused,
-            (RegisterAgain, None): lambda _: self._on_register_again(),
+            **{(kind, None): handler for kind, handler in self.frontends.handlers.items()},
             (PeerLost, None): self._on_peer_lost,
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
@@ -128,13 +127,9 @@ class Instance:
         """Signs of life, for the instance's own HTTP port."""
         self._asked_to_drain = False
         self._drain: Drain | None = None
-        self._num_resets = 0
-        self.registered = False
         self._stopping = False
         self._failure: StartError | None = None
         self._last_heartbeat = time.monotonic()
-        self._expiry = lease.lease_expiry
-        self._register_deadline = self._remind_at = 0.0
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
     def add_loop(self, loop: StageLoop, peer: TransferSide | None = None) -> None:
@@ -188,19 +183,19 @@ class Instance:
         self.channel.wake()
 
     def run(self) -> None:
-        """Register, and serve until ``stop`` or the end of a drain. Raises StartError when the frontend refuses the
+        """Register, and serve until ``stop`` or the end of a drain. Raises StartError when no frontend takes the
         instance, the failure given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
         self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
-        self._register()
+        self.frontends.register()
         try:
             while not self._stopping:
                 self._run_once()
-                if not self.registered:
-                    self._check_registration()
+                self.frontends.step()
+                self._stopping |= self.frontends.ended
         finally:
             self.pulse.not_ready = DRAINING
-            # however it ends: the frontend needn't wait for the lease to expire
-            self.send(self.frontend, Deregister(self.channel.address))
+            # however it ends: frontends needn't wait for the lease to expire
+            self.frontends.leave()
             self.compute.close()
             for loop in self.loops:
                 loop.close()
@@ -209,7 +204,7 @@ class Instance:
 
     def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
-        until_look = QUIET_SECONDS / 3 if self._drain else until_heartbeat
+        until_look = QUIET_SECONDS / 3 if self._drain else self.frontends.next_step
         self._beat()
         messages = self.channel.receive(min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops)))
         self._beat()
@@ -226,12 +221,12 @@ class Instance:
             self._check_lease()
             self._last_heartbeat = time.monotonic()
             self.pulse.stats = self._stats()
-            self.send(self.frontend, Heartbeat(self.channel.address, self.pulse.stats))
+            self.frontends.beat(self.pulse.stats)
             self._check_idle()
 
     def _beat(self) -> None:
         self.pulse.ticked, self.pulse.role = time.monotonic(), self.role
-        self.pulse.not_ready = DRAINING if self._drain else "" if self.registered else NO_LEASE
+        self.pulse.not_ready = DRAINING if self._drain else "" if self.frontends.registered else NO_LEASE
 
     def _continue_drain(self) -> None:
         """Begin the drain, or end the instance once it is over."""
@@ -241,13 +236,14 @@ class Instance:
             self._drain = Drain(now, self._lease.drain_timeout)
             if self._pending_role is not None:
                 self._keep_role("it is draining")
-            self.send(self.frontend, Draining(self.channel.address))
+            self.frontends.send(Draining(self.channel.address))
+            self.frontends.leaving = True
             for loop in self.loops:
                 if isinstance(loop, HandsBack):
                     for frontend, message in loop.hand_back().items():
                         self.send(frontend, message)
         idle = not self.channel.pending and all(loop.idle for loop in self.loops)
-        if self._drain.is_over(now, idle=idle):
+        if self._drain.is_over(now, idle=idle) or not self.frontends.registered:  # no lease: nothing left to finish
             log.info("drained in %.2f s%s", now - self._drain.began, "" if idle else ", with work left")
             self._stopping = True
 
@@ -263,6 +259,9 @@ class Instance:
         try:
             for loop in self.loops:
                 loop.advance()
+        except MemoryError:
+            log.error("this instance has no memory left; exiting")
+            raise
         except Exception:
             log.exception("this instance failed; aborting the work in flight")
             self._failures.append(time.monotonic())
@@ -272,26 +271,28 @@ class Instance:
             self._reset()
 
     def _check_lease(self) -> None:
-        """Abort everything if this process was stopped (SIGSTOP, a suspended machine) for longer than its lease."""
-        stopped = time.monotonic() - self._last_heartbeat
-        if self.registered and stopped > self._expiry - self._lease.heartbeat:
-            log.warning("this process was stopped for %.1f s and lost its lease; aborting the work in flight", stopped)
-            self._reset()
+        """Give up what this process worked on if it was stopped (SIGSTOP, a suspended machine) for longer than a lease
+        lasts."""
+        self.frontends.lose_after(time.monotonic() - self._last_heartbeat)
 
     def _reset(self) -> None:
-        """Abort all work, then register again. The order matters: once the frontend reports this instance as lost,
-        consumers reuse the blocks that they granted to it. The frontend fails the requests, if it hasn't already,
-        before it accepts the registration."""
+        """Abort all work, then register again. The order matters: once frontends report this instance as lost,
+        consumers reuse the blocks that they granted to it. They fail the requests, if they haven't already, before they
+        accept the registration."""
         for loop in self.loops:
             loop.on_lease_lost()
-        self._num_resets += 1
-        self.registered = False
         self._pending_role = None  # the frontend answers the operator, because this instance has left
-        self.send(self.frontend, Deregister(self.channel.address))
         if self._drain is not None:
             self._stopping = True  # there is nothing left to finish
             return
-        self._register()
+        self.frontends.start_over()
+
+    def _give_up(self, frontend: Address) -> None:
+        """Drop the work of a frontend that is gone, or has lost this instance."""
+        for loop in self.loops:
+            loop.frontend_lost(frontend)
+        if self._pending_role is not None and self._pending_role.frontend == frontend:
+            self._keep_role("the frontend that asked for the change is lost")
 
     def _take_pending_role(self) -> None:
         """Take the pending role once this instance is idle, and register again. As for any repeated registration, the
@@ -317,13 +318,12 @@ class Instance:
             now - began,
         )
         self._pending_role = None
-        self.registered = False
-        self._register()
+        self.frontends.register()
 
     def _keep_role(self, reason: str) -> None:
         log.warning("the role remains %s: %s", self.role, reason)
         self._pending_role = None
-        self.send(self.frontend, RoleKept(self.channel.address, reason))
+        self.frontends.send(RoleKept(self.channel.address, reason))
 
     def _check_idle(self) -> None:
         try:
@@ -340,6 +340,11 @@ class Instance:
         if handler is None:
             log.warning("%s is not for a %s instance", type(message).__name__, self.role)
             return
+        if (owner := _owner(message)) and not self.frontends.holds(owner):
+            # sent before the lease was lost, and read after it, as by a process that was stopped: that frontend won't
+            # cancel it, since it has given the request to another instance
+            log.info("dropped %s: it is of a lease that was lost", type(message).__name__)
+            return
         try:
             handler(message)
         except StartError:
@@ -349,13 +354,8 @@ class Instance:
         except Exception:  # a bad message must not affect other requests
             log.exception("couldn't handle %s", type(message).__name__)
 
-    def _register(self) -> None:
-        self._sent_registration = time.monotonic()
-        self._register_deadline = self._sent_registration + self._lease.start_timeout
-        self._remind_at = self._sent_registration + REMINDER_INTERVAL
-        log.info("joining the frontend at %s", self.frontend.removeprefix("tcp://"))
-        context_length = max((loop.context_length for loop in self.loops), default=0)
-        register = Register(
+    def _registration(self) -> Register:
+        return Register(
             name=self.name,
             role=self.role,
             address=self.channel.address,
@@ -363,57 +363,43 @@ class Instance:
             pid=os.getpid(),
             incarnation=self._incarnation,
             capacity=self._capacity,
-            context_length=context_length,
+            context_length=max((loop.context_length for loop in self.loops), default=0),
             stats=self._stats(),
             model=self._model,
-            resets=self._num_resets,
         )
-        self.send(self.frontend, register)
-
-    def _check_registration(self) -> None:
-        """Log a reminder, or raise StartError, when the frontend hasn't answered. It may be started later, but one with
-        another secret never answers."""
-        if (now := time.monotonic()) < min(self._register_deadline, self._remind_at):
-            return
-        self._remind_at = now + REMINDER_INTERVAL
-        problem = f"no answer from the frontend at {self.frontend}: is it running, with the same --cluster-secret-file?"
-        if now >= self._register_deadline:
-            raise FrontendSilent(problem)
-        log.warning("%s", problem)
-
-    def _on_register_again(self) -> None:
-        """Register again: the frontend has no lease for this instance, so the work in flight has no owner and is
-        aborted. Heartbeats sent before the new registration may get the same answer. If it repeats, the registration
-        was lost with a frontend that died."""
-        if self.registered:
-            self._reset()
-        elif time.monotonic() - self._sent_registration > REGISTER_AGAIN * self._lease.heartbeat:
-            self._register()
-
-    def _on_registered(self, message: Registered) -> None:
-        self.registered = True
-        self._expiry = message.expiry
-        log.info("ready")
-
-    def _on_refused(self, message: RegistrationRefused) -> None:
-        if (message.name, message.pid) == (self.name, os.getpid()):  # another process may have used its address
-            raise InstanceRefused(f"the frontend refuses this instance: {message.reason}")
 
     def _on_change_role(self, message: ChangeRole) -> None:
         try:
             if self._asked_to_drain:
                 raise StartError("it is draining")
+            if self._pending_role is not None:
+                raise StartError(f"it is changing to {self._pending_role.role}, as another frontend has asked")
             if self.loop_builder is None:
                 raise StartError("it can't change its role")
             self.loop_builder.check_role(message.role)
         except StartError as error:
-            self._keep_role(str(error))
-            return
-        now = time.monotonic()
-        self._pending_role = _PendingRole(message.role, now, now + message.timeout)
-        log.info("draining to change its role to %s", message.role)
+            log.warning("the role doesn't become %s: %s", message.role, error)
+            self.send(message.frontend, RoleKept(self.channel.address, str(error)))
+        else:
+            now = time.monotonic()
+            self._pending_role = _PendingRole(message.role, message.frontend, now, now + message.timeout)
+            log.info("draining to change its role to %s", message.role)
+        if self._pending_role is not None:
+            self.frontends.send(ChangingRole(self.channel.address, self._pending_role.role))
 
     def _on_peer_lost(self, message: PeerLost) -> None:
         for loop in self.loops:
             loop.peer_lost(message)
-        self.channel.disconnect(message.address)
+        if self.frontends.peer_lost(message):
+            self.channel.disconnect(message.address)
+
+
+def _owner(message: Message) -> Address | None:
+    """Return the frontend whose work a message is; None for other messages."""
+    match message:
+        case Generate() | Encode():
+            return message.reply_to
+        case Prefill():
+            return message.generate.reply_to
+        case _:
+            return None

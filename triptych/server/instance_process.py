@@ -10,7 +10,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.config import InstanceSpec
 from triptych.errors import BadAddress, StartError
 from triptych.heap import gc_frozen, keep_freed_memory, share_heap
-from triptych.messages.channel import Channel, endpoint
+from triptych.messages.channel import Channel
 from triptych.server.build import build_instance
 from triptych.server.health import HealthServer
 from triptych.server.model_bundle import ModelBundle
@@ -23,19 +23,17 @@ def run_instance(spec: InstanceSpec) -> None:
     share_heap()
     torch.set_num_threads(spec.engine.threads)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception here wouldn't stop the thread that loads
-    host, _, port = spec.join.rpartition(":")
     with contextlib.ExitStack() as stack:
         loading = Pulse(spec.name, spec.role)
         health = _open_health(spec, loading, stack)
         try:
-            frontend = endpoint(host.strip("[]"), port)
             channel = Channel(spec.cluster.cluster_host, secret=spec.cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
         stack.callback(channel.close)
         stack.callback(_ignore_signals)
         model = ModelBundle(Checkpoint(Path(spec.model)), spec.engine)
-        instance = build_instance(spec, model=model, channel=channel, frontend=frontend)
+        instance = build_instance(spec, model=model, channel=channel)
         if health:
             health.pulse = instance.pulse
         torch.set_num_threads(1)  # from here on this thread runs the loop, and the compute thread has its own number

@@ -33,10 +33,11 @@ class SenderLoop:
         return self.sender.next_poll
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self.sender.consumer_lost(lost.address)
+        self.sender.consumer_lost(lost.address, lost.frontend)
 
     def frontend_lost(self, frontend: Address) -> None:
-        """Do nothing: the other loops end the transfers of what they give up."""
+        """Stop writing for its requests: consumers that it has told of a loss may grant the same blocks to others."""
+        self.sender.owner_lost(frontend)
 
     def on_lease_lost(self) -> None:
         """Drop all transfers and stop writing: once consumers are notified that this instance is lost, they may grant

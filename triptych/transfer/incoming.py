@@ -79,6 +79,7 @@ class IncomingTransfer:
         grant_blocks: int,
         first_row: int,
         resumable: bool,
+        owner: Address,
     ) -> None:
         """``position`` may be empty until the transfer queues."""
         self.transfer = transfer
@@ -88,6 +89,8 @@ class IncomingTransfer:
         self.grant_blocks = grant_blocks
         """Maximum size of one grant in blocks."""
         self.resumable = resumable
+        self.owner = owner
+        """The frontend of the request that needs the rows."""
         self.producer: Producer | None = None
         """None before the offer, and once the producer can't write any more."""
         self.attempt = 0

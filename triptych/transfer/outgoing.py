@@ -68,6 +68,7 @@ class OutgoingTransfer:
         on_end: OnEnd,
         progress: Progress,
         attempt: int,
+        owner: Address,
     ) -> None:
         self.transfer = transfer
         self.consumer = consumer
@@ -76,6 +77,8 @@ class OutgoingTransfer:
         self.on_end = on_end
         self.progress = progress
         self.attempt = attempt
+        self.owner = owner
+        """The frontend of the request that needs the rows."""
         self.waiting: list[PendingWrite] = []
         """Grants some of whose rows don't exist yet, in row order."""
         self.writes: list[PendingWrite] = []

@@ -33,7 +33,7 @@ from triptych.transfer.incoming import GrantState, IncomingTransfer, Outstanding
 from triptych.transfer.memory import Bytes
 from triptych.transfer.relocation import Relocation
 from triptych.transfer.states import Deadlines, Progress, TransferState
-from triptych.types import Address, TransferId
+from triptych.types import NO_OWNER, Address, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,14 @@ class Receiver:
         *,
         timeout: float = 0.0,
         resumable: bool = False,
+        owner: Address = NO_OWNER,
     ) -> None:
         """Register a transfer that a producer will offer.
 
         It queues at ``position``; without one, behind all that were offered before. Rows below ``first_row`` aren't
         needed and count as consumed. If rows are produced ``part_rows`` at a time, grants are limited to about that
-        size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer.
+        size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer. ``owner`` is the
+        frontend of the request that needs the rows.
 
         A ``resumable`` transfer doesn't fail when its producer is lost or aborts. Rows that have landed stay readable,
         and ``take_orphaned`` returns the transfer, for which another producer must be found.
@@ -108,6 +110,7 @@ class Receiver:
             grant_blocks=max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks,
             first_row=first_row,
             resumable=resumable,
+            owner=owner,
         )
         self._granter.policy.record(self.buffer.blocks_of(rows - first_row))
 
@@ -171,13 +174,16 @@ class Receiver:
         if incoming.producer is not None:
             self._send(incoming.producer.address, self._abort(transfer, incoming.attempt, reason))
 
-    def producer_lost(self, producer: Address, offering: Collection[TransferId] = ()) -> None:
-        """Fail, or orphan, the transfers of a producer that is gone, including those in ``offering``, which it had yet
-        to offer."""
+    def producer_lost(
+        self, producer: Address, offering: Collection[TransferId] = (), owner: Address = NO_OWNER
+    ) -> None:
+        """Fail, or orphan, the transfers of a producer that is gone for this owner, including those in ``offering``,
+        which it had yet to offer. Transfers of other owners go on."""
         lost = [
             incoming
             for transfer, incoming in self._transfers.items()
-            if (transfer in offering if incoming.producer is None else incoming.producer.address == producer)
+            if incoming.owner == owner
+            and (transfer in offering if incoming.producer is None else incoming.producer.address == producer)
         ]
         reason = "the instance that sent the rows is gone"
         aborts = [self._abort(t.transfer, t.attempt, reason) for t in lost if t.producer and not t.closing]

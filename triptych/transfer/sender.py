@@ -17,7 +17,7 @@ from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.memory import Bytes
 from triptych.transfer.outgoing import OnEnd, OutgoingTransfer, PendingWrite
 from triptych.transfer.states import Deadlines, Progress, TransferState
-from triptych.types import Address, TransferId
+from triptych.types import NO_OWNER, Address, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +62,15 @@ class Sender:
         *,
         timeout: float = 0.0,
         attempt: int = 0,
+        owner: Address = NO_OWNER,
     ) -> None:
         """Offer ``rows`` rows to a consumer, which may grant blocks before the rows exist.
 
         ``on_end`` is called once, when the transfer is over and its rows aren't read any more. ``timeout``, the
         request's own in seconds, extends the deadlines if it is longer. ``attempt`` is the consumer's count of earlier
         producers. This instance may have been one of them and not know that the consumer has given it up: a later
-        attempt ends an earlier one. Raises TransferError for an attempt that is under way.
+        attempt ends an earlier one. ``owner`` is the frontend of the request that needs the rows. Raises TransferError
+        for an attempt that is under way.
         """
         if any(attempt <= other.attempt for other in self._attempts(transfer)):
             raise TransferError(f"transfer {transfer} is under way already")
@@ -82,6 +84,7 @@ class Sender:
             on_end=on_end,
             progress=Progress(transfer, self._clock(), timeout),
             attempt=attempt,
+            owner=owner,
         )
         reaches = [FabricId(fabric.name, fabric.scope) for fabric in self._fabrics.values()]
         self._send(consumer, Offer(transfer, rows, self._address, layout, reaches, attempt))
@@ -104,11 +107,19 @@ class Sender:
             message = Abort(transfer, TransferSide.PRODUCER, self._address, reason, attempt=outgoing.attempt)
             self._end(outgoing, TransferState.FAILED, message)
 
-    def consumer_lost(self, consumer: Address) -> None:
-        """End all transfers to a consumer that is gone."""
-        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.consumer == consumer]:
+    def consumer_lost(self, consumer: Address, owner: Address = NO_OWNER) -> None:
+        """End all transfers of an owner to a consumer that is gone for it."""
+        theirs = [outgoing for outgoing in self._transfers.values() if outgoing.consumer == consumer]
+        for outgoing in [one for one in theirs if one.owner == owner]:
             self._end(outgoing, TransferState.FAILED)
-        self._retire(self._regions.pop(consumer, None))
+        if all(one.owner == owner for one in theirs):
+            self._retire(self._regions.pop(consumer, None))
+
+    def owner_lost(self, owner: Address) -> None:
+        """End all transfers of an owner without a message: their consumers expect nothing from this instance any more,
+        or give up the requests themselves."""
+        for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.owner == owner]:
+            self._end(outgoing, TransferState.FAILED)
 
     def drop_all(self) -> None:
         """End all transfers without a message: their consumers expect nothing from this instance any more."""

@@ -381,7 +381,7 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
             layouts=[Payload(1, 1).layout],
             capacity=Capacity(),
             channel=channel,
-            frontend=Address(frontend),
+            join=[frontend.removeprefix("tcp://")],
             lease=LEASE,
         )
         fabrics = [item for item in open_fabrics(TransferConfig(fabric=fabric), HOST) if item.name == fabric]
@@ -503,7 +503,8 @@ class Pair:
         while len(addresses) < len(self._pipes):
             for registered in _registrations(self._channel.receive(0.1)):
                 addresses[registered.role] = registered.address
-                self._channel.send(registered.address, Registered(LEASE.lease_expiry))
+                answer = Registered(LEASE.lease_expiry, self._channel.address, registered.join, registered.resets)
+                self._channel.send(registered.address, answer)
             for role, pipe in self._pipes.items():
                 if pipe.poll():
                     self._answer(role)

@@ -1,0 +1,39 @@
+"""``triptych chaos`` without a service: its list of faults, and what it refuses."""
+
+import pytest
+
+from triptych.chaos.faults import FAULTS
+from triptych.cli import main
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["chaos", "demo", *arguments])
+    out, errors = capsys.readouterr()
+    return int(ended.value.code or 0), out, errors
+
+
+def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = said(capsys, "--list")
+    assert code == 0
+    assert all(fault.name in out for fault in FAULTS)
+    _, out, _ = said(capsys, "--list", "--only", "kill-pd, burst")
+    assert "burst" in out
+    assert "kill-pd" in out
+    assert "drain-pd" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "kill-x"], "--only kill-x is no fault: triptych chaos MODEL --list shows them"),
+        (["--requests", "3"], "--requests 3 is too small: at least 4"),
+        (["--repeat", "0"], "--repeat 0 is too small: at least 1"),
+    ],
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    code, out, errors = said(capsys, *arguments)
+    assert code == 78
+    assert out == ""
+    assert says in errors

@@ -1,0 +1,119 @@
+"""``triptych rollout``: what it refuses before it connects, what it asks for, and what it prints."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from triptych import exit_codes
+from triptych.cli import main
+from triptych.demo import MODEL_DIR
+from triptych.messages.channel import Channel
+from triptych.messages.codec import Message
+from triptych.messages.work import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@contextmanager
+def supervisor(answers: Sequence[Message]) -> Iterator[tuple[str, list[StartRollout]]]:
+    """The control address of a service that answers a rollout with these messages, and what it was asked."""
+    channel, asked, over = Channel(), list[StartRollout](), threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            for message in channel.receive(0.05):
+                assert isinstance(message, StartRollout)
+                asked.append(message)
+                for answer in answers:
+                    channel.send(message.reply_to, answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield channel.address.removeprefix("tcp://"), asked
+    finally:
+        over.set()
+        thread.join(10)
+        channel.close(linger=0)
+
+
+@pytest.fixture
+def rollout(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["rollout", *arguments])
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--control", "nowhere"], "--control 'nowhere' is not HOST:PORT"),
+        (["--control", "127.0.0.1:1", "--set", "max-num-seqs"], "--set 'max-num-seqs' is not NAME=VALUE"),
+        (["--control", "127.0.0.1:1", "--set", "=3"], "--set '=3' is not NAME=VALUE"),
+        (["--control", "127.0.0.1:1", "--set", "a-b=1", "--set", "a_b=2"], "--set a_b is there twice: '1' and '2'"),
+        (["--control", "127.0.0.1:1", "--model", "/no/such"], "/no/such: no such folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rollout: Run, arguments: list[str], says: str) -> None:
+    code, _, errors = rollout(*arguments)
+    assert code == exit_codes.CONFIG
+    assert says in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_each_step_is_printed_once(rollout: Run) -> None:
+    steps: list[Message] = [
+        RolloutProgress("checking what it would change", 0, 0),
+        RolloutProgress("starting the new e0", 0, 2),
+        RolloutProgress("starting the new e0", 0, 2),
+        RolloutProgress("starting the new pd0", 1, 2),
+        RolloutEnded(2, 2),
+    ]
+    with supervisor(steps) as (control, asked):
+        code, text, errors = rollout(
+            "--control", control, "--set", "max-num-seqs=8", "--set", "checksum=", "--no-surge", "--model", "demo"
+        )
+    assert (code, errors) == (0, "")
+    assert text.splitlines() == [
+        "checking what it would change",
+        "0 of 2 replaced: starting the new e0",
+        "1 of 2 replaced: starting the new pd0",
+        "all processes were replaced",
+    ]
+    (request,) = asked
+    assert request.settings == {"max_num_seqs": "8", "checksum": ""}
+    assert not request.surge
+    assert Path(request.model) == MODEL_DIR.resolve()
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "says"),
+    [
+        ([RolloutRefused("no")], exit_codes.CONFIG, "triptych: the rollout is refused: no\n"),
+        (
+            [RolloutProgress("x", 0, 2), RolloutRefused("no")],
+            exit_codes.CONFIG,
+            "triptych: the rollout is refused: no\n",
+        ),
+        ([RolloutEnded(1, 2, "pd0: too early")], exit_codes.FAILED, "triptych: 1 of 2 replaced: pd0: too early\n"),
+        ([], exit_codes.FAILED, "no answer from the frontend"),
+        ([RolloutProgress("x", 0, 2)], exit_codes.FAILED, "no news from the supervisor; the rollout may go on\n"),
+    ],
+)
+def test_why_it_failed(
+    rollout: Run, monkeypatch: pytest.MonkeyPatch, answers: list[Message], code: int, says: str
+) -> None:
+    monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.5)
+    monkeypatch.setattr("triptych.cluster.control_client.SUPERVISOR_TIMEOUT", 0.5)
+    with supervisor(answers) as (control, _):
+        ended, _, errors = rollout("--control", control)
+    assert ended == code
+    assert says in errors

@@ -1,0 +1,328 @@
+"""``triptych rollout`` replaces all processes of a service under load, and no request fails."""
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Asking
+from tests.support.commands import FAST, Command, one_line_error, picture_answer, stream_of, triptych, wait_for
+from tests.support.serving import CHAT, image, image_part, text_part
+from triptych import exit_codes
+from triptych.cluster.control_client import ControlClient
+from triptych.config import ClusterConfig
+from triptych.messages.work import LaunchState, Status
+
+NUM_PROMPTS = 12
+WORKERS = 3
+
+
+def prompts(first: int = 0) -> list[list[dict[str, Any]]]:
+    """Several, each with another picture."""
+    numbers = range(first, first + NUM_PROMPTS)
+    return [[image_part(image(128, 128, number)), text_part(f"What is number {number}?")] for number in numbers]
+
+
+@dataclass
+class Load:
+    """A steady load of requests with pictures: from clients that connect for each, and one that keeps its connection.
+    ``right`` are the right answers, of which there may be several."""
+
+    url: str
+    right: dict[int, set[str]]
+    stop: threading.Event = field(default_factory=threading.Event)
+    answered: int = 0
+    wrong: list[Any] = field(default_factory=list)
+
+    def worker(self, number: int) -> None:
+        """Requests on new connections."""
+        asked, contents = number, prompts()
+        while not self.stop.is_set():
+            asked += 1
+            which = asked % NUM_PROMPTS
+            self.check(which, Asking(self.url, contents[which], temperature=0).result(90).text)
+
+    def keeper(self) -> None:
+        """Requests on one connection, as long as the service keeps it."""
+        body = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        contents, asked = prompts(), 0
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=90) as client:
+            while not self.stop.is_set():
+                asked += 1
+                which = asked % NUM_PROMPTS
+                messages = [{"role": "user", "content": contents[which]}]
+                answer = client.post(CHAT, json=body | {"messages": messages})
+                assert answer.status_code == 200, answer.text
+                self.check(which, answer.json()["choices"][0]["message"]["content"])
+
+    def check(self, which: int, text: str) -> None:
+        self.answered += 1
+        if text not in self.right[which]:
+            self.wrong.append((which, text))
+
+
+def answers(url: str) -> list[str]:
+    """What a service says to the prompts."""
+    return [Asking(url, content, temperature=0).result().text for content in prompts()]
+
+
+@contextmanager
+def loaded(url: str, *right: list[str]) -> Iterator[Load]:
+    """Under load. Every answer must be one of those that are right."""
+    load = Load(url, {number: {one[number] for one in right} for number in range(NUM_PROMPTS)})
+    failed: list[Exception] = []
+
+    def run(work: Any, *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except (AssertionError, httpx.HTTPError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=[load.worker, number]) for number in range(WORKERS)]
+    threads.append(threading.Thread(target=run, args=[load.keeper]))
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        load.stop.set()
+        for thread in threads:
+            thread.join(120)
+    assert failed == []
+    assert load.wrong == []
+    assert load.answered > NUM_PROMPTS
+
+
+def control_of(command: Command) -> str:
+    return command.wait_for_line(r"triptych status --control (\S+)$")[1]
+
+
+def status(command: Command) -> Status:
+    with ControlClient(control_of(command), ClusterConfig()) as client:
+        return client.status()
+
+
+def whole_status(command: Command) -> Status:
+    """Once all processes are ready."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = status(command)
+        if found.launched and all(one.state is LaunchState.READY for one in found.launched):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"not whole again:\n{command.text}")
+
+
+def incarnations(command: Command) -> dict[str, int]:
+    return {one.name: one.incarnation for one in whole_status(command).launched}
+
+
+@contextmanager
+def rollout(service: Command, *arguments: str) -> Iterator[Command]:
+    with triptych("rollout", "--control", control_of(service), *arguments) as command:
+        yield command
+
+
+def error_of(command: Command, code: int) -> str:
+    """The message of a rollout that failed."""
+    command.process.wait(240)
+    return one_line_error(command, code)
+
+
+def roll(service: Command, *arguments: str) -> str:
+    """What a rollout that succeeds says."""
+    with rollout(service, *arguments) as command:
+        assert command.end(240) == 0, command.text + "\n" + service.text
+        return command.text
+
+
+def test_all_processes_are_replaced_under_load(folder: Path) -> None:
+    with triptych("serve", folder, *FAST) as service:
+        url = service.wait_until_ready()
+        right, before = answers(url), incarnations(service)
+        with loaded(url, right):
+            text = roll(service, "--set", "max-num-seqs=5")
+        after = incarnations(service)
+        assert before.keys() == after.keys() == {"frontend", "e0", "pd0"}
+        assert all(after[name] > before[name] for name in before)
+        assert "0 of 3 replaced: starting the new e0" in text
+        assert text.splitlines()[-1] == "all processes were replaced"
+        assert answers(url) == right
+        assert not any(one.restarts for one in status(service).launched)
+        assert "Traceback" not in service.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "arguments"),
+    [("2E1P1D", ()), ("2E1P1D", ("--no-surge",)), ("1EPD", ()), ("2E2PD", ("--no-surge",)), ("1E1P2D", ())],
+)
+def test_topologies_under_load(folder: Path, topology: str, arguments: tuple[str, ...]) -> None:
+    with triptych("serve", folder, *FAST, "--topology", topology) as service:
+        url = service.wait_until_ready()
+        right, before = answers(url), incarnations(service)
+        with loaded(url, right), suppress(StopIteration), stream_of(url, "tiny", 1000) as lines:
+            text = roll(service, *arguments)
+            assert list(lines)[-1] == "data: [DONE]", "an answer that has begun is finished"
+        after = incarnations(service)
+        assert before.keys() == after.keys()
+        assert all(after[name] > before[name] for name in before)
+        assert "all processes were replaced" in text
+        assert "Traceback" not in service.text
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another revision of the model."""
+    return make_checkpoint(tmp_path_factory.mktemp("revision") / "tiny", seed=1)
+
+
+def test_every_answer_is_of_one_revision(folder: Path, other_folder: Path) -> None:
+    with triptych("serve", other_folder, *FAST, "--topology", "1EPD") as alone:
+        new = answers(alone.wait_until_ready())
+    with triptych("serve", folder, *FAST, "--topology", "1EPD") as service:
+        url = service.wait_until_ready()
+        old, before = answers(url), status(service)
+        assert set(old).isdisjoint(new)
+        with loaded(url, old, new):
+            roll(service, "--model", str(other_folder))
+        assert answers(url) == new
+        after = whole_status(service)  # the new frontend is at the control address that the operator knows
+        assert after.model != before.model
+        assert {one.pid for one in after.instances}.isdisjoint(one.pid for one in before.instances)
+        assert "Traceback" not in service.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "arguments"), [("1E1PD", ()), ("2E1P1D", ("--no-surge",))])
+def test_revisions_there_and_back(folder: Path, other_folder: Path, topology: str, arguments: tuple[str, ...]) -> None:
+    with triptych("serve", other_folder, *FAST, "--topology", topology) as alone:
+        new = answers(alone.wait_until_ready())
+    with triptych("serve", folder, *FAST, "--topology", topology) as service:
+        url = service.wait_until_ready()
+        old = answers(url)
+        with loaded(url, old, new):
+            roll(service, "--model", str(other_folder), *arguments)
+        model = whole_status(service).model
+        with loaded(url, new):
+            roll(service, "--set", "max-num-seqs=6")
+        assert whole_status(service).model == model
+        with loaded(url, old, new):
+            roll(service, "--model", str(folder), *arguments)
+        assert answers(url) == old
+        assert "Traceback" not in service.text
+
+
+def test_a_model_of_another_architecture_is_refused(service: Command, tmp_path: Path) -> None:
+    before = incarnations(service)
+    other = make_checkpoint(tmp_path / "other", moe=True)
+    with rollout(service, "--model", str(other)) as command:
+        assert "has the architecture" in error_of(command, exit_codes.CONFIG)
+    assert incarnations(service) == before
+
+
+def test_a_revision_that_cannot_start_changes_nothing(service: Command, other_folder: Path) -> None:
+    before, model = incarnations(service), status(service).model
+    with rollout(service, "--model", str(other_folder), "--set", "tensor-parallel-size=3") as command:
+        error = error_of(command, exit_codes.FAILED)
+    assert "0 of 3 replaced: pd0: the new process ended too early: " in error
+    assert error.endswith("; frontend, e0, pd0 stay as they were")
+    assert incarnations(service) == before
+    assert status(service).model == model
+    assert picture_answer(service.wait_until_ready(), "tiny")
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Command]:
+    with triptych("serve", folder, *FAST) as command:
+        command.wait_until_ready()
+        yield command
+        assert "Traceback" not in command.text
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-surge",)])
+def test_a_replacement_that_cannot_start_leaves_the_old_one(service: Command, arguments: tuple[str, ...]) -> None:
+    before = incarnations(service)
+    # the heads can't be divided by three, which only the new process finds out
+    with rollout(service, "--set", "tensor-parallel-size=3", *arguments) as command:
+        error = error_of(command, exit_codes.FAILED)
+    found = re.fullmatch(
+        r"triptych: 1 of 3 replaced: pd0: the new process ended too early: instance pd0 \(process \d+\) ended with "
+        r"exit code \d+: .+; pd0 stays as it was",
+        error,
+    )
+    assert found, error
+    after = incarnations(service)
+    assert after["e0"] > before["e0"]
+    assert after["frontend"] == before["frontend"]
+    assert (after["pd0"] == before["pd0"]) is (not arguments)
+    assert picture_answer(service.wait_until_ready(), "tiny")
+    assert status(service).rollout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--set", "dtype=float16"), "--dtype can't change in a rollout: old and new instances couldn't exchange rows"),
+        (("--set", "port=1"), "--port is no setting of instances"),
+        (("--set", "max-num-seqs=0"), "--max-num-seqs 0 is too small"),
+        (("--set", "tensor-parallel-size=P=2"), "names P, but the topology has E, PD"),
+    ],
+)
+def test_what_is_refused_touches_nothing(service: Command, arguments: tuple[str, ...], says: str) -> None:
+    before = incarnations(service)
+    with rollout(service, *arguments) as command:
+        error = error_of(command, exit_codes.CONFIG)
+    assert error.startswith("triptych: the rollout is refused: ")
+    assert says in error
+    assert incarnations(service) == before
+
+
+def test_one_rollout_at_a_time_and_status_shows_it(service: Command) -> None:
+    with rollout(service) as first:
+        first.wait_for_line("starting the new e0")
+        with rollout(service) as second:
+            assert "refused: a rollout is in progress: " in error_of(second, exit_codes.CONFIG)
+        with triptych("status", "--control", control_of(service)) as shown:
+            shown.wait_for_line("rollout in progress: ")
+        assert first.end(240) == 0, first.text
+    whole_status(service)
+
+
+def test_a_rollout_goes_on_without_its_operator(service: Command) -> None:
+    before, seen = incarnations(service), len(service.lines)
+    with rollout(service) as command:
+        command.wait_for_line("starting the new e0")
+        command.process.kill()
+    wait_for(lambda: "the rollout has ended" in "\n".join(service.lines[seen:]), 240, service)
+    assert "the rollout has ended: 3 of 3 replaced" in "\n".join(service.lines[seen:])
+    assert all(incarnation > before[name] for name, incarnation in incarnations(service).items())
+
+
+def test_a_service_that_ends_during_a_rollout_ends_all_processes(folder: Path) -> None:
+    with triptych("serve", folder, *FAST, "--topology", "1EPD") as service:
+        service.wait_until_ready()
+        with rollout(service) as command:
+            command.wait_for_line("the new epd0 is starting")
+            time.sleep(0.5)
+            service.wait_until_ready()
+            service.send(signal.SIGTERM)
+            assert service.end(30) == 0, service.text
+            assert "the service is ending" in error_of(command, exit_codes.FAILED)
+        assert "Traceback" not in service.text
+
+
+def test_instances_that_joined_by_themselves_are_not_rolled(folder: Path) -> None:
+    with triptych("serve", folder, *FAST, "--role", "frontend") as frontend:
+        frontend.wait_until_ready()
+        with rollout(frontend) as command:
+            assert "0 report to this frontend" in error_of(command, exit_codes.CONFIG)

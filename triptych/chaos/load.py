@@ -1,0 +1,201 @@
+"""Sends questions to a service over HTTP, many at once, and records what came when."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import httpx
+
+from triptych.chaos.pictures import data_url, picture
+
+QUESTION = "What is in the picture?"
+MAX_TOKENS = 32
+HUNG_SECONDS = 120.0
+"""Seconds without an end after which a request counts as hung."""
+RETRIES = 20
+RETRY_SECONDS = 0.1
+"""Seconds between two attempts of a client whose connection ended."""
+
+
+class Kind(StrEnum):
+    """What a question is about."""
+
+    PICTURE = "picture"
+    TEXT = "text"
+
+
+class End(StrEnum):
+    """How a request ended."""
+
+    WHOLE = "whole"
+    """Answered, to the end."""
+    ERROR = "error"
+    """The service answered with an error, or the stream ended with one."""
+    BROKEN = "broken"
+    """The connection ended before the answer did."""
+    HUNG = "hung"
+    LEFT = "left"
+    """The client disconnected, as it was meant to."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request, without the salt that keeps runs from reusing each other's cached work."""
+
+    number: int
+    kind: Kind
+    leaves_after: float | None = None
+    """Seconds after which its client disconnects; None if it waits for the answer."""
+
+    def body(self, model: str, salt: str) -> bytes:
+        """Return the request's JSON. Every answer has the same length."""
+        if self.kind is Kind.PICTURE:
+            url = {"type": "image_url", "image_url": {"url": data_url(picture(self.number))}}
+            content: object = [url, {"type": "text", "text": QUESTION}]
+        else:
+            content = f"What comes after the number {self.number}?"
+        return json.dumps(
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "stream": True,
+                "cache_salt": salt,
+            }
+        ).encode()
+
+
+@dataclass
+class Outcome:
+    """What a client got. Times are seconds since the run began."""
+
+    question: Question
+    sent: float
+    end: End = End.BROKEN
+    first_token: float | None = None
+    ended: float = 0.0
+    longest_gap: float = 0.0
+    """Seconds between two pieces of the answer, at most."""
+    status: int = 0
+    """0 if no response began."""
+    error: str = ""
+    """The error's code, or what the client noticed."""
+    text: str = ""
+    broken: int = 0
+    """Earlier attempts of which the connection ended."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.sent
+
+
+@dataclass(frozen=True)
+class Client:
+    """How questions are sent."""
+
+    url: str
+    model: str
+    concurrency: int
+    """Requests at once; each further one is sent when an earlier one ends."""
+    retries: bool = False
+    """Whether a client whose connection ends asks again."""
+
+
+@dataclass
+class _Run:
+    client: httpx.AsyncClient
+    settings: Client
+    salt: str
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+
+async def send(client: Client, questions: Sequence[Question], salt: str) -> list[Outcome]:
+    """Send all questions and return their outcomes, in the same order. ``salt`` must differ from that of earlier runs,
+    so that nothing that they left in a cache is used."""
+    slots = asyncio.Semaphore(client.concurrency)
+    bodies = [question.body(client.model, salt) for question in questions]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=client.url, trust_env=False, timeout=None, limits=limits) as http:
+        run = _Run(http, client, salt)
+
+        async def one(question: Question, body: bytes) -> Outcome:
+            async with slots:
+                return await _ask(run, question, body)
+
+        return await asyncio.gather(*map(one, questions, bodies))
+
+
+async def _ask(run: _Run, question: Question, body: bytes) -> Outcome:
+    outcome = Outcome(question, run.now)
+    try:
+        async with asyncio.timeout(question.leaves_after or HUNG_SECONDS):
+            await _attempts(run, outcome, body)
+    except TimeoutError:
+        outcome.end = End.HUNG if question.leaves_after is None else End.LEFT
+    outcome.ended = run.now
+    return outcome
+
+
+async def _attempts(run: _Run, outcome: Outcome, body: bytes) -> None:
+    while True:
+        try:
+            await _attempt(run, outcome, body)
+            return
+        except httpx.TransportError as error:
+            outcome.end, outcome.error = End.BROKEN, type(error).__name__
+        if not run.settings.retries or outcome.broken >= RETRIES:
+            return
+        outcome.broken += 1
+        outcome.text, outcome.status, outcome.first_token = "", 0, None
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
+    """Send a request and read its answer. Raises httpx.TransportError when the connection ends first."""
+    headers = {"content-type": "application/json"}
+    async with run.client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
+        outcome.status = response.status_code
+        if response.status_code != httpx.codes.OK:
+            outcome.end, outcome.error = End.ERROR, _code(json.loads(await response.aread()))
+            return
+        last = run.now
+        async for chunk in _chunks(response):
+            if chunk is None:
+                outcome.end, outcome.error = End.WHOLE, ""
+                return
+            if "error" in chunk:
+                outcome.end, outcome.error = End.ERROR, _code(chunk)
+                return
+            if text := "".join(choice["delta"].get("content") or "" for choice in chunk["choices"]):
+                now = run.now
+                if outcome.first_token is None:
+                    outcome.first_token = now
+                else:
+                    outcome.longest_gap = max(outcome.longest_gap, now - last)
+                last = now
+                outcome.text += text
+    raise httpx.RemoteProtocolError("the stream ended early")
+
+
+async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the stream's objects, then None if it ends as it must."""
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            yield None
+            return
+        if line:
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _code(body: dict[str, Any]) -> str:
+    return str(body["error"]["code"])

@@ -1,0 +1,43 @@
+"""Draws pictures of which each is unique, without an imaging library."""
+
+import base64
+import random
+import struct
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+WIDTH, HEIGHT = 448, 384
+COLOURS = ((220, 35, 35), (245, 215, 25), (40, 160, 60), (35, 85, 215), (135, 50, 165), (20, 20, 20))
+SHAPE_RADIUS = 52
+"""Pixels from a shape's centre to its edge."""
+
+
+def picture(seed: int) -> bytes:
+    """Return a PNG file with some coloured discs and squares on a light background, at random by ``seed``."""
+    rng = random.Random(seed)
+    pixels = np.full((HEIGHT, WIDTH, 3), 235 + seed % 20, dtype=np.uint8)
+    rows, columns = np.ogrid[:HEIGHT, :WIDTH]
+    for place in rng.sample(range(9), rng.randint(1, 4)):
+        x, y = WIDTH * (1 + 2 * (place % 3)) // 6, HEIGHT * (1 + 2 * (place // 3)) // 6
+        far_x, far_y = np.abs(columns - x), np.abs(rows - y)
+        disc, square = far_x**2 + far_y**2 < SHAPE_RADIUS**2, np.maximum(far_x, far_y) < SHAPE_RADIUS
+        pixels[disc if rng.random() < 0.5 else square] = rng.choice(COLOURS)
+    pixels[0, :4] = np.frombuffer(struct.pack(">3L", seed, seed, seed), np.uint8).reshape(4, 3)  # no two are equal
+    return _png(pixels)
+
+
+def data_url(png: bytes) -> str:
+    """Return a PNG file as an inline URL."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    height, width, _ = pixels.shape
+    lines = np.hstack([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)])  # each begins with its filter, 0
+    header = struct.pack(">LLBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">L", len(data)) + kind + data + struct.pack(">L", zlib.crc32(kind + data)) for kind, data in chunks
+    )

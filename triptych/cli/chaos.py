@@ -1,0 +1,117 @@
+"""``triptych chaos``: ends, stops and drains processes of a service under load, and reports what its clients saw."""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from triptych.chaos import report
+from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
+from triptych.chaos.measure import Bench, FaultResult, run_faults
+from triptych.cli import flags
+from triptych.errors import ConfigError, StartError
+from triptych.observe.machine import pin_to_cores
+
+SUMMARY = "end, stop and drain processes of a service under load, and report what its clients saw"
+MIN_REQUESTS = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s MODEL [OPTIONS]"
+    flags.add_model(parser)
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        default=Path("chaos.md"),
+        help="page for the results; its drawings are put in a folder of the same name (default: chaos.md)",
+    )
+    parser.add_argument(
+        "--only", metavar="FAULT,...", default="", help="faults to run, of those that --list shows (default: all)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=NUM_REQUESTS,
+        help=f"requests at once, at least {MIN_REQUESTS}; all loads are in proportion (default: {NUM_REQUESTS})",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        help="times that each fault is run, each time at another moment of the load (default: 1)",
+    )
+    parser.add_argument("--list", action="store_true", help="list the faults and run none")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of the services")
+    flags.add_settings(parser)
+    # answers are compared, token by token
+    parser.set_defaults(dtype="float32")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    faults = _chosen(arguments.only)
+    if arguments.list:
+        _show(faults, console)
+        return 0
+    if arguments.requests < MIN_REQUESTS:
+        raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
+    if arguments.repeat < 1:
+        raise ConfigError(f"--repeat {arguments.repeat} is too small: at least 1")
+    faults = [again for fault in faults for again in fault.repeated(arguments.repeat)]
+    config = flags.serve_config(arguments)
+    pin_to_cores(config.engine.cpus.cores)
+    name = flags.model_name(arguments, config)
+    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0}))
+    if not arguments.verbose:
+        logging.getLogger("triptych").setLevel(logging.ERROR)
+    kept: list[str] = []
+    bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
+
+    def done(result: FaultResult) -> None:
+        console.print(report.line(result), markup=False, highlight=False)
+        if result.failures:
+            _keep_log(arguments.report, result.fault, kept)
+        kept.clear()
+
+    results = asyncio.run(run_faults(bench, faults, done))
+    try:
+        report.write(results, arguments.report, shlex.join(["triptych", *sys.argv[1:]]))
+    except OSError as error:
+        raise StartError(f"--report {arguments.report}: {error.strerror}") from None
+    console.print(f"wrote {arguments.report}", markup=False)
+    return 1 if any(result.failures for result in results) else 0
+
+
+def _chosen(only: str) -> Sequence[Fault]:
+    """Return the faults of that list of names, in the order of ``FAULTS``. Raises ConfigError for an unknown one."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {fault.name for fault in FAULTS}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"--only {unknown[0]} is no fault: triptych chaos MODEL --list shows them")
+    return [fault for fault in FAULTS if not names or fault.name in names]
+
+
+def _show(faults: Sequence[Fault], console: Console) -> None:
+    table = Table("fault", "what happens", "topology", "added p99 (s)")
+    for fault in faults:
+        limits = ", ".join(f"{kind} ≤ {limit:g}" for kind, limit in fault.limits.items())
+        table.add_row(fault.name, fault.title, fault.topology, limits or "not compared")
+    console.print(table)
+
+
+def _keep_log(page: Path, fault: Fault, lines: Sequence[str]) -> None:
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{fault.name}.log").write_text("\n".join(lines) + "\n")
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

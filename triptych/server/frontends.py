@@ -1,0 +1,305 @@
+"""An instance's frontends: it registers with each, and holds a lease with each. They know nothing of each other."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from triptych.config import LeaseConfig
+from triptych.errors import BadAddress, FrontendSilent, InstanceRefused, TriptychError
+from triptych.messages.codec import Message
+from triptych.messages.stats import InstanceStats
+from triptych.messages.work import (
+    Capacity,
+    Credit,
+    Deregister,
+    FrontendEnding,
+    Heartbeat,
+    HeartbeatReceived,
+    PeerLost,
+    Register,
+    RegisterAgain,
+    Registered,
+    RegistrationRefused,
+)
+from triptych.server.credits import divide
+from triptych.server.frontend_lease import FrontendLease
+from triptych.server.name_lookup import NameLookup
+from triptych.types import Address
+
+log = logging.getLogger(__name__)
+
+REMINDER_INTERVAL = 10.0
+"""Seconds between log lines about frontends that don't answer."""
+LOOKUP_POLL, RETRY_POLL = 0.02, 0.1
+"""Seconds between two looks at a name that is being resolved, and at leases that aren't held."""
+
+
+class Connection(Protocol):
+    """What is needed of a channel."""
+
+    address: Address
+
+    def send(self, to: Address, message: Message) -> None: ...
+
+    def disconnect(self, peer: Address) -> None: ...
+
+
+@dataclass
+class _Frontend:
+    lease: FrontendLease
+    lookup: NameLookup
+    remind_at: float = 0.0
+    bad_address: str = ""
+    """Why its name couldn't be resolved."""
+    lost_peers: set[Address] = field(default_factory=set)
+    """Instances that it has reported as lost, and others haven't."""
+
+
+class Frontends:
+    """Registers an instance with its frontends, and keeps the leases."""
+
+    def __init__(
+        self,
+        joins: Sequence[str],
+        channel: Connection,
+        lease: LeaseConfig,
+        capacity: Capacity,
+        *,
+        registration: Callable[[], Register],
+        give_up: Callable[[Address], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``joins`` are the frontends' control addresses (HOST:PORT). ``registration`` returns the instance's
+        registration. ``give_up`` is called with the address of a frontend whose work is to be dropped."""
+        self._all = [_Frontend(FrontendLease(join), NameLookup(join)) for join in joins]
+        self._channel = channel
+        self._config = lease
+        self._capacity = capacity
+        self._registration = registration
+        self._give_up = give_up
+        self._clock = clock
+        self.leaving = False
+        """Whether the instance registers no more."""
+        self._alone_since: float | None = None
+        self._stepped = 0.0
+
+    @property
+    def handlers(self) -> Mapping[type[Any], Callable[[Any], object]]:
+        """Handlers of the messages about leases."""
+        return {
+            Registered: self._on_registered,
+            RegistrationRefused: self._on_refused,
+            RegisterAgain: self._on_register_again,
+            HeartbeatReceived: self._on_heartbeat_received,
+            FrontendEnding: self._on_ending,
+        }
+
+    @property
+    def registered(self) -> bool:
+        """Whether any frontend holds a lease."""
+        return bool(self._held)
+
+    def holds(self, address: Address) -> bool:
+        """Return whether the frontend at that address holds a lease."""
+        return any(one.lease.address == address for one in self._held)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every frontend has said that it ends."""
+        return all(one.lease.ending for one in self._all)
+
+    @property
+    def next_step(self) -> float:
+        """Seconds until ``step`` must be called."""
+        if any(one.lookup.under_way for one in self._all):
+            return LOOKUP_POLL
+        return self._config.heartbeat if all(one.lease.held for one in self._all) else RETRY_POLL
+
+    @property
+    def _held(self) -> list[_Frontend]:
+        return [one for one in self._all if one.lease.held]
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def register(self) -> None:
+        """Register with every frontend, or register again, because the instance has changed."""
+        now = self._clock()
+        for one in self._all:
+            one.lease.register_now()
+            one.remind_at = now + REMINDER_INTERVAL
+        self._alone_since = self._stepped = now
+        self._register_where_due(now)
+
+    def step(self) -> None:
+        """Give up silent frontends, and register where no lease is held. Raises FrontendSilent when no frontend has
+        held a lease for as long as a start may take, and InstanceRefused when none is left that may."""
+        now = self._clock()
+        pause, self._stepped = now - self._stepped, now
+        for one in self._held:
+            if pause > self._config.heartbeat * 2:
+                one.lease.heard += pause  # this process stood still, and has asked nothing meanwhile
+            if one.lease.is_silent(now):
+                log.warning(
+                    "the frontend at %s is silent for %g s; giving up its work", one.lease.join, one.lease.expiry
+                )
+                self._lose(one)
+        self._register_where_due(now)
+        self._check_answers(now)
+
+    def lose_after(self, pause: float) -> None:
+        """Give up the leases that ran out while this process stood still for ``pause`` seconds."""
+        for one in self._held:
+            if pause > one.lease.expiry - self._config.heartbeat:
+                log.warning("this process was stopped for %.1f s and lost its lease with %s", pause, one.lease.join)
+                self._lose(one)
+
+    def _register_where_due(self, now: float) -> None:
+        for one in self._all:
+            if not self.leaving and one.lease.should_register(now):
+                self._register_with(one, now)
+
+    def _register_with(self, one: _Frontend, now: float) -> None:
+        """Register, once the frontend's name is resolved: its address may have changed."""
+        lease, lookup = one.lease, one.lookup
+        if lookup.result is None:
+            lookup.start()
+        if (found := lookup.result) is None:
+            return
+        lookup.result = None
+        lease.tried(now)
+        if isinstance(found, BadAddress):
+            one.bad_address = str(found)
+            return
+        if lease.endpoint is None:
+            log.info("joining the frontend at %s", lease.join)
+        else:
+            self._channel.disconnect(lease.endpoint)  # or what waits for a frontend that is gone would pile up
+        lease.endpoint, one.bad_address = found, ""
+        (*_, credit) = self._credits([*(other for other in self._held if other is not one), one])
+        register = self._registration()
+        self._send(one, structs.replace(register, join=lease.join, resets=lease.number, credit=credit))
+
+    def _check_answers(self, now: float) -> None:
+        if self._held or self.leaving:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        refused = [one for one in self._all if one.lease.refusal]
+        timed_out = self._alone_since is not None and now >= self._alone_since + self._config.start_timeout
+        if refused and (timed_out or len(refused) == len(self._all)):
+            raise InstanceRefused(f"the frontend refuses this instance: {refused[0].lease.refusal}")
+        if timed_out:
+            raise FrontendSilent(self._problem(self._all[0]))
+        for one in self._all:
+            if not (one.lease.held or self.leaving) and now >= one.remind_at:
+                one.remind_at = now + REMINDER_INTERVAL
+                log.warning("%s", self._problem(one))
+
+    @staticmethod
+    def _problem(one: _Frontend) -> str:
+        if one.lease.refusal:
+            return f"the frontend at {one.lease.join} refuses this instance: {one.lease.refusal}"
+        silent = f"no answer from the frontend at {one.lease.join}"
+        return f"{silent}: {one.bad_address or 'is it running, with the same --cluster-secret-file?'}"
+
+    def _credits(self, frontends: Sequence[_Frontend]) -> list[Credit]:
+        return divide(self._capacity, [one.lease.demand for one in frontends])
+
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def beat(self, stats: InstanceStats) -> None:
+        """Send a heartbeat to every frontend that holds a lease, with its credit."""
+        held = self._held
+        for one, credit in zip(held, self._credits(held), strict=True):
+            self._send(one, Heartbeat(self._channel.address, stats, credit))
+
+    def send(self, message: Message) -> None:
+        """Send a message to every frontend that holds a lease."""
+        for one in self._held:
+            self._send(one, message)
+
+    def leave(self) -> None:
+        """Deregister everywhere, also where an answer to the registration is still to come."""
+        self.leaving = True
+        for one in self._all:
+            self._send(one, Deregister(self._channel.address))
+
+    def start_over(self) -> None:
+        """Lose all leases, because the instance has failed and has dropped its work, and register again."""
+        for one in self._all:
+            self._send(one, Deregister(self._channel.address))
+            one.lease.lose()
+        self.register()
+
+    def _send(self, one: _Frontend, message: Message) -> None:
+        if one.lease.endpoint is None:
+            return
+        try:
+            self._channel.send(one.lease.endpoint, message)
+        except TriptychError as error:
+            log.warning("couldn't send %s to %s: %s", type(message).__name__, one.lease.join, error)
+
+    def _lose(self, one: _Frontend) -> None:
+        """Give up a frontend's work. The order matters: once the frontend knows, consumers reuse the blocks that they
+        granted to this instance."""
+        self._give_up(one.lease.address)
+        self._send(one, Deregister(self._channel.address, suspect=False))
+        one.lease.lose()
+        one.lost_peers.clear()
+        one.remind_at = self._clock() + REMINDER_INTERVAL
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def peer_lost(self, message: PeerLost) -> bool:
+        """Record that a frontend has lost an instance. Return whether all have, so that nothing is left to tell it."""
+        held = self._held
+        for one in held:
+            if one.lease.address == message.frontend:
+                one.lost_peers.add(message.address)
+        if not all(message.address in one.lost_peers for one in held):
+            return False
+        for one in held:
+            one.lost_peers.discard(message.address)
+        return True
+
+    def _on_registered(self, message: Registered) -> None:
+        for one in self._all:
+            if one.lease.accepts(message):
+                if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
+                    one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
+                    continue
+                first = not one.lease.held
+                if before := one.lease.accepted(message, self._clock()):
+                    self._give_up(before)
+                if first:
+                    log.info("the frontend at %s has this instance: ready", one.lease.join)
+
+    def _on_refused(self, message: RegistrationRefused) -> None:
+        own = self._registration()
+        if (message.name, message.pid) != (own.name, own.pid):
+            return  # another process may have used its address
+        for one in self._all:
+            if one.lease.join == message.join and not one.lease.held:
+                one.lease.refused(message.reason, self._clock())
+
+    def _on_register_again(self, message: RegisterAgain) -> None:
+        """The frontend has no lease for this instance, so its work here has no owner."""
+        for one in self._held:
+            if one.lease.address == message.frontend:
+                self._lose(one)
+
+    def _on_heartbeat_received(self, message: HeartbeatReceived) -> None:
+        for one in self._held:
+            if one.lease.address == message.frontend:
+                one.lease.answered(message, self._clock())
+
+    def _on_ending(self, message: FrontendEnding) -> None:
+        for one in self._held:
+            if one.lease.address == message.frontend:
+                log.info("the frontend at %s ends", one.lease.join)
+                self._lose(one)
+                one.lease.ending = True
