@@ -54,7 +54,8 @@ def test_no_answer_is_lost_or_wrong(service: Served, questions: Questions, share
 @pytest.mark.parametrize(
     ("share", "number"),
     [
-        (0.05, 200),
+        (0.05, 60),
+        pytest.param(0.05, 200, marks=slow),
         pytest.param(0.2, 200, marks=slow),
         pytest.param(0.05, 10_000, marks=slow),
         pytest.param(0.2, 10_000, marks=slow),

@@ -115,7 +115,7 @@ BOTH = ("out", "in")
 @pytest.mark.parametrize(
     ("seconds", "directions"),
     [
-        pytest.param(1.0, BOTH),
+        pytest.param(1.0, BOTH, marks=slow),
         pytest.param(5.0, BOTH, marks=slow),
         pytest.param(5.0, ("in",), marks=slow, id="5.0-in"),
         pytest.param(5.0, ("out",), marks=slow, id="5.0-out"),

@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Asking, free_port, wait_for
 from tests.support.commands import FAST, triptych
@@ -18,6 +20,7 @@ LARGE = 1500
 START = 120.0
 
 
+@pytest.mark.slow
 def test_a_poison_request_is_given_up_after_three_placements_and_others_are_unharmed(tmp_path: Path) -> None:
     """The test kills each instance that has been given it."""
     folder, control = make_checkpoint(tmp_path / "tiny"), free_port()

@@ -138,7 +138,8 @@ def test_full_shared_memory_is_not_noticed(running: Service, reference: Served) 
     wait_for(running.is_whole, START)
 
 
-@pytest.mark.parametrize("victim", ["e0", "pd0", pytest.param("frontend", marks=slow)])
+@slow
+@pytest.mark.parametrize("victim", ["e0", "pd0", "frontend"])
 def test_a_process_without_memory_costs_no_wrong_answer_and_not_the_service(
     running: Service, reference: Served, victim: str
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_process_without_memory_costs_no_wrong_answer_and_not_the_service(
     assert check(ask_all(running.url, more), right_answers(reference, more)) == 0
 
 
+@slow
 def test_a_service_whose_output_cannot_be_written_serves(folder: Path, reference: Served) -> None:
     """Neither the ready line nor a log line can be written; what writes them must not end, nor stop reading."""
     port = free_port()

@@ -103,7 +103,11 @@ def shared(folder: Path, roles: dict[str, str]) -> Iterator[Shared]:
 
 
 @pytest.fixture(
-    params=[{"e": "E", "pd": "PD"}, {"e": "E", "p": "P", "d": "D"}], ids=["1E1PD", "1E1P1D"], scope="module"
+    params=[
+        pytest.param({"e": "E", "pd": "PD"}, id="1E1PD"),
+        pytest.param({"e": "E", "p": "P", "d": "D"}, id="1E1P1D", marks=pytest.mark.slow),
+    ],
+    scope="module",
 )
 def running(folder: Path, request: pytest.FixtureRequest) -> Iterator[Shared]:
     with shared(folder, request.param) as started:

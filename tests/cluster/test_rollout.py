@@ -249,7 +249,7 @@ def service(folder: Path) -> Iterator[Command]:
         assert "Traceback" not in command.text
 
 
-@pytest.mark.parametrize("arguments", [(), ("--no-surge",)])
+@pytest.mark.parametrize("arguments", [(), pytest.param(("--no-surge",), marks=pytest.mark.slow)])
 def test_a_replacement_that_cannot_start_leaves_the_old_one(service: Command, arguments: tuple[str, ...]) -> None:
     before = incarnations(service)
     # the heads can't be divided by three, which only the new process finds out
@@ -308,6 +308,7 @@ def test_a_rollout_goes_on_without_its_operator(service: Command) -> None:
     assert all(incarnation > before[name] for name, incarnation in incarnations(service).items())
 
 
+@pytest.mark.slow
 def test_a_service_that_ends_during_a_rollout_ends_all_processes(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--topology", "1EPD") as service:
         service.wait_until_ready()
@@ -321,6 +322,7 @@ def test_a_service_that_ends_during_a_rollout_ends_all_processes(folder: Path) -
         assert "Traceback" not in service.text
 
 
+@pytest.mark.slow
 def test_instances_that_joined_by_themselves_are_not_rolled(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--role", "frontend") as frontend:
         frontend.wait_until_ready()
