@@ -264,16 +264,16 @@ def test_files_that_were_replaced_are_not_mixed_with_the_old_ones(
     """Without ``--model`` the new processes read the same folder, which now has another revision: downloaded files are
     renamed to the old ones' names. To write into a file that is mapped would change the model that runs."""
     served = Path(shutil.copytree(folder, tmp_path / "tiny"))
-    with triptych("serve", served, *FAST) as service:
+    with triptych("serve", served, *FAST, "--topology", "1EPD") as service:
         url = service.wait_until_ready()
         right, before = answers(url), incarnations(service)
         shutil.copyfile(other_folder / "model.safetensors", tmp_path / "new")
         (tmp_path / "new").rename(served / "model.safetensors")
-        with loaded(url, right), rollout(service) as command:
+        with rollout(service) as command:
             error = error_of(command, exit_codes.FAILED)
-        assert "0 of 3 replaced: e0: the new process ended too early: " in error
-        assert "it has another model" in error
-        assert error.endswith("; e0 stays as it was")
+        assert "0 of 2 replaced: epd0: the new process ended too early: " in error
+        assert "it serves another model than this frontend: weights " in error
+        assert error.endswith("; epd0 stays as it was")
         assert incarnations(service) == before
         assert answers(url) == right
         assert "Traceback" not in service.text
