@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
@@ -289,6 +290,14 @@ def test_a_registration_that_is_not_answered_is_repeated(start: Callable[..., In
     harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
     assert harness.loop.received == [cancel("after")]
+
+
+def test_an_answer_that_names_another_frontend_does_not_end_a_lease(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    harness.send(structs.replace(harness.registered(), frontend=Address("tcp://127.66.0.1:9")), cancel("after"))
+    _until(lambda: cancel("after") in harness.loop.received)
+    assert harness.instance.frontends.holds(harness.channel.address)
 
 
 def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
