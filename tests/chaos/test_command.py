@@ -16,7 +16,7 @@ from triptych.chaos.faults import FAULTS, Fault
 from triptych.chaos.measure import Bench, run_faults
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 
-BY_DEFAULT = ("kill-e", "kill-p", "drain-pd", "kill-frontend", "kill-only-e", "disconnects")
+BY_DEFAULT = ("kill-e", "kill-p", "drain-pd", "kill-one-frontend", "kill-frontend", "kill-only-e", "disconnects")
 FEW, MANY = 12, 64
 """Requests of the default tests, and of the slow ones."""
 REPEATS = 3

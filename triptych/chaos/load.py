@@ -119,9 +119,7 @@ class _Run:
         return time.monotonic() - self.began
 
 
-async def send(
-    client: Client, questions: Sequence[Question], salt: str, began: float | None = None
-) -> list[Outcome]:
+async def send(client: Client, questions: Sequence[Question], salt: str, began: float | None = None) -> list[Outcome]:
     """Send all questions and return their outcomes, in the same order. ``salt`` must differ from that of earlier runs,
     so that nothing that they left in a cache is used. ``began`` is when the run began by ``time.monotonic``, now if it
     is None."""

@@ -225,7 +225,8 @@ class EncodeLoop:
                 return
             job = self._jobs[key] = self._new_job(key, message, now)
             self.fetcher.add(job)
-        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)  # an earlier attempt may still be ending
+        # an earlier attempt may still be ending
+        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
