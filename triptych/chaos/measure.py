@@ -166,7 +166,8 @@ async def _send_during(
     acting: asyncio.Future[Any], client: Client, questions: list[Question], lasts: bool
 ) -> list[Outcome]:
     """Send the questions, and those of a fault that lasts again and again until it is over."""
-    began, outcomes = time.monotonic(), []
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
     while not outcomes or (lasts and not acting.done()):
         outcomes += await send(client, questions, _salt(), began)
     return outcomes
