@@ -14,6 +14,7 @@ from triptych.chaos.load import End, Kind, Outcome, Question
 from triptych.chaos.measure import compare, percentile
 from triptych.chaos.pictures import picture
 from triptych.chaos.target import Held, Mark
+from triptych.config import ServeConfig
 from triptych.topology import Topology
 
 FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", nothing, {Kind.PICTURE: 3.0})
@@ -58,6 +59,11 @@ def test_only_what_a_fault_allows_may_fail() -> None:
     assert compare(fault, CALM, [outcome(0, text="no picture")], []).wrong, "an answer without the picture is wrong"
 
 
+def test_each_time_that_a_question_is_asked_counts() -> None:
+    result = compare(FAULT, CALM, [*CALM, *CALM, outcome(0, text="another")], [])
+    assert (len(result.wrong), result.failures) == (1, ["1 wrong"])
+
+
 def test_clients_that_leave_are_not_lost() -> None:
     left = replace(outcome(9, end=End.LEFT), question=Question(9, Kind.PICTURE, leaves_after=0.1))
     assert compare(FAULT, CALM, [*CALM, left], []).failures == []
@@ -80,6 +86,7 @@ def test_faults_are_well_formed() -> None:
     assert signals(signal.SIGKILL, "e0") is not nothing
     for fault in FAULTS:
         assert Topology.parse(fault.topology)
+        assert ServeConfig(model=Path("model")).having(fault.settings)
         assert [one.name for one in fault.repeated(1)] == [fault.name]
         assert len({one.at for one in fault.repeated(4)}) == 4
 

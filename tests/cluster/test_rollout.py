@@ -1,6 +1,7 @@
 """``triptych rollout`` replaces all processes of a service under load, and no request fails."""
 
 import re
+import shutil
 import signal
 import threading
 import time
@@ -180,6 +181,22 @@ def test_topologies_under_load(folder: Path, topology: str, arguments: tuple[str
         assert "Traceback" not in service.text
 
 
+@pytest.mark.slow
+def test_two_frontends_are_replaced_one_after_the_other(folder: Path) -> None:
+    with triptych("serve", folder, *FAST, "--topology", "1EPD", "--frontends", "2") as service:
+        url = service.wait_until_ready()
+        right, before = answers(url), incarnations(service)
+        with loaded(url, right):
+            text = roll(service)
+        after = incarnations(service)
+        assert before.keys() == after.keys() == {"frontend0", "frontend1", "epd0"}
+        assert all(after[name] > before[name] for name in before)
+        assert text.index("1 of 3 replaced: draining the old frontend0") < text.index("2 of 3 replaced: ")
+        assert "2 of 3 replaced: draining the old frontend1" in text
+        assert answers(url) == right
+        assert "Traceback" not in service.text
+
+
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another revision of the model."""
@@ -239,6 +256,27 @@ def test_a_revision_that_cannot_start_changes_nothing(service: Command, other_fo
     assert incarnations(service) == before
     assert status(service).model == model
     assert picture_answer(service.wait_until_ready(), "tiny")
+
+
+def test_files_that_were_replaced_are_not_mixed_with_the_old_ones(
+    folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    """Without ``--model`` the new processes read the same folder, which now has another revision: downloaded files are
+    renamed to the old ones' names. To write into a file that is mapped would change the model that runs."""
+    served = Path(shutil.copytree(folder, tmp_path / "tiny"))
+    with triptych("serve", served, *FAST, "--topology", "1EPD") as service:
+        url = service.wait_until_ready()
+        right, before = answers(url), incarnations(service)
+        shutil.copyfile(other_folder / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").rename(served / "model.safetensors")
+        with rollout(service) as command:
+            error = error_of(command, exit_codes.FAILED)
+        assert "0 of 2 replaced: epd0: the new process ended too early: " in error
+        assert "it serves another model than this frontend: weights " in error
+        assert error.endswith("; epd0 stays as it was")
+        assert incarnations(service) == before
+        assert answers(url) == right
+        assert "Traceback" not in service.text
 
 
 @pytest.fixture(scope="module")

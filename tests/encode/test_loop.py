@@ -13,6 +13,7 @@ from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     MEDIA_PIECE_BYTES,
     Encode,
+    Encoded,
     EncodeFailed,
     FetchMedia,
     HandBack,
@@ -53,6 +54,17 @@ def test_a_file_is_fetched_once_and_never_for_rows_in_the_cache(harness: EncodeH
     assert stats.encode.fetched_bytes == 3
     harness.encode("salted", cache_salt="other")
     assert harness.answer() == [(A, "salted")]
+
+
+def test_what_is_said_of_an_item_names_the_attempt(harness: EncodeHarness) -> None:
+    """The frontend ignores what it hears of an earlier one."""
+    harness.encode("first", attempt=1)
+    harness.encode("second", attempt=2)
+    harness.answer()
+    harness.until(lambda: harness.loop.idle)
+    harness.encode("third", attempt=3)
+    told = {message.transfer: message.attempt for _, message in harness.of(Encoded)}
+    assert told == {"first": 1, "second": 2, "third": 3}
 
 
 def test_transfers_of_several_frontends_share_a_job_and_one_fetch(harness: EncodeHarness) -> None:

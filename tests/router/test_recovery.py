@@ -1,15 +1,17 @@
 """What becomes of requests when instances are lost, drain, or are replaced: a router without sockets."""
 
 import pytest
+from msgspec import structs
 
 from tests.support.router_harness import D0, D1, E0, E1, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
-from triptych.errors import InstanceLost, Unavailable
+from triptych.errors import ErrorKind, InstanceLost, InternalError, Unavailable
 from triptych.messages.work import (
     Cancel,
     Deregister,
     Draining,
     Encode,
     Encoded,
+    EncodeFailed,
     EncodeNeeded,
     Generate,
     HandBack,
@@ -51,8 +53,27 @@ def test_items_of_a_lost_encode_instance_go_to_another_under_the_same_name() -> 
     ask_again(harness, stream, transfer, first_row=3)
     other = E1 if lost == E0 else E0
     assert encode_targets(harness)[1:] == [(other, transfer, 3)]
-    harness.router.handle(Encoded(transfer, False, []))
+    harness.router.handle(Encoded(transfer, False, [], attempt=1))
     assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0
+
+
+def test_what_a_former_encode_instance_says_of_an_item_is_ignored() -> None:
+    """It may have been stopped, and report what became of the item after another one has it."""
+    harness = RouterHarness(E0, E1, PD0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    failed = EncodeFailed(transfer, ErrorKind.INTERNAL_ERROR, "it was stopped")
+    harness.router.handle(Deregister(encode_targets(harness)[0][0]))
+    harness.router.handle(failed)
+    ask_again(harness, stream, transfer, first_row=0)
+    busy = harness.outstanding()
+    harness.router.handle(failed)
+    harness.router.handle(Encoded(transfer, False, []))
+    assert harness.outstanding() == busy, "the other one still works on it"
+    harness.router.handle(structs.replace(failed, attempt=1))
+    with pytest.raises(InternalError, match="it was stopped"):
+        tokens_of(stream)
     assert harness.outstanding() == 0
 
 
@@ -177,7 +198,7 @@ def test_items_that_a_draining_encode_instance_returns_go_to_another() -> None:
     harness.router.handle(EncodeNeeded(stream.request, PD0, [needed]))  # the instance has told the consumer
     assert [(to, name) for to, name, _ in encode_targets(harness)[2:]] == [(E1, at_e0[0])]
     for transfer in transfers:
-        harness.router.handle(Encoded(transfer, False, []))
+        harness.router.handle(Encoded(transfer, False, [], attempt=int(transfer in at_e0)))
     assert finish(harness, stream) == [7]
     assert harness.outstanding() == 0
 

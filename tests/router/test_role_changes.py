@@ -16,6 +16,7 @@ from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsag
 from triptych.messages.work import (
     Capacity,
     ChangeRole,
+    ChangingRole,
     Deregister,
     Generate,
     Heartbeat,
@@ -224,6 +225,20 @@ def test_a_second_change_waits_for_the_first() -> None:
     assert answer == RoleRefused("pd0", Role.D, "it is already changing to P")
     (other,) = harness.set_role("pd1", Role.D)
     assert isinstance(other, RoleRefused), "what one is about to become doesn't count before it is"
+
+
+def test_an_instance_that_another_frontend_changes_gets_nothing_new() -> None:
+    harness = RouterHarness("p0", "p1", "d0")
+    harness.router.handle(ChangingRole(Address("p0"), Role.D))
+    harness.need_prefill(harness.submit())
+    assert [to for to, _ in harness.of(Prefill)] == ["p1"]
+    (refused,) = harness.set_role("p0", Role.PD)
+    assert refused == RoleRefused("p0", Role.PD, "it is already changing to D")
+    harness.router.handle(RoleKept(Address("p0"), "the frontend that asked for the change is lost"))
+    assert harness.answers() == [refused], "no operator of this frontend waits"
+    harness.need_prefill(harness.submit())
+    assert [to for to, _ in harness.of(Prefill)] == ["p1", "p0"]
+    harness.router.handle(ChangingRole(Address("gone"), Role.D))  # perhaps it has just left
 
 
 def test_an_ambiguous_instance_name_is_refused() -> None:

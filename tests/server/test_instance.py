@@ -4,11 +4,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
@@ -21,8 +22,10 @@ from triptych.messages.work import (
     Cancel,
     Capacity,
     ChangeRole,
+    ChangingRole,
     Deregister,
     Draining,
+    FrontendEnding,
     Generate,
     HandBack,
     Heartbeat,
@@ -112,7 +115,8 @@ class RecorderBuilder:
 class InstanceHarness:
     """A frontend's end of the channel, and an instance whose loop runs in a thread."""
 
-    def __init__(self, lease: LeaseConfig, loop: Recorder) -> None:
+    def __init__(self, lease: LeaseConfig, loop: Recorder, others: Sequence[Channel] = ()) -> None:
+        """``others`` are further frontends, which the test answers for."""
         self.channel, self.loop = Channel(), loop
         self.instance = Instance(
             name="pd0",
@@ -121,7 +125,7 @@ class InstanceHarness:
             layouts=[LAYOUT],
             capacity=Capacity(),
             channel=Channel(),
-            join=[self.channel.address.removeprefix("tcp://")],
+            join=[one.address.removeprefix("tcp://") for one in (self.channel, *others)],
             lease=lease,
         )
         self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
@@ -190,8 +194,10 @@ def _until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 def start() -> Iterator[Callable[..., InstanceHarness]]:
     harnesses: list[InstanceHarness] = []
 
-    def start_one(lease: LeaseConfig = FAST, loop: Recorder | None = None) -> InstanceHarness:
-        harnesses.append(InstanceHarness(lease, loop or Recorder()))
+    def start_one(
+        lease: LeaseConfig = FAST, loop: Recorder | None = None, others: Sequence[Channel] = ()
+    ) -> InstanceHarness:
+        harnesses.append(InstanceHarness(lease, loop or Recorder(), others))
         return harnesses[-1]
 
     yield start_one
@@ -284,6 +290,14 @@ def test_a_registration_that_is_not_answered_is_repeated(start: Callable[..., In
     harness.send(harness.registered(), cancel("after"))
     _until(lambda: cancel("after") in harness.loop.received)
     assert harness.loop.received == [cancel("after")]
+
+
+def test_an_answer_that_names_another_frontend_does_not_end_a_lease(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    harness.send(structs.replace(harness.registered(), frontend=Address("tcp://127.66.0.1:9")), cancel("after"))
+    _until(lambda: cancel("after") in harness.loop.received)
+    assert harness.instance.frontends.holds(harness.channel.address)
 
 
 def test_it_may_be_asked_to_register_long_after_its_start(start: Callable[..., InstanceHarness]) -> None:
@@ -477,6 +491,81 @@ def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHar
     harness.join()
     harness.send(harness.change_role(Role.P))
     harness.await_count(RoleKept, 1)
+
+
+@dataclass
+class OtherFrontend:
+    """A second frontend of an instance."""
+
+    channel: Channel = field(default_factory=Channel)
+    heard: list[Message] = field(default_factory=list)
+    """What it was told of roles."""
+
+    def hear(self) -> list[Message]:
+        for message in self.channel.receive(0.05):
+            if isinstance(message, Register):
+                answer = Registered(30.0, self.channel.address, message.join, message.resets)
+                self.channel.send(message.address, answer)
+            if isinstance(message, Register | ChangingRole | RoleKept):
+                self.heard.append(message)
+        return self.heard
+
+
+@pytest.fixture
+def other() -> Iterator[OtherFrontend]:
+    frontend = OtherFrontend()
+    yield frontend
+    frontend.channel.close(linger=0)
+
+
+def two_frontends(start: Callable[..., InstanceHarness], other: OtherFrontend) -> InstanceHarness:
+    """An instance that works, and that both frontends have."""
+    harness = start(loop=Recorder(idle=False), others=[other.channel])
+    harness.instance.loop_builder = RecorderBuilder()
+    harness.join()
+    _until(lambda: other.hear() and harness.instance.frontends.holds(other.channel.address))
+    other.heard.clear()
+    return harness
+
+
+def test_every_frontend_hears_of_a_change_and_a_second_one_is_refused(
+    start: Callable[..., InstanceHarness], other: OtherFrontend
+) -> None:
+    harness = two_frontends(start, other)
+    address = harness.instance.channel.address
+    changing = ChangingRole(address, Role.P)
+    harness.send(harness.change_role(Role.P))
+    _until(lambda: other.hear() == [changing])
+    harness.send(ChangeRole(Role.D, 30.0, other.channel.address))
+    kept = RoleKept(address, "it is changing to P, as another frontend has asked")
+    _until(lambda: other.hear() == [changing, kept, changing])
+    harness.loop.idle = True
+    harness.instance.channel.wake()
+    _until(lambda: any(isinstance(one, Register) and one.role is Role.P for one in other.hear()))
+    harness.await_count(Register, 2)
+    assert harness.count(ChangingRole) == 2
+    assert harness.count(RoleKept) == 0, "the first change goes on"
+
+
+@pytest.mark.parametrize("asks", ["the one that ends", "the one that stays"])
+def test_a_change_ends_with_the_frontend_that_asked_for_it(
+    start: Callable[..., InstanceHarness], other: OtherFrontend, asks: str
+) -> None:
+    harness = two_frontends(start, other)
+    ending = asks == "the one that ends"
+    asking = other.channel.address if ending else harness.channel.address
+    harness.send(ChangeRole(Role.P, 30.0, asking), FrontendEnding(other.channel.address))
+    harness.await_count(ChangingRole, 1)
+    _until(lambda: other.channel.address in harness.loop.received)
+    harness.loop.idle = True
+    harness.instance.channel.wake()
+    if ending:
+        harness.await_count(RoleKept, 1)
+        lost = "the frontend that asked for the change is lost"
+        assert RoleKept(harness.instance.channel.address, lost) in harness.received
+    else:
+        harness.await_count(Register, 2)
+    assert harness.instance.role is (Role.PD if ending else Role.P)
 
 
 @dataclass

@@ -94,6 +94,8 @@ class Fault:
     """Whether an outcome that isn't a whole answer is allowed."""
     retries: bool = False
     """Whether clients whose connection ends ask again, and count as answered by what they get then."""
+    lasts: bool = False
+    """Whether it outlasts the questions, which are then asked again until it is over."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the service that differ for this fault, by their names."""
 
@@ -140,6 +142,11 @@ def stands_still(name: str, seconds: float = STOPPED_SECONDS) -> Act:
     return act
 
 
+async def roll_out(target: Target) -> None:
+    """Replace all processes, one by one."""
+    await target.roll_out()
+
+
 async def nothing(_: Target) -> None:
     """The load itself is the fault."""
 
@@ -178,9 +185,29 @@ def _several() -> list[Fault]:
     ]  # fmt: skip
 
 
+TWO_FRONTENDS = {"frontends": 2}
+
+
+def _of_two_frontends() -> list[Fault]:
+    """Half of the connections are those of the other frontend, which doesn't notice."""
+    name = "frontend0"
+    return [
+        Fault("kill-one-frontend", "kill -9 of one of two frontends: its connections end, and their clients ask again",
+              "1E1PD", signals(signal.SIGKILL, name), _limit(PER_LOSS), retries=True, settings=TWO_FRONTENDS),
+        Fault("drain-one-frontend", "SIGTERM (drain) of one of two frontends", "1E1PD", signals(signal.SIGTERM, name),
+              _limit(PER_LOSS), settings=TWO_FRONTENDS),
+        Fault("stop-one-frontend", f"SIGSTOP of one of two frontends for {STOPPED_SECONDS:g} s", "1E1PD",
+              stands_still(name), _limit(STOPPED_SECONDS + PER_LOSS), settings=TWO_FRONTENDS),
+        Fault("rollout-frontends", "rolling restart of all processes, two frontends among them", "1E1PD", roll_out,
+              _limit(PER_DRAIN), lasts=True, settings=TWO_FRONTENDS),
+    ]  # fmt: skip
+
+
 FAULTS: Sequence[Fault] = (
     *_of_each_role(),
     *_several(),
+    *_of_two_frontends(),
+    Fault("rollout", "rolling restart of all processes", "2E1P1D", roll_out, _limit(PER_DRAIN), lasts=True),
     Fault(
         "kill-frontend", "kill -9 of the frontend: its connections end, and their clients ask again", "1E1PD",
         signals(signal.SIGKILL, "frontend"), _limit(PER_LOSS), retries=True,

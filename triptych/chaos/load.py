@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -112,21 +112,22 @@ class _Run:
     client: httpx.AsyncClient
     settings: Client
     salt: str
-    began: float = field(default_factory=time.monotonic)
+    began: float
 
     @property
     def now(self) -> float:
         return time.monotonic() - self.began
 
 
-async def send(client: Client, questions: Sequence[Question], salt: str) -> list[Outcome]:
+async def send(client: Client, questions: Sequence[Question], salt: str, began: float | None = None) -> list[Outcome]:
     """Send all questions and return their outcomes, in the same order. ``salt`` must differ from that of earlier runs,
-    so that nothing that they left in a cache is used."""
+    so that nothing that they left in a cache is used. ``began`` is when the run began by ``time.monotonic``, now if it
+    is None."""
     slots = asyncio.Semaphore(client.concurrency)
     bodies = [question.body(client.model, salt) for question in questions]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=client.url, trust_env=False, timeout=None, limits=limits) as http:
-        run = _Run(http, client, salt)
+        run = _Run(http, client, salt, time.monotonic() if began is None else began)
 
         async def one(question: Question, body: bytes) -> Outcome:
             async with slots:

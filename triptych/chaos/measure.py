@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from triptych.chaos.target import Held, Mark, Target, held
 from triptych.cluster.child import Print
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
-from triptych.errors import StartError
+from triptych.errors import StartError, TriptychError
 from triptych.topology import Topology
 
 WHOLE_TIMEOUT = 120.0
@@ -131,17 +132,18 @@ async def _service(bench: Bench, topology: str, settings: Mapping[str, Any]) -> 
 async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> FaultResult:
     """Run a fault between two runs without it: one to compare with, and one after which nothing more may be held."""
     load = fault.load.scaled(bench.num_requests / NUM_REQUESTS)
-    target = Target(os.getpid())
+    target = Target(os.getpid(), service.control, bench.config.cluster)
     client = Client(service.url, bench.model, load.concurrency)
     waiting = replace(load, leaving=0).questions(0.0)
     calm = await send(client, waiting, _salt())
     before = await _settled(service)
     duration = max(one.ended for one in calm)
     target.begin()
-    running = asyncio.ensure_future(send(replace(client, retries=fault.retries), load.questions(duration), _salt()))
-    await asyncio.sleep(fault.at * duration)
-    await fault.act(target)
-    result = compare(fault, calm, await running, target.marks)
+    acting = asyncio.ensure_future(_act(fault, target, fault.at * duration))
+    outcomes = await _send_during(acting, replace(client, retries=fault.retries), load.questions(duration), fault.lasts)
+    failed = await acting
+    result = compare(fault, calm, outcomes, target.marks)
+    result.failures += failed
     if lost := [one for one in calm if one.end is not End.WHOLE]:
         result.failures.append(f"{len(lost)} lost without a fault: {_summary(one.error or one.end for one in lost)}")
     if missing := await _wait_until_whole(service, target):
@@ -149,6 +151,27 @@ async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> FaultRe
     else:
         result.failures += await _aftermath(bench, service, waiting, calm, before)
     return result
+
+
+async def _act(fault: Fault, target: Target, delay: float) -> list[str]:
+    """Do the fault after a delay in seconds. Return why it couldn't be done."""
+    await asyncio.sleep(delay)
+    try:
+        await fault.act(target)
+    except TriptychError as error:
+        return [f"the fault failed: {error}"]
+    return []
+
+
+async def _send_during(
+    acting: asyncio.Future[Any], client: Client, questions: list[Question], lasts: bool
+) -> list[Outcome]:
+    """Send the questions, and those of a fault that lasts again and again until it is over."""
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    while not outcomes or (lasts and not acting.done()):
+        outcomes += await send(client, questions, _salt(), began)
+    return outcomes
 
 
 async def _aftermath(
@@ -161,7 +184,7 @@ async def _aftermath(
     failures = [f"{len(wrong)} lost or wrong after the fault"] if wrong else []
     more: list[str] = []
     for _ in range(round(RETURN_TIMEOUT / POLL_SECONDS)):
-        more = (await held(os.getpid(), service.url)).more_than(before)
+        more = (await held(os.getpid(), _urls(service))).more_than(before)
         if not more:
             return failures
         await asyncio.sleep(POLL_SECONDS)
@@ -170,12 +193,12 @@ async def _aftermath(
 
 async def _settled(service: LocalService) -> Held:
     """Return what the service holds once it is idle."""
-    now = await held(os.getpid(), service.url)
+    now = await held(os.getpid(), _urls(service))
     for _ in range(round(RETURN_TIMEOUT / POLL_SECONDS)):
         if not now.busy:
             break
         await asyncio.sleep(POLL_SECONDS)
-        now = await held(os.getpid(), service.url)
+        now = await held(os.getpid(), _urls(service))
     return now
 
 
@@ -195,18 +218,23 @@ async def _wait_until_whole(service: LocalService, target: Target) -> list[str]:
     for _ in range(round(WHOLE_TIMEOUT / POLL_SECONDS)):
         if service.lost.done():
             break
-        if not target.ending and not service.missing and await _is_ready(service.url):
+        if not target.ending and not service.missing and await _are_ready(_urls(service)):
             return []
         await asyncio.sleep(POLL_SECONDS)
     return target.ending or service.missing or ["the frontend"]
 
 
-async def _is_ready(url: str) -> bool:
+async def _are_ready(urls: Sequence[str]) -> bool:
     try:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=10.0) as http:
-            return (await http.get("/ready")).status_code == httpx.codes.OK
+        async with httpx.AsyncClient(trust_env=False, timeout=10.0) as http:
+            return all([(await http.get(f"{url}/ready")).status_code == httpx.codes.OK for url in urls])
     except httpx.TransportError:
         return False
+
+
+def _urls(service: LocalService) -> list[str]:
+    """Return where each frontend alone is reached."""
+    return service.own_urls or [service.url]
 
 
 def _salt() -> str:

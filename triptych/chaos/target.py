@@ -1,16 +1,19 @@
 """The processes of a service on this machine: signals to them, and what they hold."""
 
+import asyncio
 import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from triptych.cluster.control_client import ControlClient
+from triptych.config import ClusterConfig
 from triptych.errors import StartError
 from triptych.observe.metrics import PREFIX
 
@@ -42,6 +45,9 @@ class Target:
     """A service whose supervisor is the process ``supervisor``, while one run is under way."""
 
     supervisor: int
+    control: str
+    """Control addresses of its frontends (HOST:PORT), separated by commas."""
+    cluster: ClusterConfig
     marks: list[Mark] = field(default_factory=list)
     _ending: set[int] = field(default_factory=set)
     _began: float = field(default_factory=time.monotonic)
@@ -63,6 +69,19 @@ class Target:
         if number in (signal.SIGKILL, signal.SIGTERM):
             self._ending.add(pid)
         os.kill(pid, number)
+
+    async def roll_out(self) -> None:
+        """Replace all processes one by one. Raises TriptychError when they aren't."""
+        await asyncio.to_thread(self._roll_out)
+
+    def _roll_out(self) -> None:
+        replaced = -1
+        with ControlClient(self.control, self.cluster) as client:
+            for progress in client.rollout({}, surge=True):
+                if progress.replaced > replaced:
+                    replaced = progress.replaced
+                    self.mark(f"{replaced} of {progress.total} replaced")
+        self.mark("all replaced")
 
     @property
     def ending(self) -> list[str]:
@@ -94,9 +113,10 @@ class Held:
         return more + [f"{what} {value:g}" for what, value in self.busy.items()]
 
 
-async def held(supervisor: int, url: str) -> Held:
-    """Return what the service holds at this moment."""
-    return Held(counts=_counts(supervisor), busy=await _busy(url))
+async def held(supervisor: int, urls: Sequence[str]) -> Held:
+    """Return what the service holds at this moment. ``urls`` are those of its frontends, each alone."""
+    busy = [await _busy(url) for url in urls]
+    return Held(counts=_counts(supervisor), busy={what: value for one in busy for what, value in one.items()})
 
 
 async def _busy(url: str) -> dict[str, float]:

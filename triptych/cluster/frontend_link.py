@@ -46,7 +46,7 @@ class FrontendLink:
             self._channel = Channel(config.cluster_host, secret=config.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
-        self._rollouts = Rollouts(cluster, plan, self._channel.send)
+        self._rollouts = Rollouts(cluster, plan, self._channel.send, self._channel.disconnect)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 

@@ -13,6 +13,7 @@ from triptych.cluster.rollout import Finish, GiveUp, Retire, Rollout, Start, Swi
 from triptych.errors import TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.operations import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,21 @@ class Plan:
 class Rollouts:
     """The rollouts of a service, one at a time. Used by one event loop."""
 
-    def __init__(self, cluster: LocalCluster, plan: Callable[[StartRollout], Awaitable[Plan]], send: Send) -> None:
-        """``plan`` raises TriptychError for a rollout that isn't possible. ``send`` reaches operators."""
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        plan: Callable[[StartRollout], Awaitable[Plan]],
+        send: Send,
+        disconnect: Callable[[Address], None],
+    ) -> None:
+        """``plan`` raises TriptychError for a rollout that isn't possible. ``send`` reaches operators, and
+        ``disconnect`` closes the connection to one after the last message."""
         self.text = ""
         """What the rollout in progress does; empty without one."""
         self._cluster = cluster
         self._plan = plan
         self._send = send
+        self._disconnect = disconnect
         self._task: asyncio.Task[None] | None = None
 
     def start(self, message: StartRollout) -> None:
@@ -137,3 +146,5 @@ class Rollouts:
             self._send(message.reply_to, answer)
         except TriptychError as error:
             log.debug("couldn't answer an operator: %s", error)
+        if not isinstance(answer, RolloutProgress):
+            self._disconnect(message.reply_to)

@@ -2,11 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from triptych.encode.cache import EmbeddingRows
 from triptych.fair_queue import FairQueue, Ticket
 from triptych.models.base import EncoderInput
 from triptych.types import Address, ItemPlan, TransferId
+
+
+class Asker(NamedTuple):
+    """Who is told what becomes of a transfer."""
+
+    frontend: Address
+    """The one that owns the request."""
+    attempt: int
+    """As in Encode."""
 
 
 @dataclass(eq=False)
@@ -25,8 +35,8 @@ class EncodeJob:
     cache_salt: str = ""
     long: bool = False
     """Whether the item is preprocessed in several time slices."""
-    transfers: dict[TransferId, Address] = field(default_factory=dict)
-    """The transfers that need its rows, each with the frontend that owns the request."""
+    transfers: dict[TransferId, Asker] = field(default_factory=dict)
+    """The transfers that need its rows."""
     deadline: float = 0.0
     """By ``time.monotonic``: after it, no transfer needs the rows any more."""
     part_names: list[str] = field(default_factory=list)
@@ -51,7 +61,7 @@ class EncodeJob:
     @property
     def frontend(self) -> Address:
         """The frontend that is asked for the file."""
-        return self.transfers[self.source]
+        return self.transfers[self.source].frontend
 
     @property
     def flow(self) -> str:

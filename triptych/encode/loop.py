@@ -15,7 +15,7 @@ import msgspec
 from triptych.compute_thread import ComputeThread, started_executor
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
-from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
+from triptych.encode.jobs import TIME_SLICE_SECONDS, Asker, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -142,7 +142,7 @@ class EncodeLoop:
         """Leave its transfers, which ends the jobs that no other transfer needs. Consumers end the transfers of items
         that are encoded already."""
         for job in list(self._jobs.values()):
-            for transfer in [one for one, owner in job.transfers.items() if owner == frontend]:
+            for transfer in [one for one, asker in job.transfers.items() if asker.frontend == frontend]:
                 self._leave(job, transfer)
                 self.sender.abort(transfer, "the frontend that owns the request is gone")
 
@@ -152,9 +152,9 @@ class EncodeLoop:
         handed_back: dict[Address, HandBack] = {}
         for job in [job for job in self._jobs.values() if not job.preprocess_began]:
             self._drop(job)
-            for transfer, frontend in job.transfers.items():
+            for transfer, asker in job.transfers.items():
                 self.sender.abort(transfer, "the instance drains")
-                handed_back.setdefault(frontend, HandBack(self._address, [], [])).transfers.append(transfer)
+                handed_back.setdefault(asker.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
         return handed_back
 
     def on_lease_lost(self) -> None:
@@ -202,7 +202,8 @@ class EncodeLoop:
         try:
             _check(message, self._jobs.get(key))
         except TriptychError as error:
-            self.send(message.reply_to, EncodeFailed(message.transfer, ErrorKind.of(error), str(error)))
+            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), message.attempt)
+            self.send(message.reply_to, failed)
             return
         self.sender.offer(
             message.transfer,
@@ -219,12 +220,13 @@ class EncodeLoop:
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
-                encoded = Encoded(message.transfer, True, [Interval("queue", now, time.time())])
+                encoded = Encoded(message.transfer, True, [Interval("queue", now, time.time())], message.attempt)
                 self.send(message.reply_to, encoded)
                 return
             job = self._jobs[key] = self._new_job(key, message, now)
             self.fetcher.add(job)
-        job.transfers[message.transfer] = message.reply_to  # an earlier attempt may still be ending
+        # an earlier attempt may still be ending
+        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
@@ -240,7 +242,7 @@ class EncodeLoop:
             cache_salt=message.cache_salt,
             long=message.plan.is_time_sliced(self._queue.max_patches),
         )
-        job.transfers[message.transfer] = message.reply_to
+        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)
         return job
 
     def _on_media_bytes(self, message: MediaBytes) -> None:
@@ -250,8 +252,9 @@ class EncodeLoop:
         except InternalError as error:
             job = self.fetcher.job_of(message.transfer)
             assert job is not None, "pieces of other files are dropped"
-            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error))
-            self.send(job.transfers[message.transfer], failed)
+            asker = job.transfers[message.transfer]
+            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), asker.attempt)
+            self.send(asker.frontend, failed)
             self._leave(job, message.transfer)
             return
         if fetched is not None:
@@ -439,8 +442,8 @@ class EncodeLoop:
         self._remove(job)
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.part_names))
-        for transfer, frontend in job.transfers.items():
-            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job)))
+        for transfer, (frontend, attempt) in job.transfers.items():
+            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job), attempt))
 
     def _fail(self, job: EncodeJob, error: BaseException) -> None:
         """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
@@ -450,8 +453,8 @@ class EncodeLoop:
             log.error("item %s failed", job.key[:16], exc_info=error)
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
-        for transfer, frontend in job.transfers.items():
-            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message))
+        for transfer, (frontend, attempt) in job.transfers.items():
+            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message, attempt))
 
 
 def _check(message: Encode, job: EncodeJob | None) -> None:

@@ -424,6 +424,8 @@ class Encoded(Struct, frozen=True, tag=True):
     cached: bool
     """Whether the rows came from the cache, so that the tower didn't run."""
     intervals: list[Interval]
+    attempt: Count = 0
+    """As in Encode. Ignored for an earlier attempt, whose instance no longer has the item."""
 
 
 class EncodeFailed(Struct, frozen=True, tag=True):
@@ -432,6 +434,8 @@ class EncodeFailed(Struct, frozen=True, tag=True):
     transfer: TransferId
     error: ErrorKind
     message: str
+    attempt: Count = 0
+    """As in Encoded."""
 
 
 class TokenLogprob(Struct, frozen=True):

@@ -255,9 +255,11 @@ class EncodeDispatcher:
             items.queued or any(one in self._unfinished for one in items.in_flight.values())
         )
 
-    def get(self, transfer: TransferId) -> InFlightEncode | None:
-        """Return the item that was dispatched for that transfer; None if there is none or its request has ended."""
-        return self._in_flight.get(transfer)
+    def get(self, transfer: TransferId, attempt: int) -> InFlightEncode | None:
+        """Return the item that was dispatched for that attempt of a transfer; None if there is none, its request has
+        ended, or another instance has it."""
+        encode = self._in_flight.get(transfer)
+        return encode if encode is not None and encode.task.attempt == attempt else None
 
     def media(self, wanted: FetchMedia) -> MediaBytes | MediaGone:
         """Return the answer to an instance that asks for a piece of an item's file."""

@@ -238,7 +238,7 @@ class Router:
         self._notify(message.reply_to, self._encodes.media(message))
 
     def _on_encoded(self, message: Encoded) -> None:
-        if (encode := self._encodes.get(message.transfer)) is None:
+        if (encode := self._encodes.get(message.transfer, message.attempt)) is None:
             return
         if not message.cached:
             self.last_encoded = self._clock()
@@ -249,7 +249,7 @@ class Router:
         self.lifecycle.update_phase(state)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
-        encode = self._encodes.get(message.transfer)
+        encode = self._encodes.get(message.transfer, message.attempt)
         if encode is not None and (state := self._requests.get(encode.task.request)):
             self.lifecycle.fail(state, message.error.error(message.message, encode.task.item.param))
 

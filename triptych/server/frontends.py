@@ -269,6 +269,8 @@ class Frontends:
     def _on_registered(self, message: Registered) -> None:
         for one in self._all:
             if one.lease.accepts(message):
+                if one.lease.held and one.lease.address != message.frontend:
+                    continue  # nothing was asked of another one while the lease is held
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
                     one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
                     continue
