@@ -264,8 +264,8 @@ def test_one_that_leaves_deregisters_everywhere_and_registers_no_more() -> None:
     instance = Instance()
     instance.registered(A)
     instance.wire.unreachable.add(A)
-    instance.frontends.leave()
-    assert instance.wire.take(Deregister) == [(B, Deregister(OWN))]
+    instance.frontends.leave(suspect=False)
+    assert instance.wire.take(Deregister) == [(B, Deregister(OWN, suspect=False))]
     instance.wait(40.0)
     assert not instance.wire.take(Register)
 

@@ -222,11 +222,12 @@ class Frontends:
         for one in self._held:
             self._send(one, message)
 
-    def leave(self) -> None:
-        """Deregister everywhere, also where an answer to the registration is still to come."""
+    def leave(self, *, suspect: bool) -> None:
+        """Deregister everywhere, also where an answer to the registration is still to come. ``suspect`` is as in
+        Deregister."""
         self.leaving = True
         for one in self._all:
-            self._send(one, Deregister(self._channel.address))
+            self._send(one, Deregister(self._channel.address, suspect))
 
     def start_over(self) -> None:
         """Lose all leases, because the instance has failed and has dropped its work, and register again."""
