@@ -270,6 +270,18 @@ def test_one_that_leaves_deregisters_everywhere_and_registers_no_more() -> None:
     assert not instance.wire.take(Register)
 
 
+def test_a_lease_that_is_granted_to_one_that_drains_is_given_back() -> None:
+    """That frontend hasn't heard of the drain, and would give it work until the drain times out."""
+    instance = Instance()
+    instance.registered(A)
+    instance.frontends.leaving = True
+    instance.get(Registered(EXPIRY, B, "127.0.0.1:2", 0))
+    assert not instance.frontends.holds(B)
+    assert instance.wire.take(Deregister) == [(B, Deregister(OWN, suspect=False))]
+    instance.wait(2.0, A)
+    assert instance.frontends.holds(A), "whose work it finishes"
+
+
 def test_names_are_looked_up_again_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [A]
     monkeypatch.setattr("triptych.server.name_lookup.endpoint", lambda host, port: found[-1])

@@ -270,6 +270,9 @@ class Frontends:
     def _on_registered(self, message: Registered) -> None:
         for one in self._all:
             if one.lease.accepts(message):
+                if self.leaving:  # it was asked before, and would give work to an instance that ends
+                    self._send(one, Deregister(self._channel.address, suspect=False))
+                    continue
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
                     one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
                     continue
