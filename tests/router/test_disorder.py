@@ -115,6 +115,12 @@ def test_an_instance_that_has_given_up_its_work_loses_it_though_it_never_said_so
     assert len(harness.of(Generate)) == 1, "it has kept its work"
     harness.router.handle(msgspec.structs.replace(message, resets=1))
     assert [generate.request for _, generate in harness.of(Generate)] == [stream.request, f"{stream.request}.1"]
+    harness.sent.clear()
+    harness.router.handle(Deregister(PD0, suspect=False))
+    assert harness.router.membership.get(PD0) is not None, "it says now what the registration has said before"
+    assert not harness.sent
+    harness.router.handle(Deregister(PD0, suspect=False, resets=1))
+    assert harness.router.membership.get(PD0) is None
 
 
 def test_two_items_of_one_transfer_do_no_harm() -> None:

@@ -270,6 +270,16 @@ def test_one_that_leaves_deregisters_everywhere_and_registers_no_more() -> None:
     assert not instance.wire.take(Register)
 
 
+def test_the_end_of_a_lease_names_it() -> None:
+    """So that it ends no later one, whose registration may overtake it on a new connection."""
+    instance = Instance(A)
+    for number in range(3):
+        instance.registered(A)
+        instance.get(RegisterAgain(A))
+        assert instance.wire.take(Deregister) == [(A, Deregister(OWN, suspect=False, resets=number))]
+        instance.wait(RETRY_INTERVAL)
+
+
 def test_a_lease_that_is_granted_to_one_that_drains_is_given_back() -> None:
     """That frontend hasn't heard of the drain, and would give it work until the drain times out."""
     instance = Instance()

@@ -392,7 +392,8 @@ class Router:
         self.lifecycle.dispatch_queued()
 
     def _on_deregister(self, message: Deregister) -> None:
-        if lease := self.membership.get(message.address):
+        lease = self.membership.get(message.address)
+        if lease is not None and lease.resets <= message.resets:
             log.info("%s is leaving", lease.name)
             self._remove_instance(lease, "has left", suspect=message.suspect)
 
