@@ -22,14 +22,19 @@ from bench.language_limits import decoder_shapes
 from bench.measuring import like_an_instance, median_seconds, report
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
 from triptych.layers.pointwise import argmax_rows
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
-FORMATS = {"fp16": WEIGHT_FORMATS["auto"], "float32": WEIGHT_FORMATS["float32"], "int8": QUANTIZED_FORMATS["int8"]}
+FORMATS = {
+    "fp16": WEIGHT_FORMATS["float16"],
+    "bf16": WEIGHT_FORMATS["bfloat16"],
+    "float32": WEIGHT_FORMATS["float32"],
+    "int8": QUANTIZED_FORMATS["int8"],
+}
 TOKENS = (1, 8)
 READ_BYTES = 2**28
 SIDE = 448
@@ -61,7 +66,8 @@ def encode_ms(folder: Path) -> dict[str, float]:
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
     image = EncoderInput(patches=patches, grid=grid, name="image")
-    formats = {"F.linear": PlainFormat(torch.float32), "fp16": FORMATS["fp16"], "float32": FORMATS["float32"]}
+    formats: dict[str, WeightFormat] = {"F.linear": PlainFormat(torch.float32)}
+    formats |= {name: FORMATS[name] for name in ("fp16", "bf16", "float32")}
     towers = {name: adapter.load_encoder(checkpoint, weight_format, CPU) for name, weight_format in formats.items()}
     return {name: round(1e3 * median_seconds(partial(tower.encode, [image]), 7), 1) for name, tower in towers.items()}
 

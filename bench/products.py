@@ -4,6 +4,7 @@
     python -m bench.products /tmp/mid --out bench/results/products-mid.json
 
 The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
+With bf16, oneDNN is measured with rounding around it, as used without a compiler, and by itself.
 With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
 operations around it, as used without a compiler, and by itself.
 """
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from bench.language_limits import decoder_shapes
 from bench.measuring import like_an_instance, median_seconds, medians_in_turns, report
 from triptych.layers import float_product, int8, native
-from triptych.layers.float_product import FbgemmProduct
+from triptych.layers.float_product import FbgemmProduct, OneDnnBf16Product
 from triptych.layers.products import Product
 from triptych.transfer_bench.measure import machine
 
@@ -57,6 +58,13 @@ def onednn_int8_alone(weight: Tensor) -> Product:
     return lambda given: multiply(activations[: len(given)], *operands, *as_float)
 
 
+def onednn_bf16_alone(weight: Tensor) -> Product:
+    """In oneDNN's own layout, with activations that are bfloat16 already, and so are outputs."""
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16()), torch.ops.mkldnn._linear_pointwise
+    activations = torch.randn(max(TOKENS), weight.shape[1]).bfloat16()
+    return lambda given: multiply(activations[: len(given)], packed, None, "none", [], "")
+
+
 KERNELS: dict[str, dict[str, Pack]] = {
     "fp16": {
         "ours": partial(float_product.half_product, bias=None),
@@ -67,6 +75,12 @@ KERNELS: dict[str, dict[str, Pack]] = {
         "onednn": partial(float_product.OneDnnFloatProduct, bias=None),
         "F.linear": lambda weight: partial(F.linear, weight=weight),
     },
+    "bf16": {
+        "ours": partial(float_product.bf16_product, bias=None),
+        "onednn": partial(OneDnnBf16Product, bias=None),
+        "onednn alone": onednn_bf16_alone,
+        "ours, fp16": partial(float_product.half_product, bias=None),
+    },
     "int8": {
         "ours": partial(int8.int8_product, bias=None),
         "fbgemm": fbgemm_int8,
@@ -74,7 +88,7 @@ KERNELS: dict[str, dict[str, Pack]] = {
         "onednn alone": onednn_int8_alone,
     },
 }
-BYTES = {"fp16": 2, "float32": 4, "int8": 1}
+BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1}
 
 
 def layer_ms(kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: int) -> dict[str, dict[str, float]]:

@@ -178,4 +178,6 @@ def test_an_instance_whose_rows_do_not_fit_is_refused(whole: Cluster) -> None:
     join = ("--role", "E", "--join", f"127.0.0.1:{whole.control}", "--name", "other")
     with triptych("serve", whole.folder, *FAST, *join, "--dtype", "bfloat16") as command:
         assert command.end(30) == exit_codes.CONFIG
-        assert re.search("rows of other don't fit those of (e|pd): dtype bfloat16 here, float32 there", command.text)
+        assert re.search(
+            "rows of other don't fit those of (e|pd): weight_dtype bfloat16 here, float32 there", command.text
+        )

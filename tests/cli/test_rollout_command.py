@@ -12,7 +12,7 @@ from triptych.cli import main
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.work import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+from triptych.messages.operations import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
 
 Run = Callable[..., tuple[int, str, str]]
 

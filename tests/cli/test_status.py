@@ -14,8 +14,7 @@ from triptych.cli import main
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
-from triptych.messages.stats import Load, PoolUsage
-from triptych.messages.work import (
+from triptych.messages.operations import (
     GetStatus,
     InstanceStatus,
     LaunchedInstance,
@@ -25,6 +24,7 @@ from triptych.messages.work import (
     SetRole,
     Status,
 )
+from triptych.messages.stats import Load, PoolUsage
 from triptych.topology import Role
 from triptych.types import Address
 

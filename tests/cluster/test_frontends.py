@@ -16,7 +16,7 @@ from tests.support.commands import Command, triptych
 from tests.support.serving import image, image_part, served, text_part
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
-from triptych.messages.work import Status
+from triptych.messages.operations import Status
 
 LEASE, HEARTBEAT = 2.0, 0.5
 SETTINGS = (

@@ -23,7 +23,7 @@ from tests.support.serving import text_part
 from triptych import exit_codes
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
-from triptych.messages.work import LaunchState, Status
+from triptych.messages.operations import LaunchState, Status
 
 LONG = 3000
 """Tokens of a stream that is still running when its instance is killed."""

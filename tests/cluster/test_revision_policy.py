@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.test_rollout_policy import ROLES, STAGES, TIMEOUT, TIMES, Simulated
+from tests.support.rollouts import ROLES, STAGES, TIMEOUT, TIMES, Simulated
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Finish, GiveUp, Retire, Start, Step, Switch
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 
 
 class Service:

@@ -20,7 +20,7 @@ from tests.support.serving import CHAT, image, image_part, text_part
 from triptych import exit_codes
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
-from triptych.messages.work import LaunchState, Status
+from triptych.messages.operations import LaunchState, Status
 
 NUM_PROMPTS = 12
 WORKERS = 3

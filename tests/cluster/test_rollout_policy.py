@@ -6,47 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.cluster.rollout import Finish, GiveUp, Replaceable, Replacing, Retire, Rollout, Start, Step, Wait
-from triptych.messages.work import LaunchState
-
-TIMEOUT = 30.0
-STAGES = {
-    "E": frozenset({"encode"}),
-    "P": frozenset({"prefill"}),
-    "D": frozenset({"decode"}),
-    "PD": frozenset({"prefill", "decode"}),
-    "EPD": frozenset({"encode", "prefill", "decode"}),
-}
-
-
-@dataclass
-class Simulated:
-    """A process and its replacement. ``starts_in`` and ``drains_in`` count looks, None for a start that fails."""
-
-    starts_in: int | None = 0
-    drains_in: int = 0
-    old_runs: bool = True
-    retired: bool = False
-    new: LaunchState | None = None
-    is_down_for: int = 0
-
-    @property
-    def seen(self) -> Replacing:
-        current_is_ready = self.new is LaunchState.READY if self.retired else self.is_down_for == 0
-        return Replacing(self.old_runs, current_is_ready, self.new)
-
-    def turn(self) -> None:
-        self.is_down_for = max(0, self.is_down_for - 1)
-        if self.new is LaunchState.STARTING:
-            if self.starts_in is None:
-                self.new = LaunchState.FAILED
-            elif self.starts_in == 0:
-                self.new = LaunchState.READY
-            else:
-                self.starts_in -= 1
-        if self.retired and self.old_runs:
-            self.old_runs = self.drains_in > 0
-            self.drains_in -= 1
+from tests.support.rollouts import ROLES, STAGES, TIMEOUT, TIMES, Simulated
+from triptych.cluster.rollout import Finish, GiveUp, Replaceable, Retire, Rollout, Start, Step, Wait
+from triptych.messages.operations import LaunchState
 
 
 @dataclass
@@ -93,10 +55,6 @@ def end(made: Service, looks: int = 1000) -> Step:
         if isinstance(step, Finish | GiveUp):
             return step
     raise AssertionError("it doesn't end")
-
-
-ROLES = st.lists(st.sampled_from(sorted(STAGES)), min_size=1, max_size=6)
-TIMES = st.integers(0, 5)
 
 
 @given(ROLES, st.booleans(), st.data())

@@ -18,7 +18,7 @@ from tests.support.serving import text_part
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig, HttpConfig
 from triptych.errors import StartError
-from triptych.messages.work import LaunchState, Status
+from triptych.messages.operations import LaunchState, Status
 from triptych.server.http_socket import listen, listen_all
 
 

@@ -21,7 +21,7 @@ from triptych.cluster.supervision import (
     StayDown,
     Supervision,
 )
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 from triptych.observe.machine import oom_kills
 
 KILLED = Ended(-9)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case, written_out
+from tests.support.paged_cases import BATCHES, SHAPES, TOLERANCES, Shape, check, make_case, written_out
 from triptych.layers import native
 from triptych.layers.attention import compiled
 from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
@@ -67,6 +67,25 @@ def test_the_compiled_kernel(
     kernel: compiled.PagedAttention, shape: Shape, batch: str, cache_dtype: torch.dtype
 ) -> None:
     check(make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU), kernel)
+
+
+@cache_dtypes
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
+def test_the_compiled_kernel_in_bf16(kernels: ctypes.CDLL, shape: Shape, batch: str, cache_dtype: torch.dtype) -> None:
+    """As near as rounded operands allow; in float32 for single tokens and on processors without bfloat16."""
+    case = make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU)
+    check(case, compiled.PagedAttention(kernels, in_bf16=True), TOLERANCES[torch.bfloat16])
+    brief, whole = (
+        compiled.PagedAttention(kernels, in_bf16)(
+            case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch
+        )
+        for in_bf16 in (True, False)
+    )
+    assert (brief - whole).norm() < 2**-7 * whole.norm()
+    several = any(query_len > 1 for query_len in BATCHES[batch][0])
+    can = bool(ctypes.c_int.in_dll(kernels, "attention_has_bf16").value)
+    assert torch.equal(brief, whole) == (not (several and can))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -129,10 +148,12 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
+@pytest.mark.parametrize("in_bf16", [False, True])
 def test_output_depends_only_on_the_tokens_own_sequence(
-    kernel: compiled.PagedAttention, cache_dtype: torch.dtype
+    kernels: ctypes.CDLL, in_bf16: bool, cache_dtype: torch.dtype
 ) -> None:
     """Bit-identical whatever the token's chunk, unless it is a single token, and whatever else is in the step."""
+    kernel = compiled.PagedAttention(kernels, in_bf16)
     shape, length = Shape(16, 8, 128, 16), 90
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
     whole = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)[:length]
@@ -169,10 +190,12 @@ def test_long_contexts(
 
 @cache_dtypes
 @pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("in_bf16", [False, True])
 def test_nan_propagates_to_attending_tokens_only(
-    kernel: compiled.PagedAttention, batch: str, cache_dtype: torch.dtype
+    kernels: ctypes.CDLL, batch: str, in_bf16: bool, cache_dtype: torch.dtype
 ) -> None:
     """NaN appears in all new tokens of the first sequence, which attend to it, and in no others."""
+    kernel = compiled.PagedAttention(kernels, in_bf16)
     case = make_case(SHAPES[1], *BATCHES[batch], torch.float32, cache_dtype, CPU)
     case.key[:1] = torch.nan
     attended = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)

@@ -19,7 +19,7 @@ from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.blocks import DecoderLayer, GatedMLP
 from triptych.layers.decoder import Decoder
-from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
 
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]
@@ -27,6 +27,7 @@ Folders = Callable[[str], Path]
 FORMATS = {
     "float16": WEIGHT_FORMATS["float16"],
     "float32": WEIGHT_FORMATS["float32"],
+    "bfloat16": WEIGHT_FORMATS["bfloat16"],
     "int8": QUANTIZED_FORMATS["int8"],
 }
 
@@ -94,7 +95,13 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("name", [*TINY, "qwen2 window"])
 @pytest.mark.parametrize(
     ("weights", "cache_dtype"),
-    [("float16", torch.float16), ("float16", torch.float32), ("float32", torch.float32), ("int8", torch.float16)],
+    [
+        ("float16", torch.float16),
+        ("float16", torch.float32),
+        ("float32", torch.float32),
+        ("bfloat16", torch.float16),
+        ("int8", torch.float16),
+    ],
 )
 def test_compiled_layer_is_bit_identical(
     folders: Folders, name: str, weights: str, cache_dtype: torch.dtype, backend: CpuAttention
@@ -117,7 +124,7 @@ def test_unsupported_layers_run_module_by_module(
     folders: Folders, backend: CpuAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folders("qwen2")
-    decoder = load(folder, WEIGHT_FORMATS["bfloat16"], backend)
+    decoder = load(folder, PlainFormat(torch.bfloat16), backend)
     assert {is_compiled(layer) for layer in layers_of(decoder)} == {(False, False)}
     decoder = load(folder, FORMATS["float32"], CpuAttention(None))
     assert {is_compiled(layer) for layer in layers_of(decoder)} == {(False, True)}

@@ -9,6 +9,7 @@ import torch
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, StartError
+from triptych.layers import devices
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.devices import (
     attention_for,
@@ -55,9 +56,35 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype() -> None:
         stored_dtype(tensors(F8_E4M3=3, BF16=2))
 
 
-def test_formats_of_cpus() -> None:
-    assert isinstance(weight_format(EngineConfig(), CPU, tensors(BF16=1)), PackedFormat)
-    assert isinstance(weight_format(EngineConfig(quantization="int8"), CPU, tensors(BF16=1)), PackedFormat)
+@pytest.mark.parametrize(
+    ("settings", "stored", "has_bf16", "names"),
+    [
+        ({}, "BF16", True, ("bfloat16", "bfloat16")),
+        ({}, "BF16", False, ("float16", "float16")),
+        ({}, "F16", True, ("float16", "float16")),
+        ({}, "F32", True, ("float16", "float16")),
+        ({}, "F8_E4M3", True, ("float16", "float16")),
+        ({"quantization": "int8"}, "BF16", True, ("int8", "bfloat16")),
+        ({"quantization": "int8"}, "BF16", False, ("int8", "float16")),
+        ({"dtype": "float16"}, "BF16", True, ("float16", "float16")),
+        ({"dtype": "bfloat16"}, "F32", False, ("bfloat16", "bfloat16")),
+        ({"dtype": "float32"}, "BF16", True, ("float32", "float32")),
+    ],
+)
+def test_formats_of_cpus(
+    settings: dict[str, Any],
+    stored: str,
+    has_bf16: bool,
+    names: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "has_bf16", lambda: has_bf16)
+    weights = weight_format(EngineConfig(**settings), CPU, tensors(**{stored: 100, "I32": 10}))
+    assert isinstance(weights, PackedFormat)
+    assert (weights.linear_dtype, weights.high_precision_dtype) == names
+
+
+def test_int8_is_for_cpus() -> None:
     with pytest.raises(ConfigError, match="int8 is for CPUs only"):
         weight_format(EngineConfig(quantization="int8"), GPU, tensors(BF16=1))
 
@@ -69,13 +96,15 @@ def test_formats_of_cpus() -> None:
         ({"dtype": "float16"}, torch.float16),
         ({"quantization": "int8"}, torch.float16),
         ({"dtype": "float32"}, torch.float32),
-        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.float16),
         ({"kv_cache_dtype": "float32"}, torch.float32),
         ({"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
         ({"quantization": "int8", "kv_cache_dtype": "bfloat16"}, torch.bfloat16),
     ],
 )
-def test_kv_cache_on_cpus_defaults_to_the_dtype_of_weights(settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_kv_cache_on_cpus_defaults_to_fp16_unless_weights_are_wider(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
     engine = EngineConfig(**settings)
     assert kv_dtype(engine, CPU, weight_format(engine, CPU, tensors(BF16=1))) == dtype
 

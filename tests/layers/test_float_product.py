@@ -1,5 +1,5 @@
-"""Products with weights in fp16 and float32: by the compiled kernel, built for this and for narrower processors, and by
-FBGEMM and oneDNN."""
+"""Products with weights in fp16, bfloat16 and float32: by the compiled kernels, built for this and for narrower
+processors, and by FBGEMM and oneDNN."""
 
 import ctypes
 import math
@@ -11,14 +11,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers import native
-from triptych.layers.float_product import float_product, half_product
+from triptych.layers.float_product import bf16_product, float_product, half_product, has_bf16
 from triptych.layers.products import Product, in_panels
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (2000, 700)]
 """[out, in]: whole and partial panels, several per thread and several threads."""
-PACKS = [half_product, float_product]
+PACKS = [half_product, bf16_product, float_product]
 
 Pack = Callable[[Tensor, Tensor | None], Product]
+
+
+def rounded(pack: Pack, activations: Tensor) -> Tensor:
+    """What the product takes activations as."""
+    return activations.bfloat16().float() if pack is bf16_product else activations
+
+
+def tolerance(pack: Pack) -> float:
+    """Relative error of a product's outputs: oneDNN's bfloat16 ones are rounded, too."""
+    return 2**-8 if pack is bf16_product and native.library() is None else 0
 
 
 def whole(*shape: int) -> Tensor:
@@ -38,14 +48,15 @@ class Products:
             activations = whole(tokens, shape[1]) / 4
             output = product(activations)
             assert output.dtype == torch.float32
-            assert torch.equal(output, F.linear(activations, weight, bias)), tokens
+            expected = F.linear(activations, weight, bias)
+            assert torch.allclose(output, expected, rtol=tolerance(pack), atol=0), tokens
 
     def test_as_near_as_float32_gets(self, pack: Pack) -> None:
         torch.manual_seed(0)
-        weight, activations = torch.randn(70, 3000).half().float(), torch.randn(20, 3000)
-        exact = activations.double() @ weight.double().T
+        weight, activations = torch.randn(70, 3000).bfloat16().float(), torch.randn(20, 3000)
+        exact = rounded(pack, activations).double() @ weight.double().T
         error = (pack(weight, None)(activations) - exact).norm() / exact.norm()
-        assert error < 1e-6
+        assert error < 1e-6 + tolerance(pack)
 
     def test_what_is_not_a_number_shows_in_its_own_token(self, pack: Pack) -> None:
         torch.manual_seed(0)
@@ -100,6 +111,8 @@ class TestCompiled(Products):
 
     def test_every_half_is_widened_exactly(self, pack: Pack) -> None:
         """Zeros of both signs, the subnormal, and those that aren't finite."""
+        if pack is bf16_product:
+            pytest.skip("these weights are no halves")
         halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
         found = pack(halves[:, None], None)(torch.ones(1, 1))[0]
         assert torch.equal(found.isnan(), halves.isnan())
@@ -107,8 +120,68 @@ class TestCompiled(Products):
 
     def test_what_fp16_does_not_hold_saturates(self, pack: Pack) -> None:
         weight = torch.tensor([[1e6], [-1e6], [torch.inf], [1 + 2**-12]])
-        kept = [[65504, -65504, 65504, 1]] if pack is half_product else weight.T.tolist()
-        assert pack(weight, None)(torch.ones(1, 1)).tolist() == kept
+        kept: dict[Pack, list[float]] = {
+            half_product: [65504, -65504, 65504, 1],
+            bf16_product: weight[:, 0].bfloat16().tolist(),
+            float_product: weight[:, 0].tolist(),
+        }
+        assert pack(weight, None)(torch.ones(1, 1)).tolist() == [kept[pack]]
+
+
+def all_float_patterns() -> Tensor:
+    """float32 [N]: every exponent and sign, with the fractions that are hard to round to bfloat16."""
+    fractions = torch.tensor(
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x17FFF, 0x18000, 0x18001, 0x7F8000, 0x7FFFFF]
+    )
+    bits = (torch.arange(-256, 256)[:, None] << 23) | fractions
+    return bits.flatten().to(torch.int32).view(torch.float32)
+
+
+class TestBf16:
+    @pytest.fixture(autouse=True)
+    def _by_these_kernels(self, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(native, "library", lambda: kernels)
+
+    def test_activations_are_rounded_to_the_nearest(self) -> None:
+        """Numbers below the smallest normal one count as zero."""
+        given = all_float_patterns()
+        expected = given.bfloat16().float()
+        expected[given.abs() < torch.finfo(torch.float32).tiny] = 0
+        found = bf16_product(torch.ones(1, 1), None)(given[:, None])[:, 0]
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found[~found.isnan()], expected[~found.isnan()])
+
+    def test_every_weight_is_exact(self) -> None:
+        weights = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+        weights = weights[weights.isnan() | (weights == 0) | (weights.abs() >= torch.finfo(torch.float32).tiny)]
+        found = bf16_product(weights[:, None], None)(torch.ones(1, 1))[0]
+        assert torch.equal(found.isnan(), weights.isnan())
+        assert torch.equal(found[~weights.isnan()], weights[~weights.isnan()].float())
+
+    @pytest.mark.parametrize("inputs", [2, 37, 3000])
+    def test_error_of_sums_is_bounded(self, inputs: int) -> None:
+        """Also where large terms cancel: the bound is that of one rounding in float32 per term, relative to the sum of
+        magnitudes."""
+        torch.manual_seed(0)
+        weight, activations = (
+            torch.randn(70, inputs).bfloat16(),
+            torch.randn(20, inputs) * torch.rand(inputs).mul(9).exp(),
+        )
+        terms = activations.bfloat16().double()
+        exact, magnitude = terms @ weight.double().T, terms.abs() @ weight.double().abs().T
+        error = (bf16_product(weight, None)(activations) - exact).abs()
+        assert (error <= (inputs + 2) * 2.0**-24 * magnitude).all()
+
+
+def test_instructions_for_bf16_are_used_where_the_processor_has_them() -> None:
+    if native.library() is None:
+        pytest.skip("there is no C compiler")
+    assert has_bf16() == ("avx512_bf16" in native.processor_features().split())
+
+
+def test_without_kernels_there_is_no_fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert not has_bf16()
 
 
 class TestLibraries(Products):

@@ -139,11 +139,11 @@ def test_only_requested_logits(models: Callable[..., Model]) -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize(("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.2)])
 def test_other_weight_formats(models: Callable[..., Model], moe: bool, weights: str, tolerance: float) -> None:
-    """With the matching KV cache. The tolerances are loose, because random weights are larger than trained ones and
+    """With a KV cache in fp16. The tolerances are loose, because random weights are larger than trained ones and
     amplify rounding."""
     model = models(moe=moe)
     decoder = model.decoder(weights)
-    logits = run_whole(Pool(decoder, dtype=getattr(torch, weights)), model.prompt(IMAGES))
+    logits = run_whole(Pool(decoder, dtype=torch.float16), model.prompt(IMAGES))
     error = (logits - model.expected(IMAGES)).abs()
     assert error.median() <= tolerance, f"median error {error.median():.3g}, max {error.max():.3g}"
 
@@ -185,14 +185,14 @@ def test_tower_in_bf16(models: Callable[..., Model]) -> None:
     model = models()
     tower = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["bfloat16"], CPU)
     rows = torch.cat(tower.encode(IMAGES))
-    assert rows.dtype == torch.bfloat16
-    assert_close(rows.float(), torch.cat(model.tower.encode(IMAGES)), 0.3)
+    assert rows.dtype == torch.float32
+    assert_close(rows, torch.cat(model.tower.encode(IMAGES)), 0.1)
 
 
 def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Linear layers are in fp16, and their fp32 weights aren't kept."""
     model = models()
-    tower: Any = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["auto"], CPU)
+    tower: Any = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["float16"], CPU)
     assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
     assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
     rows = torch.cat(tower.encode(IMAGES))

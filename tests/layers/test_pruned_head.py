@@ -16,7 +16,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.runner import Runner
 from triptych.layers import native
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.float_product import FbgemmProduct, float_product, half_product
+from triptych.layers.float_product import FbgemmProduct, bf16_product, float_product, half_product
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.products import CompiledProduct, Product
 from triptych.layers.pruned_head import PrunedHead, is_faster, pruned_head_of
@@ -57,7 +57,7 @@ def like_a_vocabulary(weight: Tensor) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("pack", [half_product, float_product])
+@pytest.mark.parametrize("pack", [half_product, bf16_product, float_product])
 @pytest.mark.parametrize(("outputs", "inputs"), [(5000, 128), (3001, 77), (700, 1030), (31, 5), (1, 1)])
 def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int, inputs: int) -> None:
     product, pruned_head = made(like_a_vocabulary(torch.randn(outputs, inputs)), pack)

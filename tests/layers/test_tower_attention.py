@@ -34,12 +34,24 @@ def expected(operands: list[Tensor], lengths: list[int], scale: float) -> Tensor
 def test_each_token_attends_to_its_segment(
     kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], heads: int, dim: int
 ) -> None:
-    monkeypatch.setattr(tower, "paged_attention", lambda: PagedAttention(kernels))
+    monkeypatch.setattr(tower, "paged_attention", lambda in_bf16=False: PagedAttention(kernels, in_bf16))
     query, key, value = operands(sum(lengths), heads, dim)
     for keys in (key, key.contiguous()):
         for scale in (dim**-0.5, 0.3):
             found = attend(query, keys, value, lengths, scale)
             torch.testing.assert_close(found, expected([query, key, value], lengths, scale), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", SEGMENTS)
+def test_in_bf16_where_the_processor_can(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(tower, "paged_attention", lambda in_bf16=False: PagedAttention(kernels, in_bf16))
+    query, key, value = operands(sum(lengths), 2, 72)
+    brief, whole = (attend(query, key, value, lengths, 0.125, in_bf16) for in_bf16 in (True, False))
+    assert (brief - whole).norm() < 2**-7 * whole.norm()
+    can = bool(ctypes.c_int.in_dll(kernels, "attention_has_bf16").value)
+    assert torch.equal(brief, whole) == (not can or max(lengths) == 1)
 
 
 @pytest.mark.parametrize("lengths", SEGMENTS)
@@ -49,14 +61,14 @@ def test_unsupported_shapes_use_pytorch(monkeypatch: pytest.MonkeyPatch, lengths
     halves = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), lengths, 0.125)
     assert halves.dtype == torch.bfloat16
     torch.testing.assert_close(halves.float(), wanted, atol=0.03, rtol=0.03)
-    monkeypatch.setattr(tower, "paged_attention", lambda: None)
+    monkeypatch.setattr(tower, "paged_attention", lambda *_: None)
     torch.testing.assert_close(attend(query, key, value, lengths, 0.125), wanted, atol=2e-5, rtol=2e-5)
 
 
 def test_segments_of_a_wrong_total_are_rejected(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = operands(20, 4, 64)
     for kernel in (PagedAttention(kernels), None):
-        monkeypatch.setattr(tower, "paged_attention", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(tower, "paged_attention", lambda _, kernel=kernel: kernel)
         for lengths in ([8, 8], [8, 16]):
             with pytest.raises((ValueError, RuntimeError)):
                 attend(query, key, value, lengths, 0.125)

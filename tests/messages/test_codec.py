@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from triptych.errors import BadMessage
 from triptych.messages.codec import Message, decode, encode
+from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import Heartbeat, SamplingParams, WorkMessage
 from triptych.types import Address
 
-KINDS = [*get_args(RowMessage), *get_args(WorkMessage)]
+KINDS = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911, PLR0912 - one per kind

@@ -31,6 +31,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, decode, encode
+from triptych.messages.operations import OperationsMessage, SetRole
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
     Cancel,
@@ -44,7 +45,6 @@ from triptych.messages.work import (
     Register,
     RegisterAgain,
     Registered,
-    SetRole,
     Stop,
     Tokens,
     WorkMessage,
@@ -56,7 +56,7 @@ from triptych.stage_loop import StageLoop
 from triptych.topology import Role
 from triptych.types import Address, ItemPlan, RequestId, TransferId
 
-KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage)]
+KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
 ENDING: list[type[Any]] = [Stop, FrontendEnding, ChangeRole, SetRole]
 RESETTING: list[type[Any]] = [Registered, RegisterAgain]
 """After these an instance may begin again (``Registered`` carries the length of a lease). They are rare, so that other

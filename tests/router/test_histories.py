@@ -12,6 +12,7 @@ import pytest
 from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
+from triptych.messages.operations import SetRole
 from triptych.messages.work import (
     Credit,
     Deregister,
@@ -30,7 +31,6 @@ from triptych.messages.work import (
     Register,
     RoleKept,
     SamplingParams,
-    SetRole,
     Tokens,
 )
 from triptych.router.placement import POLICIES

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triptych.messages.work import LaunchedInstance, LauncherReport, LaunchState
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
 from triptych.router.launcher_view import FRESH_SECONDS, MAX_LAUNCHERS, LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address

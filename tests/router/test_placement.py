@@ -13,6 +13,7 @@ from triptych.config import AdmissionConfig
 from triptych.config.admission import PLACEMENTS
 from triptych.errors import ErrorKind
 from triptych.messages.codec import Message
+from triptych.messages.operations import SetRole
 from triptych.messages.work import (
     ENCODE_BATCHES_AHEAD,
     LONG_ITEMS,
@@ -27,7 +28,6 @@ from triptych.messages.work import (
     Prefill,
     PrefillNeeded,
     SamplingParams,
-    SetRole,
     Tokens,
 )
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt

@@ -10,6 +10,7 @@ from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import InstanceLost, TopologyError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
+from triptych.messages.operations import GetStatus, InstanceStatus, RoleRefused, RoleSet, SetRole, Status
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsage
 from triptych.messages.work import (
@@ -17,20 +18,14 @@ from triptych.messages.work import (
     ChangeRole,
     Deregister,
     Generate,
-    GetStatus,
     Heartbeat,
-    InstanceStatus,
     PeerLost,
     Prefill,
     PrefillNeeded,
     Register,
     Registered,
     RoleKept,
-    RoleRefused,
-    RoleSet,
     SamplingParams,
-    SetRole,
-    Status,
     Tokens,
 )
 from triptych.router.role_changes import role_change_impact

@@ -6,21 +6,18 @@ import pytest
 
 from tests.support.router_harness import E0, E1, PD0, RouterHarness
 from triptych.errors import Unavailable
-from triptych.messages.work import (
-    Draining,
-    Encode,
+from triptych.messages.operations import (
     GetStatus,
     JoinedInstance,
     LaunchedInstance,
     LauncherReport,
     LauncherStatus,
     LaunchState,
-    Register,
     RolloutRefused,
     StartRollout,
     Status,
-    Stop,
 )
+from triptych.messages.work import Draining, Encode, Register, Stop
 from triptych.topology import Role
 from triptych.types import Address
 

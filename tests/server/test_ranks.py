@@ -32,7 +32,7 @@ from triptych.config import EngineConfig, InstanceSpec, RankSizes
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory
 from triptych.errors import CheckpointError, ConfigError, StartError
 from triptych.layers.decoder import Decoder
-from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainLinear
+from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainFormat, PlainLinear
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
 from triptych.messages.channel import Channel
 from triptych.server.build import build_instance
@@ -42,8 +42,6 @@ from triptych.topology import Role
 
 CPU = torch.device("cpu")
 FP32 = EngineConfig(dtype="float32", page_size=PAGE_SIZE, threads=1)
-PLAIN = replace(FP32, dtype="bfloat16")
-"""Whose linear layers have parameters to look at."""
 NUM_PAGES = 64
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 8, 4), 3)]
 
@@ -58,6 +56,11 @@ class Rank(SingleRank):
 
 def load(folder: Path, group: Group = SINGLE_RANK, engine: EngineConfig = FP32) -> Decoder:
     return ModelBundle(Checkpoint(folder), engine).load_decoder(group)
+
+
+def load_plain(folder: Path, group: Group = SINGLE_RANK) -> Decoder:
+    """A decoder whose linear layers have parameters to look at."""
+    return load_adapter(folder).load_decoder(Checkpoint(folder), PlainFormat(torch.float32), CPU, group)
 
 
 @contextmanager
@@ -159,8 +162,8 @@ def test_logits_are_those_of_transformers(tmp_path: Path, make: Callable[[Path],
     ],
 )
 def test_other_weight_formats(tmp_path: Path, changes: dict[str, Any], tolerance: float) -> None:
-    """As close to the whole decoder as rounding allows: fp16 weights are the same in shards, but sums of bf16 are
-    rounded once more, and a scale of int8 is a shard's own."""
+    """As close to the whole decoder as rounding allows: weights are the same in shards, but a shard of activations is
+    not rounded to bf16 as the whole, and a scale of int8 is a shard's own."""
     case, engine = Case.of(make_checkpoint(tmp_path, moe=True)), replace(FP32, **changes)
     whole = load(case.folder, engine=engine)
     expected = run(Pool(whole, NUM_PAGES, ModelBundle(Checkpoint(case.folder), engine).kv_dtype), case.prompts)
@@ -241,8 +244,8 @@ def test_a_checkpoint_that_a_rank_refuses(tmp_path: Path, capfd: pytest.CaptureF
 def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
     """What both ranks keep of each layer, together, is the layer; norms, routers and the embedding are replicated."""
     folder = make_checkpoint(tmp_path, moe=True, tied=False)
-    whole = dict(load(folder, engine=PLAIN).named_parameters())
-    shards = [dict(load(folder, Rank(rank), PLAIN).named_parameters()) for rank in range(2)]
+    whole = dict(load_plain(folder).named_parameters())
+    shards = [dict(load_plain(folder, Rank(rank)).named_parameters()) for rank in range(2)]
     num_cut = 0
     for name, parameter in whole.items():
         # a reduced or gathered module is a module's child
@@ -263,7 +266,7 @@ def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
 
 def test_only_rank_0_adds_the_output_bias(tmp_path: Path) -> None:
     folder = with_biases(make_checkpoint(tmp_path))
-    outputs = [layers_of(load(folder, Rank(rank), PLAIN))[0].attention.output.module for rank in range(2)]
+    outputs = [layers_of(load_plain(folder, Rank(rank)))[0].attention.output.module for rank in range(2)]
     assert all(isinstance(output, PlainLinear) for output in outputs)
     assert [output.bias is not None for output in outputs] == [True, False]
 

@@ -17,7 +17,7 @@ from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig, FrontendConfig, RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.errors import StartError
-from triptych.messages.work import InstanceStatus
+from triptych.messages.operations import InstanceStatus
 from triptych.server.components import Components
 from triptych.server.instance import Instance
 from triptych.topology import Role

@@ -19,7 +19,7 @@ from tests.support.commands import Command, triptych
 from tests.support.serving import image, image_part, served, text_part
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
-from triptych.messages.work import InstanceStatus
+from triptych.messages.operations import InstanceStatus
 
 LEASE = 2.0
 HEARTBEAT = 0.5

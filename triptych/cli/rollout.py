@@ -6,7 +6,7 @@ from triptych.cli import flags
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
-from triptych.messages.work import RolloutProgress
+from triptych.messages.operations import RolloutProgress
 
 SUMMARY = "replace all processes of a running service: by new code, other settings or another revision of the model"
 

@@ -12,8 +12,8 @@ from triptych.cli import flags
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
+from triptych.messages.operations import InstanceStatus, LaunchedInstance, LaunchState, Status
 from triptych.messages.stats import PoolUsage
-from triptych.messages.work import InstanceStatus, LaunchedInstance, LaunchState, Status
 from triptych.topology import Role
 
 SUMMARY = "show the instances of a running service, or change the role of one"

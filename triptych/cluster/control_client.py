@@ -12,7 +12,7 @@ from triptych.config import ClusterConfig, split_addresses
 from triptych.errors import BadAddress, ConfigError, StartError
 from triptych.messages.channel import Channel, endpoint
 from triptych.messages.codec import Message
-from triptych.messages.work import (
+from triptych.messages.operations import (
     GetStatus,
     RoleRefused,
     RoleSet,

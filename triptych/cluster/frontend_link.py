@@ -9,7 +9,7 @@ from triptych.cluster.rollouts import Plan, Rollouts
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint
-from triptych.messages.work import LauncherReport, LauncherStatus, StartRollout
+from triptych.messages.operations import LauncherReport, LauncherStatus, StartRollout
 from triptych.types import Address
 
 log = logging.getLogger(__name__)

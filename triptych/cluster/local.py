@@ -14,7 +14,7 @@ from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
-from triptych.messages.work import JoinedInstance, LaunchedInstance, LaunchState
+from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState
 from triptych.observe.machine import oom_kills
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ time."""
 from collections.abc import Mapping, Sequence
 
 from triptych.cluster.rollout import Finish, GiveUp, Replacing, Retire, Start, Step, Switch, Wait
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 
 
 class Revision:

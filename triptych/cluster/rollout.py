@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 
 
 @dataclass(frozen=True)

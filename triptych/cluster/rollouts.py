@@ -12,7 +12,7 @@ from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Finish, GiveUp, Retire, Rollout, Start, Switch, Wait
 from triptych.errors import TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.work import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+from triptych.messages.operations import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.rollouts import Plan
 from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed, split_addresses
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
-from triptych.messages.work import LaunchState, StartRollout
+from triptych.messages.operations import LaunchState, StartRollout
 from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import listen, listen_all, url_of
 from triptych.server.worker_extra import check_installed

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from triptych import exit_codes
-from triptych.messages.work import LaunchState
+from triptych.messages.operations import LaunchState
 from triptych.observe.machine import describe_exit, signal_name
 
 FIRST_DELAY = 0.5

@@ -26,14 +26,17 @@ class EngineConfig(Settings):
     )
     dtype: str = setting(
         "auto",
-        "dtype of weights and activations. float16: on CPUs packed fp16 weights with fp32 activations, on GPUs fp16; "
-        "bfloat16; float32, for exact comparison with a reference; auto: float16 on CPUs, the checkpoint's dtype on "
-        "GPUs",
+        "dtype of weights and of products. On CPUs activations are fp32 between products: float16 multiplies fp16 "
+        "weights in fp32; bfloat16 multiplies weights and rounded activations in bfloat16 and adds in fp32; float32 "
+        "is for exact comparison with a reference; auto is bfloat16 if the checkpoint is and the processor has "
+        "instructions for it (AVX512-BF16), otherwise float16. On GPUs activations have the dtype as well, and auto "
+        "is the checkpoint's",
         choices=DTYPES,
     )
     quantization: str = setting(
         "none",
-        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; the LM head stays in fp16",
+        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; towers and the LM head "
+        "stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
     )
     tensor_parallel_size: RankSizes = setting(
@@ -68,8 +71,8 @@ class EngineConfig(Settings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "format of keys and values in the KV cache: float16, bfloat16 or float32; auto: that of --dtype, and float16 "
-        "with --dtype auto; on GPUs only auto, or the format of activations, which it stands for",
+        "format of keys and values in the KV cache: float16, bfloat16 or float32; auto: float32 with --dtype float32, "
+        "otherwise float16; on GPUs only auto, or the format of activations, which it stands for",
         choices=DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         """
         reader = WeightReader(checkpoint, keys, weights, device, group)
         with torch.inference_mode():
-            decoder = cls(config, reader, backend or attention_for(device))
+            decoder = cls(config, reader, backend or attention_for(device, weights.bf16_attention))
         reader.finish()
         return decoder.eval()
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -11,12 +12,13 @@ from triptych.errors import ConfigError, StartError
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.layers.parallel import rank_device
 from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_KV_DTYPES = {name: getattr(torch, "float16" if name == "auto" else name) for name in DTYPES}
+_KV_DTYPES = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
 
 
 def find_device(name: str) -> torch.device:
@@ -46,9 +48,23 @@ def check_ranks(device: torch.device, size: int) -> None:
 
 def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
     """Return the weight format for the settings, a device and a checkpoint's tensors. Raises ConfigError for one that
-    the device doesn't support."""
+    the device doesn't support.
+
+    "auto" is bfloat16 on processors with instructions for it, for a checkpoint in bfloat16, and float16 on others.
+    """
     if device.type == "cpu":
-        return QUANTIZED_FORMATS.get(engine.quantization) or WEIGHT_FORMATS[engine.dtype]
+        name = engine.dtype
+        if name == "auto":
+            name = "bfloat16" if _most_common(tensors) == "BF16" and has_bf16() else "float16"
+        plain = WEIGHT_FORMATS[name]
+        if (quantized := QUANTIZED_FORMATS.get(engine.quantization)) is None:
+            return plain
+        return replace(
+            quantized,
+            pack_high_precision=plain.pack_high_precision,
+            high_precision_dtype=plain.high_precision_dtype,
+            bf16_attention=plain.bf16_attention,
+        )
     if engine.quantization != "none":
         raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
     return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
@@ -57,11 +73,12 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
 def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) -> torch.dtype:
     """Return the dtype of the KV cache for the settings and a device. Raises ConfigError for an unsupported one.
 
-    The default on CPUs is the dtype of weights, float16 for int8 ones, and on GPUs that of activations.
+    The default on CPUs is float32 for weights in float32 and float16 for others, and on GPUs that of activations.
     """
     if device.type == "cpu":
-        name = engine.dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
-        return _KV_DTYPES[name]
+        if engine.kv_cache_dtype != "auto":
+            return _KV_DTYPES[engine.kv_cache_dtype]
+        return torch.float32 if engine.dtype == "float32" else torch.float16
     named = engine.kv_cache_dtype
     if named != "auto" and _KV_DTYPES[named] != weights.activations:
         raise ConfigError(
@@ -87,21 +104,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
     """Return the dtype of most of a checkpoint's bytes. Raises ConfigError for one that isn't supported."""
-    num_bytes = Counter[str]()
-    for info in tensors.values():
-        num_bytes[info.dtype] += info.num_bytes
-    [(most, _)] = num_bytes.most_common(1)
-    if most not in _STORED:
+    if (most := _most_common(tensors)) not in _STORED:
         raise ConfigError(
             f"the checkpoint holds {most} tensors: --dtype auto supports {', '.join(_STORED)}; set another dtype"
         )
     return _STORED[most]
 
 
-def attention_for(device: torch.device) -> AttentionBackend:
-    """Return the attention backend of a device. Raises ConfigError for a GPU without Triton."""
+def _most_common(tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the dtype of most of a checkpoint's bytes, as named in its files; empty if it has no tensors."""
+    num_bytes = Counter[str]()
+    for info in tensors.values():
+        num_bytes[info.dtype] += info.num_bytes
+    return max(num_bytes, key=num_bytes.__getitem__, default="")
+
+
+def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBackend:
+    """Return the attention backend of a device; ``in_bf16`` is as in ``PagedAttention``. Raises ConfigError for a
+    GPU without Triton."""
     if device.type == "cpu":
-        return CpuAttention(paged_attention())
+        return CpuAttention(paged_attention(in_bf16))
     try:
         from triptych.layers.attention.triton_backend import TritonAttention
     except ImportError as error:

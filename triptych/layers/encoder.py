@@ -129,7 +129,8 @@ def load_module(
         ours = weights.high_precision(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
         module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
     for name, one in list(module.named_modules()):
-        replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one)
+        in_bf16 = weights.bf16_attention
+        replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one, in_bf16)
         if replacement is not None:
             module.set_submodule(name, replacement)
     module.load_state_dict(state, assign=True, strict=False)

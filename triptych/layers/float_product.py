@@ -1,5 +1,5 @@
-"""Float32 products with weights in fp16 or float32: by the compiled kernel if there is one, else by FBGEMM and
-oneDNN."""
+"""Products with weights in fp16, bfloat16 or float32, and sums in float32: by the compiled kernels if there are any,
+else by FBGEMM and oneDNN."""
 
 import ctypes
 from functools import partial
@@ -34,6 +34,17 @@ class OneDnnFloatProduct:
         return torch.ops.mkldnn._linear_pointwise(activations, self._packed, self._bias, "none", [], "")
 
 
+class OneDnnBf16Product:
+    """oneDNN's kernels for weights and activations in bfloat16, whose outputs are rounded, too."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight.bfloat16().contiguous()
+        self._bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        return F.linear(activations.bfloat16(), self._weight, self._bias).float()
+
+
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return ``x W^T + b`` for W [out, in] rounded to fp16: a relative error of at most 2**-11; saturates at ±65504."""
     if (library := native.library()) is not None:
@@ -50,9 +61,23 @@ def float_product(weight: Tensor, bias: Tensor | None) -> Product:
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
 
 
+def bf16_product(weight: Tensor, bias: Tensor | None) -> Product:
+    """Return ``x W^T + b`` for W [out, in] and x rounded to bfloat16: a relative error of at most 2**-8 of each."""
+    if (library := native.library()) is not None:
+        return _compiled(library, WeightKind.BF16, weight, bias, torch.bfloat16)
+    return OneDnnBf16Product(weight, bias)
+
+
+def has_bf16() -> bool:
+    """Return whether the processor multiplies in bfloat16 by instructions for it, and there are compiled kernels."""
+    library = native.library()
+    return library is not None and bool(ctypes.c_int.in_dll(library, "bf16_is_native").value)
+
+
 def _compiled(
     library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> CompiledProduct:
-    """Return a product by ``kernels/cpu/floats.c``."""
-    panels = in_panels(weight, ctypes.c_int.in_dll(library, "float_outputs").value, 1, dtype)
+    """Return a product by ``kernels/cpu/floats.c`` or ``bf16.c``."""
+    name, inputs = ("bf16_outputs", 2) if kind == WeightKind.BF16 else ("float_outputs", 1)
+    panels = in_panels(weight, ctypes.c_int.in_dll(library, name).value, inputs, dtype)
     return CompiledProduct(library, kind, weight.shape, panels, None, bias)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.errors import ConfigError
-from triptych.layers.float_product import float_product, half_product
+from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.int8 import int8_product
 from triptych.layers.pointwise import rms_norm
 from triptych.layers.products import Product
@@ -82,6 +82,10 @@ class WeightFormat(Protocol):
     def high_precision_dtype(self) -> str:
         """Name of the format that ``high_precision`` stores weights in."""
 
+    @property
+    def bf16_attention(self) -> bool:
+        """Whether attention on CPUs may multiply in bfloat16 what comes in float32."""
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer from a checkpoint's weight [out, in] and bias [out]. Raises ConfigError for an unsupported
         device."""
@@ -108,6 +112,10 @@ class PlainFormat:
     def high_precision_dtype(self) -> str:
         return self.linear_dtype
 
+    @property
+    def bf16_attention(self) -> bool:
+        return False
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         bias = None if bias is None else bias.to(device, self.activations)
         return PlainLinear(weight.to(device, self.activations), bias)
@@ -130,6 +138,7 @@ class PackedFormat:
     linear_dtype: str
     high_precision_dtype: str
     activations: torch.dtype = torch.float32
+    bf16_attention: bool = False
 
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
@@ -150,14 +159,13 @@ def _check_cpu(device: torch.device) -> None:
         raise ConfigError(f"packed weights are for CPUs only, not for {device}")
 
 
-WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    "auto": PackedFormat(half_product, half_product, "float16", "float16"),
+WEIGHT_FORMATS: dict[str, PackedFormat] = {
     "float32": PackedFormat(float_product, float_product, "float32", "float32"),
     "float16": PackedFormat(half_product, half_product, "float16", "float16"),
-    "bfloat16": PlainFormat(torch.bfloat16),
+    "bfloat16": PackedFormat(bf16_product, bf16_product, "bfloat16", "bfloat16", bf16_attention=True),
 }
-"""Format of each of ``triptych.config.DTYPES`` on CPUs."""
-QUANTIZED_FORMATS: dict[str, WeightFormat] = {"int8": PackedFormat(int8_product, half_product, "int8", "float16")}
+"""Format of each of ``triptych.config.DTYPES`` on CPUs, except "auto": see ``devices.weight_format``."""
+QUANTIZED_FORMATS: dict[str, PackedFormat] = {"int8": PackedFormat(int8_product, half_product, "int8", "float16")}
 """Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")

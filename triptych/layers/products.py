@@ -23,6 +23,7 @@ class WeightKind(IntEnum):
     HALF = 0
     FLOAT = 1
     INT8 = 2
+    BF16 = 3
 
 
 class LinearOperands(ctypes.Structure):

@@ -129,6 +129,7 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     together = max(1, AT_ONCE // (width * num_inputs))
     rounding = (num_inputs + SPARE) * torch.finfo(torch.float32).eps
     low_step = num_inputs**0.5 / 127 / 2
+    subnormal = num_inputs**0.5 * torch.finfo(torch.float32).tiny  # products in bfloat16 take these weights as zeros
     for first, some in enumerate(panels.split(together)):
         rows = slice(first * together * width, (first * together + len(some)) * width)
         exact = saturating_cast(weight[rows], product.panels.dtype).float()
@@ -136,6 +137,7 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
         some.copy_(in_panels(whole, width, 4, torch.int8))
         kept, exact = whole.float(), exact / steps[:, None]
         scales[rows] = steps
-        per_length[rows] = steps * ((exact - kept).norm(dim=1) + exact.norm(dim=1) * rounding) * (1 + 2**-10)
+        apart = (exact - kept).norm(dim=1) + exact.norm(dim=1) * rounding
+        per_length[rows] = steps * apart * (1 + 2**-10) + subnormal
         per_low[rows] = steps * kept.norm(dim=1) * low_step * (1 + 2**-10)
     return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, None), per_length, per_low

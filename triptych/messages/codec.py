@@ -5,11 +5,12 @@ from collections.abc import Callable
 import msgspec
 
 from triptych.errors import BadMessage
+from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
 from triptych.types import Address
 
-Message = WorkMessage | RowMessage
+Message = WorkMessage | RowMessage | OperationsMessage
 
 Send = Callable[[Address, Message], None]
 """Sends a message to an address; passed to components that hold no socket."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from triptych.messages.work import LaunchedInstance, LauncherReport, LaunchState
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
 from triptych.topology import Stage
 from triptych.types import Address
 

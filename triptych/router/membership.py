@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.identity import ModelIdentity
+from triptych.messages.operations import InstanceStatus
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
-from triptych.messages.work import Capacity, Credit, Heartbeat, InstanceStatus, Register
+from triptych.messages.work import Capacity, Credit, Heartbeat, Register
 from triptych.router.caches import EncodedItems
 from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage

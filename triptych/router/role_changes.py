@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from triptych.messages.codec import Message
-from triptych.messages.work import ChangeRole, ChangingRole, Register, RoleKept, RoleRefused, RoleSet, SetRole
+from triptych.messages.operations import RoleRefused, RoleSet, SetRole
+from triptych.messages.work import ChangeRole, ChangingRole, Register, RoleKept
 from triptych.router.membership import InstanceLease, Membership
 from triptych.topology import Role
 from triptych.types import Address

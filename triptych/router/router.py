@@ -10,6 +10,17 @@ from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
+from triptych.messages.operations import (
+    GetStatus,
+    JoinedInstance,
+    LauncherReport,
+    LauncherStatus,
+    RoleRefused,
+    RolloutRefused,
+    SetRole,
+    StartRollout,
+    Status,
+)
 from triptych.messages.work import (
     Cancel,
     ChangingRole,
@@ -20,13 +31,9 @@ from triptych.messages.work import (
     EncodeNeeded,
     Failed,
     FetchMedia,
-    GetStatus,
     HandBack,
     Heartbeat,
     HeartbeatReceived,
-    JoinedInstance,
-    LauncherReport,
-    LauncherStatus,
     PeerLost,
     PrefillNeeded,
     Register,
@@ -34,11 +41,6 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
     RoleKept,
-    RoleRefused,
-    RolloutRefused,
-    SetRole,
-    StartRollout,
-    Status,
     Stop,
     Tokens,
 )
@@ -107,7 +109,10 @@ class Router:
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
         self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+        self._handlers = self._message_handlers()
+
+    def _message_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
+        return {
             Register: self._on_register,
             Heartbeat: self._on_heartbeat,
             Draining: self._on_draining,

@@ -130,19 +130,7 @@ class Frontend:
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
         )
-        settings = uvicorn.Config(
-            add_security(create_app(self.service), config.frontend),
-            ssl_certfile=config.frontend.tls.ssl_certfile or None,
-            ssl_keyfile=config.frontend.tls.ssl_keyfile or None,
-            http=BoundedHttp,
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=LAST_RESPONSES,
-        )
-        self._server = _HttpServer(settings)
+        self._server = _HttpServer(_http_settings(self.service, config.frontend))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -263,6 +251,21 @@ class Frontend:
                 self.router.tick()
             except Exception:  # leases and deadlines must still be checked
                 log.exception("the router's tick failed")
+
+
+def _http_settings(service: Service, config: FrontendConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        add_security(create_app(service), config),
+        ssl_certfile=config.tls.ssl_certfile or None,
+        ssl_keyfile=config.tls.ssl_keyfile or None,
+        http=BoundedHttp,
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=LAST_RESPONSES,
+    )
 
 
 def _media_caps(config: MediaConfig) -> MediaCaps:

@@ -26,7 +26,7 @@ class AttentionOperands(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "is_half")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "is_half", "in_bf16")),
         ("scale", ctypes.c_float),
     )
 
@@ -34,8 +34,11 @@ class AttentionOperands(ctypes.Structure):
 class PagedAttention:
     """Attention over a paged KV cache on CPUs, by the compiled kernel."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, in_bf16: bool = False) -> None:
+        """``in_bf16`` lets several tokens of a sequence multiply in bfloat16, where the processor can; a single one
+        multiplies in float32."""
         self.library = library
+        self._in_bf16 = in_bf16
         self._run = library.paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(AttentionOperands)], ctypes.c_int
         self._rows, self._max_group, self._max_dim = (
@@ -96,7 +99,7 @@ class PagedAttention:
         """
         if (self, shape) not in batch.prepared:
             tables = batch.paged(self._tile(*shape[:2]))
-            batch.prepared[self, shape] = _operands(tables, batch.slots, shape)
+            batch.prepared[self, shape] = _operands(tables, batch.slots, shape, in_bf16=self._in_bf16)
         return AttentionOperands.from_buffer_copy(batch.prepared[self, shape])
 
     def _tile(self, heads: int, kv_heads: int) -> int:
@@ -118,7 +121,8 @@ class PagedAttention:
         query = _with_dense_heads(query)
         _, heads, dim = query.shape
         output = query.new_empty(query.shape)
-        step = _operands(tables, new[2], (heads, caches[0].shape[2], dim), causal=causal, scale=scale)
+        shape = heads, caches[0].shape[2], dim
+        step = _operands(tables, new[2], shape, causal=causal, scale=scale, in_bf16=self._in_bf16)
         set_caches(step, *caches, window)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
@@ -133,9 +137,11 @@ def _operands(
     *,
     causal: bool = True,
     scale: float | None = None,
+    in_bf16: bool = False,
 ) -> AttentionOperands:
     """``shape`` is (heads, kv heads, head_dim)."""
-    step = AttentionOperands(num_tokens=len(slots), causal=causal, scale=shape[2] ** -0.5 if scale is None else scale)
+    scale = shape[2] ** -0.5 if scale is None else scale
+    step = AttentionOperands(num_tokens=len(slots), causal=causal, scale=scale, in_bf16=in_bf16)
     step.slots, step.query_starts, step.query_lens = (
         tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
     )
@@ -166,9 +172,9 @@ def raise_failure(done: int, step: AttentionOperands) -> None:
 
 
 @cache
-def paged_attention() -> PagedAttention | None:
-    """Return the kernel; None if there are no compiled kernels."""
-    return None if (library := native.library()) is None else PagedAttention(library)
+def paged_attention(in_bf16: bool = False) -> PagedAttention | None:
+    """Return the kernel; None if there are no compiled kernels. ``in_bf16`` is as in ``PagedAttention``."""
+    return None if (library := native.library()) is None else PagedAttention(library, in_bf16)
 
 
 def _with_dense_heads(tokens: Tensor) -> Tensor:

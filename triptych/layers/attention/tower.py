@@ -18,22 +18,26 @@ class TowerAttention(nn.Module):
     """Replaces transformers' attention module, which rotates queries and keys in several passes and copies each
     segment."""
 
-    def __init__(self, inputs: Sequence[nn.Module], output: nn.Module, num_heads: int, scale: float) -> None:
+    def __init__(
+        self, inputs: Sequence[nn.Module], output: nn.Module, num_heads: int, scale: float, in_bf16: bool
+    ) -> None:
+        """``in_bf16`` lets the compiled kernel multiply in bfloat16."""
         super().__init__()
         self.inputs = nn.ModuleList(inputs)
         self.output = output
         self.num_heads = num_heads
         self.scale = scale
+        self.in_bf16 = in_bf16
 
     @classmethod
-    def in_place_of(cls, module: nn.Module) -> "TowerAttention | None":
+    def in_place_of(cls, module: nn.Module, in_bf16: bool = False) -> "TowerAttention | None":
         """Return a replacement with the linear layers of transformers' ``module``; None if it isn't a tower's
         attention."""
         children, settings = dict(module.named_children()), vars(module)
         for inputs, output in PROJECTIONS:
             if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
                 linears = [children[name] for name in inputs], children[output]
-                return cls(*linears, settings["num_heads"], settings["scaling"])
+                return cls(*linears, settings["num_heads"], settings["scaling"], in_bf16)
         return None
 
     def forward(
@@ -54,17 +58,20 @@ class TowerAttention(nn.Module):
         if position_embeddings is not None:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
             query, key = (rotate(part, cos, sin).to(part.dtype) for part in (query, key))
-        attended = attend(query, key, value, cu_seqlens.diff().tolist(), self.scale)
+        attended = attend(query, key, value, cu_seqlens.diff().tolist(), self.scale, self.in_bf16)
         output: Tensor = self.output(attended.flatten(1))
         return output
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def attend(  # noqa: PLR0917 (a kernel's operands)
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, in_bf16: bool = False
+) -> Tensor:
     """Attend from each token to all tokens of its segment; operands and result are [T, heads, head_dim].
 
-    ``lengths`` are those of the consecutive segments. Raises an error if they don't add up to T tokens.
+    ``lengths`` are those of the consecutive segments; ``in_bf16`` lets the compiled kernel multiply float32 operands in
+    bfloat16. Raises an error if the segments don't add up to T tokens.
     """
-    kernel = paged_attention() if query.device.type == "cpu" else None
+    kernel = paged_attention(in_bf16) if query.device.type == "cpu" else None
     if kernel is not None and kernel.suits(query, key[None]):
         return kernel.over_segments(query, key, value, lengths, scale)
     by_heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value))

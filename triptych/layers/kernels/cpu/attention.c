@@ -1,6 +1,10 @@
 /* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may be in
  * half precision: keys and values, including the new ones, are then rounded before they are used.
  *
+ * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
+ * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
+ * outputs. A pair has the size of a float, so that tiles and loops are the same.
+ *
  * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
  * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
  * Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own sequence and on whether it is its
@@ -25,12 +29,30 @@
 #define TOGETHER 8        /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
 #define LINE 64           /* bytes of a cache line */
 
+#ifdef __AVX512BF16__
+const int attention_has_bf16 = 1;
+#else
+const int attention_has_bf16 = 0;
+#endif
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
+
+/* sum + scalar * vector; or with pairs, of which scalar is one and vector has one per lane, their dot product */
+inlined floats plus_product(floats sum, float scalar, floats vector, const int in_pairs) {
+#ifdef __AVX512BF16__
+    if (in_pairs) {
+        int32_t pair;
+        memcpy(&pair, &scalar, sizeof pair);
+        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)vector, (__m512bh)_mm512_set1_epi32(pair));
+    }
+#endif
+    (void)in_pairs;
+    return sum + scalar * vector;
+}
 
 /* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], summed
  * over i, for the first ``halves`` halves of the rows. Without ``shrink``, previous sums are overwritten. */
 inlined void multiply(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
-                      const float *vectors, int64_t count, const int blocks, const int halves) {
+                      const float *vectors, int64_t count, const int blocks, const int halves, const int in_pairs) {
     floats found[BLOCK][2];
     for (int block = 0; block < blocks; block++)
         for (int half = 0; half < halves; half++)
@@ -41,8 +63,8 @@ inlined void multiply(float *sums, const floats *shrink, const float *scalars, i
 #pragma GCC unroll 8
         for (int block = 0; block < blocks; block++) {
             float scalar = scalars[block * step + i * across];
-            found[block][0] += scalar * low;
-            if (halves > 1) found[block][1] += scalar * high;
+            found[block][0] = plus_product(found[block][0], scalar, low, in_pairs);
+            if (halves > 1) found[block][1] = plus_product(found[block][1], scalar, high, in_pairs);
         }
     }
     for (int block = 0; block < blocks; block++)
@@ -50,12 +72,13 @@ inlined void multiply(float *sums, const floats *shrink, const float *scalars, i
 }
 
 inlined void multiply_all(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
-                          const float *vectors, int64_t count, int64_t blocks, const int halves) {
+                          const float *vectors, int64_t count, int64_t blocks, const int halves, const int in_pairs) {
     if (blocks == BLOCK) {
-        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves);
+        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves, in_pairs);
     } else {
         for (int64_t block = 0; block < blocks; block++)
-            multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves);
+            multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves,
+                     in_pairs);
     }
 }
 
@@ -69,7 +92,8 @@ inlined const char *from_head(const void *cache, int64_t head, const Step *step,
 }
 
 inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step, const int is_half) {
-    int64_t slot = pages[key / step->page_size] * step->page_size + key % step->page_size;
+    uint32_t at = key, page_size = step->page_size; /* fewer bits are divided faster */
+    int64_t slot = pages[at / page_size] * page_size + at % page_size;
     return cache + bytes_of(slot * step->cache_stride, is_half);
 }
 
@@ -95,10 +119,68 @@ inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_
     }
 }
 
+/* Pairs of a and b, rounded to bfloat16. Never called on processors without instructions for it. */
+inlined floats paired(floats a, floats b) {
+#ifdef __AVX512BF16__
+    __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                     20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (floats)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    (void)b;
+    return a;
+#endif
+}
+
+/* e^x for x <= 0 to a relative error of 2^-14, which rounding to bfloat16 hides: 2^n 2^f, where f is at most one half and
+ * 2^f a Taylor series. */
+inlined floats brief_exponential(floats x) {
+#ifdef __AVX512BF16__
+    floats power = x * 1.44269504f, whole = (floats)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT);
+    floats rest = power - whole, sum = splat(0.00961813f);
+    sum = sum * rest + 0.05550411f;
+    sum = sum * rest + 0.24022651f;
+    sum = sum * rest + 0.69314718f;
+    sum = sum * rest + 1.0f;
+    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+#else
+    return exponential(x);
+#endif
+}
+
+/* As ``gather``, with pairs of dimensions: [count, dim / 2]. */
+inlined void gather_keys(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
+                         const Step *step, const int is_half) {
+#ifdef __AVX512BF16__
+    int64_t dim = step->dim;
+    for (int64_t key = 0; key < count; key++) {
+        const char *row = row_of(cache, pages, start + key, step, is_half);
+        uint16_t *to = (uint16_t *)rows + key * dim;
+        for (int64_t i = 0; i < dim; i += LANES) {
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)load_any(row, i, dim - i, is_half));
+            memcpy(to + i, &rounded, least(LANES, dim - i) * sizeof(uint16_t));
+        }
+    }
+#endif
+}
+
+/* As ``gather``, with pairs of keys: [count / 2, dim]. The last pair of an odd number of keys has a zero. */
+inlined void gather_values(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
+                           const Step *step, const int is_half) {
+    int64_t dim = step->dim;
+    for (int64_t key = 0; key < count; key += 2) {
+        const char *first = row_of(cache, pages, start + key, step, is_half);
+        const char *second = key + 1 < count ? row_of(cache, pages, start + key + 1, step, is_half) : NULL;
+        for (int64_t i = 0; i < dim; i += LANES) {
+            floats other = second ? load_any(second, i, dim - i, is_half) : (floats){};
+            store(rows + key / 2 * dim + i, paired(load_any(first, i, dim - i, is_half), other), dim - i);
+        }
+    }
+}
+
 /* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
  * keys in the same order whatever the other tiles are. */
 typedef struct {
-    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS] */
+    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
     floats maxima[2], totals[2], shrink[2];
     ints position[2];          /* position of each row's token in the sequence */
     int64_t place, tokens;     /* index of the first token in the step; number of tokens */
@@ -106,7 +188,8 @@ typedef struct {
     int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
 } __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
 
-inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head) {
+inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head,
+                        const int in_pairs) {
     int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
     tile->tokens = tokens;
@@ -130,14 +213,17 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
             for (int lane = 0; lane < LANES; lane++)
                 square[lane] = load(rows[half * LANES + lane] + i, dim - i) * step->scale;
             transpose(square);
-            for (int64_t at = i; at < least(i + LANES, dim); at++)
+            if (in_pairs) for (int64_t at = i; at < least(i + LANES, dim); at += 2)
+                *(floats *)(tile->queries + at / 2 * ROWS + half * LANES) = paired(square[at - i], square[at - i + 1]);
+            else for (int64_t at = i; at < least(i + LANES, dim); at++)
                 *(floats *)(tile->queries + at * ROWS + half * LANES) = square[at - i];
         }
     }
 }
 
 /* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
-inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves) {
+inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
+                        const int in_pairs) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
     if (start + count - 1 > tile->first || start <= tile->last - step->window) {
         for (int64_t key = 0; key < count; key++)
@@ -154,11 +240,20 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
         tile->maxima[half] = highest[half];
         totals[half] = tile->totals[half] * tile->shrink[half];
     }
-    for (int64_t key = 0; key < count; key++)
-        for (int half = 0; half < halves; half++) {
-            scores[key][half] = exponential(scores[key][half] - highest[half]);
-            totals[half] += scores[key][half];
-        }
+    if (in_pairs)
+        for (int64_t key = 0; key < count; key += 2)
+            for (int half = 0; half < halves; half++) {
+                floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
+                if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
+                totals[half] += first + second;
+                scores[key / 2][half] = paired(first, second);
+            }
+    else
+        for (int64_t key = 0; key < count; key++)
+            for (int half = 0; half < halves; half++) {
+                scores[key][half] = exponential(scores[key][half] - highest[half]);
+                totals[half] += scores[key][half];
+            }
     for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
 }
 
@@ -186,15 +281,16 @@ inlined int64_t keys_for(const Tile *tile, int64_t start) {
 /* Attends from consecutive tiles of a sequence, for which keys and values are gathered once; uses the first ``halves``
  * halves of their rows. */
 inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
-                          const int halves, const int is_half) {
+                          const int halves, const int is_half, const int in_pairs) {
     float gathered[TILE * MAX_DIM];
-    int64_t dim = step->dim, end = tiles[num_tiles - 1].end;
+    int64_t dim = step->dim, depth = in_pairs ? dim / 2 : dim, end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
     const char *keys = from_head(step->keys, kv_head, step, is_half);
     const char *values = from_head(step->values, kv_head, step, is_half);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
-        gather(gathered, keys, pages, start, all, step, is_half);
+        if (in_pairs) gather_keys(gathered, keys, pages, start, all, step, is_half);
+        else gather(gathered, keys, pages, start, all, step, is_half);
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
@@ -202,12 +298,13 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
                 some = least(BLOCK, count - key);
                 int64_t done = which * all + key;
                 prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step, is_half);
-                multiply_all(tile->scores + key * ROWS, NULL, gathered + key * dim, dim, 1, tile->queries, dim, some,
-                             halves);
+                multiply_all(tile->scores + key * ROWS, NULL, gathered + key * depth, depth, 1, tile->queries, depth,
+                             some, halves, in_pairs);
             }
-            if (count) weigh_tile(tile, step, start, count, halves);
+            if (count) weigh_tile(tile, step, start, count, halves, in_pairs);
         }
-        gather(gathered, values, pages, start, all, step, is_half);
+        if (in_pairs) gather_values(gathered, values, pages, start, all, step, is_half);
+        else gather(gathered, values, pages, start, all, step, is_half);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
@@ -217,26 +314,35 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
                 int64_t done = which * dim + i, whole = num_tiles * dim;
                 prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step,
                          is_half);
-                multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores, count, some,
-                             halves);
+                multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores,
+                             in_pairs ? (count + 1) / 2 : count, some, halves, in_pairs);
             }
         }
     }
 }
 
-static void attend_several(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
+inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head,
+                       const int in_pairs) {
     Tile tiles[TOGETHER];
     int64_t group = step->heads / step->kv_heads, sequence = first[0];
     for (int64_t which = 0; which < num_tiles; which++)
-        begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head);
+        begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head, in_pairs);
     if (num_tiles * tiles->tokens * group <= LANES) {
-        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 1);
-        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 0);
+        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 1, in_pairs);
+        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 0, in_pairs);
     } else {
-        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 1);
-        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 0);
+        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 1, in_pairs);
+        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 0, in_pairs);
     }
     for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
+}
+
+static void attend_in_bf16(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
+    attend_in(step, first, num_tiles, kv_head, 1);
+}
+
+static void attend_in_float(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
+    attend_in(step, first, num_tiles, kv_head, 0);
 }
 
 /* Attends from the tiles ``start`` to ``end`` of the step's list, for one kv head, with those of a sequence together. */
@@ -244,7 +350,8 @@ static void attend_between(const Step *step, int64_t start, int64_t end, int64_t
     for (int64_t num_tiles; start < end; start += num_tiles) {
         const int64_t *first = step->tiles + 2 * start;
         for (num_tiles = 1; start + num_tiles < end && first[2 * num_tiles] == first[0];) num_tiles++;
-        attend_several(step, first, num_tiles, kv_head);
+        if (attention_has_bf16 && step->in_bf16 && step->dim % 2 == 0) attend_in_bf16(step, first, num_tiles, kv_head);
+        else attend_in_float(step, first, num_tiles, kv_head);
     }
 }
 

@@ -15,6 +15,7 @@ typedef struct {
     int64_t window;            /* tokens that each token attends to, at most 2^30 */
     int64_t causal;            /* 0 if new tokens attend to their whole sequence, including later tokens */
     int64_t is_half;           /* whether the cache is in half precision rather than float */
+    int64_t in_bf16;           /* whether tiles multiply in bfloat16, where the processor can */
     float scale;
 } Step;
 

@@ -4,20 +4,13 @@
  * Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS], the last padded with zeros. They
  * are loaded once for up to TOKENS tokens, whose sums stay in registers.
  */
-#include <omp.h>
-
-#include "products.h"
-#include "vectors.h"
+#include "panels.h"
 
 #ifdef __AVX512F__
 #define TOKENS 12
 #else
 #define TOKENS 6
 #endif
-#define OUTPUTS FLOAT_OUTPUTS
-#define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
-#define BLOCK 512            /* tokens multiplied by all weights before the next block: few enough to stay in the cache */
-#define AT_ONCE (512 * 1024) /* bytes of weights per task when there are few tokens */
 
 const int float_outputs = OUTPUTS;
 
@@ -26,30 +19,21 @@ typedef struct {
     const float *input;
     float *output;
     int64_t stride, tokens;
+    int64_t ahead; /* prefetch distance in bytes */
 } Rows;
-
-/* Stores outputs of an incomplete panel. Not inlined, because hundreds of copies would take long to compile. */
-static __attribute__((noinline)) void keep_some(floats sum, const Linear *linear, float *outputs, int64_t first) {
-    int64_t left = linear->outputs - first;
-    if (left <= 0) return;
-    if (linear->bias) sum += load(linear->bias + first, left);
-    store(outputs + first, sum, left);
-}
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    /* a panel that is used several times leaves time to prefetch a whole panel: the one that this thread will process
-     * next if all threads are equally fast */
-    int64_t ahead = rows->tokens > TOKENS ? size * omp_get_num_threads() : AHEAD, stride = rows->stride;
+    int64_t stride = rows->stride;
     const char *weights = (const char *)linear->panels + panel * size;
     const float *input = rows->input + first * stride;
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < linear->inputs; i++, weights += line) {
         floats low = load_any(weights, 0, LANES, is_half), high = load_any(weights, LANES, LANES, is_half);
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + ahead + at);
+        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at);
 #pragma GCC unroll 12
         for (int token = 0; token < count; token++) {
             floats value = splat(input[token * stride + i]);
@@ -57,21 +41,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] += high * value;
         }
     }
-    int64_t output = panel * OUTPUTS;
-    int is_whole = output + OUTPUTS <= linear->outputs;
-    floats bias[2] = {};
-    if (is_whole && linear->bias) memcpy(bias, linear->bias + output, sizeof bias);
-#pragma GCC unroll 12
-    for (int token = 0; token < count; token++) {
-        float *outputs = rows->output + (first + token) * linear->outputs;
-        if (is_whole) {
-            *(floats *)(outputs + output) = sums[token][0] + bias[0];
-            *(floats *)(outputs + output + LANES) = sums[token][1] + bias[1];
-        } else {
-            keep_some(sums[token][0], linear, outputs, output);
-            keep_some(sums[token][1], linear, outputs, output + LANES);
-        }
-    }
+    keep(sums, linear, rows->output + first * linear->outputs, panel, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
@@ -95,7 +65,7 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void float_panel(const Linear *linear, const float *input, float *output, int64_t panel) {
-    Rows row = {input, output, 0, 1};
+    Rows row = {input, output, 0, 1, AHEAD};
     multiply_panel(linear, &row, panel);
 }
 
@@ -105,10 +75,11 @@ void float_together(const Linear *linear, const float *input, int64_t stride, fl
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = tokens * block / blocks;
         Rows rows = {input + first * stride, output + first * linear->outputs, stride,
-                     tokens * (block + 1) / blocks - first};
+                     tokens * (block + 1) / blocks - first, 0};
+        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < (linear->outputs + OUTPUTS - 1) / OUTPUTS; panel++)
+        for (int64_t panel = 0; panel < panels_of(linear); panel++)
             multiply_panel(linear, &rows, panel);
     }
 #pragma omp barrier

@@ -8,6 +8,7 @@
  *     w x - v (high + low + e) = d x - v e, whose magnitude is at most |d| |x| + |v| |e|,
  *
  * where each value of e is at most half a step of low. The operands' factors include a margin for rounding in all sums.
+ * Where the exact product rounds tokens to bfloat16, all of this is about the rounded token.
  */
 #include <float.h>
 #include <math.h>
@@ -30,6 +31,7 @@ typedef struct {
 /* A token's operands and results. */
 typedef struct {
     const float *input;
+    void *rounded;        /* the token as an exact product in bfloat16 takes it */
     float *output;
     float *high, *low;    /* [inputs] */
     float *lower, *upper; /* [outputs]: first the products of high and low, then the bounds */
@@ -49,16 +51,22 @@ const int pruned_head_is_faster = 0;
 
 inlined floats size_of(floats x) { return choose(x > 0, x, -x); }
 
-static void split(Token *token, int64_t inputs) {
+/* The token's values from ``i`` on, as the exact product takes them. */
+inlined floats values_of(const Token *token, int64_t i, int64_t inputs, const int is_rounded) {
+    floats x = load(token->input + i, inputs - i);
+    return is_rounded ? rounded_bf16(x) : x;
+}
+
+inlined void split(Token *token, int64_t inputs, const int is_rounded) {
     floats highest = splat(SMALLEST), squares = {}, left = {};
     for (int64_t i = 0; i < inputs; i += LANES) {
-        floats x = load(token->input + i, inputs - i);
+        floats x = values_of(token, i, inputs, is_rounded);
         highest = larger(size_of(x), highest);
         squares += x * x;
     }
     float maximum = largest_of(highest), factor = STEPS / maximum, step = maximum / STEPS;
     for (int64_t i = 0; i < inputs; i += LANES) {
-        floats x = load(token->input + i, inputs - i), whole = x * factor + ROUNDING;
+        floats x = values_of(token, i, inputs, is_rounded), whole = x * factor + ROUNDING;
         floats high = (whole - ROUNDING) * step, low = x - high;
         left = larger(size_of(low), left);
         store(token->high + i, high, inputs - i);
@@ -66,6 +74,7 @@ static void split(Token *token, int64_t inputs) {
     }
     token->length = sqrtf(sum_of(squares));
     token->largest_low = largest_of(left);
+    if (is_rounded) bf16_round(token->input, token->rounded, inputs);
 }
 
 static void bound(const PrunedHead *head, Token *token, int64_t first, int64_t last) {
@@ -73,7 +82,7 @@ static void bound(const PrunedHead *head, Token *token, int64_t first, int64_t l
         int64_t left = last - i;
         floats sum = load(token->lower + i, left) + load(token->upper + i, left);
         floats apart = load(head->per_length + i, left) * token->length + load(head->per_low + i, left) * token->largest_low;
-        apart += FLT_MIN; /* smaller amounts may have underflowed */
+        apart += head->exact.inputs * FLT_MIN; /* smaller amounts may have underflowed */
         store(token->lower + i, sum - apart, left);
         store(token->upper + i, sum + apart, left);
     }
@@ -121,21 +130,23 @@ static void choose_panels(Token *token, int64_t outputs, int64_t wanted, int64_t
 
 static void compute(const PrunedHead *head, const Token *token, int64_t panel) {
     int64_t first = panel * OUTPUTS;
-    float_panel(&head->exact, token->input, token->output, panel);
+    if (head->exact.kind == BF16) bf16_panel(&head->exact, token->rounded, token->output, panel);
+    else float_panel(&head->exact, token->input, token->output, panel);
     for (int64_t i = first; i < least(first + OUTPUTS, head->exact.outputs); i++)
         if (token->upper[i] < token->threshold) token->output[i] = -INFINITY;
 }
 
 /* Offsets of the parts of the working memory, in bytes. */
 typedef struct {
-    int64_t tokens, halves, sums, panels, end;
+    int64_t rounded, tokens, halves, sums, panels, end;
 } Places;
 
 static int64_t limit_of(int64_t panels) { return least(panels, most(16, panels / 4)); }
 
 static Places places_for(const PrunedHead *head, int64_t tokens) {
     int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
-    Places places = {.tokens = (int8_room(&head->rough, 2 * tokens) + 63) / 64 * 64};
+    Places places = {.rounded = (int8_room(&head->rough, 2 * tokens) + 63) / 64 * 64};
+    places.tokens = places.rounded + (head->exact.kind == BF16 ? tokens * bf16_row(inputs) : 0);
     places.halves = places.tokens + tokens * sizeof(Token);
     places.sums = places.halves + 2 * tokens * inputs * sizeof(float);
     places.panels = places.sums + 2 * tokens * outputs * sizeof(float);
@@ -159,13 +170,17 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
     for (int64_t i = 0; i < tokens; i++) {
         float *high = halves + 2 * i * inputs, *of_high = sums + 2 * i * outputs;
         all[i] = (Token){.input = input + i * stride, .output = output + i * outputs,
+                         .rounded = room + places.rounded + i * bf16_row(inputs),
                          .high = high, .low = high + inputs, .lower = of_high, .upper = of_high + outputs,
                          .panels = (int32_t *)(room + places.panels) + i * limit};
     }
 #pragma omp parallel
     {
 #pragma omp for
-        for (int64_t i = 0; i < tokens; i++) split(&all[i], inputs);
+        for (int64_t i = 0; i < tokens; i++) {
+            if (head->exact.kind == BF16) split(&all[i], inputs, 1);
+            else split(&all[i], inputs, 0);
+        }
         int8_together(&head->rough, halves, inputs, sums, 2 * tokens, room);
 #pragma omp for
         for (int64_t i = 0; i < tokens * stretches; i++) {

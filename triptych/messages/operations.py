@@ -1,0 +1,191 @@
+"""Messages of supervisors and operators: what runs, what is asked of a service, and rollouts."""
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from triptych.messages.identity import ModelIdentity
+from triptych.messages.stats import Load
+from triptych.messages.work import Seconds
+from triptych.topology import Role
+from triptych.types import Address, Count
+
+Text = Annotated[str, Meta(max_length=4096)]
+
+# ── supervisor ⇄ frontend ──────────────────────────────────────────────────────────────────────────────────
+
+
+class LaunchState(enum.StrEnum):
+    """What has become of a process that a supervisor started."""
+
+    STARTING = "starting"
+    """It runs, and hasn't joined."""
+    READY = "ready"
+    """It has joined."""
+    RESTARTING = "restarting"
+    """It has ended, and is started again after a delay."""
+    FAILED = "failed"
+    """It has ended, and is not started again."""
+    DRAINING = "draining"
+    """It is being replaced, and finishes its work."""
+
+
+class LaunchedInstance(Struct, frozen=True):
+    """An instance or a frontend, as its supervisor sees it."""
+
+    name: str
+    role: Role | None
+    """None for a frontend."""
+    state: LaunchState
+    restarts: Count = 0
+    """How often it was started again."""
+    restart_in: Annotated[float, Meta(ge=0, le=10**9)] = 0.0
+    """Seconds until it is started again, if it is restarting."""
+    reasons: dict[str, Count] = {}
+    """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
+    incarnation: Count = 0
+    """Of the process that runs or, if none does, of the one that has ended."""
+
+
+class LauncherReport(Struct, frozen=True, tag=True):
+    """Supervisor → frontend: the processes that it keeps running. Sent regularly, and when one changes its state.
+    Answered by LauncherStatus."""
+
+    launcher: Address
+    """Of the supervisor, where the frontend answers."""
+    instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
+    stopping: bool = False
+    """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
+    standby: bool = False
+    """The frontend that gets this accepts no connections yet: another one serves."""
+
+
+class JoinedInstance(Struct, frozen=True):
+    """An instance that holds a lease."""
+
+    name: str
+    incarnation: Count
+
+
+class LauncherStatus(Struct, frozen=True, tag=True):
+    """Frontend → supervisor: the instances that have joined."""
+
+    pid: int
+    """The frontend's process id, by which an answer of an earlier frontend is recognised."""
+    joined: list[JoinedInstance]
+
+
+# ── operators: triptych status ⇄ frontend ──────────────────────────────────────────────────────────────────
+
+
+class GetStatus(Struct, frozen=True, tag=True):
+    """Operator → frontend: report the service's status."""
+
+    reply_to: Address
+
+
+class InstanceStatus(Struct, frozen=True):
+    """An instance, as the frontend sees it."""
+
+    name: str
+    role: Role
+    address: Address
+    pid: int
+    outstanding: float
+    """Cost of its assigned, unfinished work, as in ``router/membership.py``."""
+    seconds_since_heartbeat: float
+    """Seconds since its last heartbeat."""
+    load: Load
+    next_role: Role | None = None
+    """The role that it is changing to, if it is."""
+
+
+class Status(Struct, frozen=True, tag=True):
+    """Frontend → operator: the service's status."""
+
+    ready: bool
+    draining: bool
+    requests: Count
+    """Requests in flight."""
+    instances: list[InstanceStatus]
+    model: ModelIdentity = ModelIdentity()
+    """The model that all of them serve."""
+    launched: list[LaunchedInstance] = []
+    """The processes that a supervisor keeps running, whether they have joined or not."""
+    rollout: Text = ""
+    """What the rollout in progress does; empty without one."""
+
+
+class SetRole(Struct, frozen=True, tag=True):
+    """Operator → frontend: change the role of the instance of that name, once it has drained."""
+
+    reply_to: Address
+    instance: str
+    role: Role
+    timeout: Seconds
+    """Time to drain."""
+    force: bool = False
+    """Change the role even if the service can answer fewer requests, or none, during or after the change."""
+
+
+class RoleSet(Struct, frozen=True, tag=True):
+    """Frontend → operator: the instance now has that role."""
+
+    instance: str
+    role: Role
+
+
+class RoleRefused(Struct, frozen=True, tag=True):
+    """Frontend → operator: the role was not changed, for this reason."""
+
+    instance: str
+    role: Role
+    reason: str
+
+
+# ── operators: triptych rollout ⇄ frontend ⇄ supervisor ────────────────────────────────────────────────────
+
+
+class StartRollout(Struct, frozen=True, tag=True):
+    """Operator → frontend → supervisor: replace all processes one by one. The supervisor answers the operator."""
+
+    reply_to: Address
+    settings: Annotated[dict[Text, Text], Meta(max_length=100)] = {}
+    """Settings that change, by their own names, as text."""
+    surge: bool = True
+    """Start each new instance beside the old one; otherwise the old one ends first."""
+    model: Text = ""
+    """Folder of another checkpoint of the same architecture; empty for the one that is served."""
+
+
+class RolloutRefused(Struct, frozen=True, tag=True):
+    """Frontend or supervisor → operator: nothing was replaced, for this reason."""
+
+    reason: str
+
+
+class RolloutProgress(Struct, frozen=True, tag=True):
+    """Supervisor → operator: what the rollout does. Sent regularly."""
+
+    text: str
+    replaced: Count
+    """Processes whose replacement is complete."""
+    total: Count
+
+
+class RolloutEnded(Struct, frozen=True, tag=True):
+    """Supervisor → operator: the rollout has ended."""
+
+    replaced: Count
+    total: Count
+    reason: str = ""
+    """Why not all processes were replaced; empty if they were."""
+
+
+OperationsMessage = (
+    LauncherReport | LauncherStatus | GetStatus | Status | SetRole | RoleSet | RoleRefused
+    | StartRollout | RolloutRefused | RolloutProgress | RolloutEnded
+)  # fmt: skip
