@@ -45,7 +45,7 @@ def test_a_consumer_or_an_owner_is_lost_by_itself() -> None:
 
 
 def test_no_region_outlives_the_owner_that_would_report_its_loss() -> None:
-    """A consumer may end with its frontend: then nobody reports it, and its memory must not stay mapped."""
+    """A consumer may end with its frontend: then no frontend reports it, and its memory must not stay mapped."""
     fabric = LocalFabric()
     buffer = RowBuffer(LAYOUT, 8, 4, [fabric], allocate=PlainMemory)
     region = buffer.handle(fabric)
