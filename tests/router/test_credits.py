@@ -1,10 +1,12 @@
 """Credits that change, and queues that wait for one: nothing waits longer than it must, and looking costs little."""
 
+from collections.abc import Callable, Container
+
 import pytest
 
 from tests.support.router_harness import E0, PD0, RouterHarness
 from triptych.messages.work import Credit, Encode, Generate, Heartbeat, RoleKept
-from triptych.router.lifecycle import RequestLifecycle
+from triptych.router.request_state import RequestState
 
 
 def test_what_waits_is_dispatched_once_a_credit_grows() -> None:
@@ -38,12 +40,16 @@ def test_queued_media_requests_are_not_looked_through_while_none_can_start(monke
     harness = RouterHarness(E0, PD0, max_queue=1000, max_num_seqs=4)
     for number in range(500):
         harness.submit(1.0, client=f"client {number}")
-    looked, has_room = [], RequestLifecycle._has_room
+    admission = harness.router.lifecycle.admission
+    looked, take_next = list[RequestState](), admission.next
 
-    def count(*args: object) -> bool:
-        looked.append(args)
-        return has_room(*args)  # type: ignore[arg-type]
+    def count(may_start: Callable[[RequestState], bool], kinds: Container[str]) -> RequestState | None:
+        def noted(state: RequestState) -> bool:
+            looked.append(state)
+            return may_start(state)
 
-    monkeypatch.setattr(RequestLifecycle, "_has_room", count)
-    harness.submit()
-    assert len(looked) == 1, "at the text alone, which has room"
+        return take_next(noted, kinds)
+
+    monkeypatch.setattr(admission, "next", count)
+    text = harness.submit()
+    assert [state.id for state in looked] == [text.request]
