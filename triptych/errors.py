@@ -320,7 +320,7 @@ class InstanceRefused(StartError):
 
 
 class FrontendSilent(StartError):
-    """No frontend answers the instance.
+    """No frontend answers the instance or the operator.
 
     Check that the frontend runs, its address, its ``--cluster-secret-file`` and the network between them.
     """

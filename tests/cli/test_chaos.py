@@ -30,6 +30,7 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypa
         (["--only", "kill-x"], "--only kill-x is no fault: triptych chaos MODEL --list shows them"),
         (["--requests", "3"], "--requests 3 is too small: at least 4"),
         (["--repeat", "0"], "--repeat 0 is too small: at least 1"),
+        (["--report", "/dev/null/chaos.md"], "--report /dev/null/chaos.md can't be written: Not a directory"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

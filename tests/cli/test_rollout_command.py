@@ -104,8 +104,8 @@ def test_each_step_is_printed_once(rollout: Run) -> None:
             "triptych: the rollout is refused: no\n",
         ),
         ([RolloutEnded(1, 2, "pd0: too early")], exit_codes.FAILED, "triptych: 1 of 2 replaced: pd0: too early\n"),
-        ([], exit_codes.FAILED, "no answer from the frontend"),
-        ([RolloutProgress("x", 0, 2)], exit_codes.FAILED, "no news from the supervisor; the rollout may go on\n"),
+        ([], exit_codes.NO_FRONTEND, "no answer from the frontend"),
+        ([RolloutProgress("x", 0, 2)], exit_codes.NO_FRONTEND, "no news from the supervisor; the rollout may go on\n"),
     ],
 )
 def test_why_it_failed(
@@ -117,3 +117,18 @@ def test_why_it_failed(
         ended, _, errors = rollout("--control", control)
     assert ended == code
     assert says in errors
+
+
+def test_an_interrupted_command_says_that_the_rollout_goes_on(rollout: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+
+    def interrupt(text: str, **_: object) -> None:
+        printed.append(text)
+        if text.startswith("0 of 2"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.print", interrupt)
+    with supervisor([RolloutProgress("starting the new e0", 0, 2)]) as (control, _):
+        code, *_ = rollout("--control", control)
+    assert code == exit_codes.INTERRUPTED
+    assert printed[1:] == ["interrupted; the rollout goes on: triptych status shows it"]

@@ -151,7 +151,7 @@ def test_only_operators_with_the_secret_get_an_answer(
     with frontend(SECRET) as (control, asked):
         for trust in ([], ["--cluster-secret-file", str(files["wrong"])]):
             code, _, errors = status("--control", control, *change, *trust)
-            assert code == 1
+            assert code == exit_codes.NO_FRONTEND
             assert "no answer from the frontend" in errors
         assert asked == []
         monkeypatch.undo()

@@ -139,3 +139,5 @@ def test_sockets_of_one_port() -> None:
         for port in (first.getsockname()[1], alone.getsockname()[1]):
             with pytest.raises(StartError, match="can't listen"):
                 listen(HttpConfig(port=port))
+            with pytest.raises(StartError, match="can't listen"):
+                listen_all(HttpConfig(port=port, frontends=2))  # another service, which would get some connections

@@ -48,7 +48,7 @@ def test_a_lease_is_kept_by_answers_and_lost_by_silence() -> None:
     lease.lose()
     assert not lease.is_silent(99.0)
     assert lease.should_register(2.0)
-    assert (lease.number, lease.demand) == (1, Demand())
+    assert (lease.resets, lease.demand) == (1, Demand())
 
 
 def test_an_answer_to_an_earlier_registration_counts_for_nothing() -> None:

@@ -111,10 +111,11 @@ async def run_faults(bench: Bench, faults: Sequence[Fault], done: Callable[[Faul
             await _warm_up(bench, service)
             for fault in group:
                 result = await _run_one(bench, service, fault)
+                if service.lost.done():
+                    result.failures.append(f"the service ended: {service.lost.result()}")
                 results.append(result)
                 done(result)
                 if service.lost.done():
-                    result.failures.append(f"the service ended: {service.lost.result()}")
                     break
     return results
 

@@ -16,7 +16,7 @@ from triptych.chaos import report
 from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
 from triptych.chaos.measure import Bench, FaultResult, run_faults
 from triptych.cli import flags
-from triptych.errors import ConfigError, StartError
+from triptych.errors import ConfigError
 from triptych.observe.machine import pin_to_cores
 
 SUMMARY = "end, stop and drain processes of a service under load, and report what its clients saw"
@@ -69,23 +69,24 @@ def run(arguments: argparse.Namespace) -> int:
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
-    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0}))
+    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
     if not arguments.verbose:
         logging.getLogger("triptych").setLevel(logging.ERROR)
+    _write([], arguments.report)  # rather refused now than after minutes
     kept: list[str] = []
     bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
 
+    results: list[FaultResult] = []
+
     def done(result: FaultResult) -> None:
         console.print(report.line(result), markup=False, highlight=False)
+        results.append(result)
+        _write(results, arguments.report)  # each time, so an interrupted command leaves what it has
         if result.failures:
             _keep_log(arguments.report, result.fault, kept)
         kept.clear()
 
-    results = asyncio.run(run_faults(bench, faults, done))
-    try:
-        report.write(results, arguments.report, shlex.join(["triptych", *sys.argv[1:]]))
-    except OSError as error:
-        raise StartError(f"--report {arguments.report}: {error.strerror}") from None
+    asyncio.run(run_faults(bench, faults, done))
     console.print(f"wrote {arguments.report}", markup=False)
     return 1 if any(result.failures for result in results) else 0
 
@@ -105,6 +106,14 @@ def _show(faults: Sequence[Fault], console: Console) -> None:
         limits = ", ".join(f"{kind} ≤ {limit:g}" for kind, limit in fault.limits.items())
         table.add_row(fault.name, fault.title, fault.topology, limits or "not compared")
     console.print(table)
+
+
+def _write(results: Sequence[FaultResult], page: Path) -> None:
+    """Write the report of these results. Raises ConfigError where that isn't possible."""
+    try:
+        report.write(results, page, shlex.join(["triptych", *sys.argv[1:]]))
+    except OSError as error:
+        raise ConfigError(f"--report {page} can't be written: {error.strerror}") from None
 
 
 def _keep_log(page: Path, fault: Fault, lines: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """``triptych rollout``: replaces the processes of a running service one by one."""
 
 import argparse
+import sys
 
 from triptych.cli import flags
 from triptych.cluster.control_client import ControlClient
@@ -41,11 +42,16 @@ def run(arguments: argparse.Namespace) -> int:
     changes = _changes(arguments.changes)
     model = str(flags.model_folder(arguments.model)) if arguments.model else ""
     before = ""
-    with ControlClient(arguments.control, cluster) as client:
-        for progress in client.rollout(changes, surge=not arguments.no_surge, model=model):
-            if (line := _line(progress)) != before:
-                before = line
-                print(line, flush=True)
+    try:
+        with ControlClient(arguments.control, cluster) as client:
+            for progress in client.rollout(changes, surge=not arguments.no_surge, model=model):
+                if (line := _line(progress)) != before:
+                    before = line
+                    print(line, flush=True)
+    except KeyboardInterrupt:
+        if before:
+            print("interrupted; the rollout goes on: triptych status shows it", file=sys.stderr)
+        raise
     print("all processes were replaced")
     return 0
 

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from triptych.config import ClusterConfig, split_addresses
-from triptych.errors import BadAddress, ConfigError, StartError
-from triptych.messages.channel import Channel, endpoint
+from triptych.errors import BadAddress, ConfigError, FrontendSilent, StartError
+from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Message
 from triptych.messages.operations import (
     GetStatus,
@@ -43,7 +43,7 @@ class ControlClient:
         self._control = control
         self._received: deque[Message] = deque()
         try:
-            self._frontends = [_endpoint(one) for one in split_addresses(control)]
+            self._frontends = [endpoint_of(one) for one in split_addresses(control)]
             self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
@@ -63,13 +63,14 @@ class ControlClient:
         self._channel.close(linger=0)
 
     def status(self) -> Status:
-        """Return the instances and their load. Raises StartError when the frontend doesn't answer."""
+        """Return the instances and their load. Raises FrontendSilent when the frontend doesn't answer."""
         status: Status = self._ask(GetStatus(self._channel.address), (Status,), ANSWER_TIMEOUT)
         return status
 
     def set_role(self, instance: str, role: Role, timeout: float, *, force: bool = False) -> None:
         """Return once the instance of that name has the role; it gets ``timeout`` seconds to finish its work. ``force``
-        as in ``SetRole``. Raises StartError, with the reason, when it keeps its role."""
+        as in ``SetRole``. Raises StartError, with the reason, when it keeps its role, and FrontendSilent without an
+        answer."""
         question = SetRole(self._channel.address, instance, role, timeout, force)
         answer: RoleSet | RoleRefused = self._ask(question, (RoleSet, RoleRefused), timeout + ANSWER_TIMEOUT)
         if isinstance(answer, RoleRefused):
@@ -77,7 +78,7 @@ class ControlClient:
 
     def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[RolloutProgress]:
         """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
-        Raises ConfigError when it is refused, and StartError when it ends early."""
+        Raises ConfigError when it is refused, StartError when it ends early, and FrontendSilent without an answer."""
         news = (RolloutProgress, RolloutEnded, RolloutRefused)
         answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
         while isinstance(answer, RolloutProgress):
@@ -96,23 +97,18 @@ class ControlClient:
     def _first_that_answers(self) -> Address:
         for frontend in self._frontends:
             self._channel.send(frontend, GetStatus(self._channel.address))
-            with contextlib.suppress(StartError):
+            with contextlib.suppress(FrontendSilent):
                 self._wait_for((Status,), SEARCH_TIMEOUT, "")
                 return frontend
-        raise StartError(f"no answer from any frontend at {self._control}")
+        raise FrontendSilent(f"no answer from any frontend at {self._control}")
 
     def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
-        """Return the next message of these kinds. Raises StartError with ``silence`` when none comes in time."""
+        """Return the next message of these kinds. Raises FrontendSilent with ``silence`` when none comes in time."""
         deadline = time.monotonic() + timeout
         while True:
             while self._received:
                 if isinstance(message := self._received.popleft(), answers):
                     return message
             if (left := deadline - time.monotonic()) <= 0:
-                raise StartError(silence)
+                raise FrontendSilent(silence)
             self._received.extend(self._channel.receive(left))
-
-
-def _endpoint(control: str) -> Address:
-    host, _, port = control.rpartition(":")
-    return endpoint(host.strip("[]"), port)

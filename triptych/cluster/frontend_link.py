@@ -8,7 +8,7 @@ from triptych.cluster.local import LocalCluster
 from triptych.cluster.rollouts import Plan, Rollouts
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
-from triptych.messages.channel import Channel, endpoint
+from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.operations import LauncherReport, LauncherStatus, StartRollout
 from triptych.types import Address
 
@@ -54,13 +54,13 @@ class FrontendLink:
         """Exchange reports with the frontend there, too; one on standby accepts no connections. Raises StartError for
         an address that can't be resolved."""
         try:
-            self._frontends[_endpoint(control)] = standby
+            self._frontends[endpoint_of(control)] = standby
         except BadAddress as error:
             raise StartError(str(error)) from None
 
     def remove(self, control: str) -> None:
         """Exchange no more reports with the frontend there."""
-        self._frontends.pop(_endpoint(control), None)
+        self._frontends.pop(endpoint_of(control), None)
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
@@ -104,8 +104,3 @@ class FrontendLink:
                     self._rollouts.start(message)
             if not self._channel.pending:
                 return
-
-
-def _endpoint(control: str) -> Address:
-    host, _, port = control.rpartition(":")
-    return endpoint(host.strip("[]"), port)

@@ -23,7 +23,7 @@ from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed, sp
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
 from triptych.messages.operations import LaunchState, StartRollout
 from triptych.models.registry import family_of, identity_of
-from triptych.server.http_socket import listen, listen_all, url_of
+from triptych.server.http_socket import host_port_of, listen, listen_all, reserve, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
 
@@ -65,8 +65,9 @@ class LocalService:
                 stack.enter_context(listen(replace(http, port=http.own_port and http.own_port + number)))
                 for number in range(http.frontends if http.frontends > 1 else 0)
             ]
+            # each frontend in turn listens there
             self._first_reserved = [
-                stack.enter_context(_reserve(config.cluster.cluster_host, http.control_port and http.control_port + n))
+                stack.enter_context(reserve(config.cluster.cluster_host, http.control_port and http.control_port + n))
                 for n in range(http.frontends)
             ]
             self._reserved = self._first_reserved
@@ -90,7 +91,7 @@ class LocalService:
     @property
     def control(self) -> str:
         """``HOST:PORT`` where instances join, of each frontend, separated by commas; the same for each incarnation."""
-        return ",".join(map(_address, self._first_reserved))
+        return ",".join(map(host_port_of, self._first_reserved))
 
     async def __aenter__(self) -> "LocalService":
         try:
@@ -187,10 +188,10 @@ class LocalService:
         own. That frontend later listens at the first address, too, which operators know."""
         if len(self._frontend_names) > 1:
             raise ConfigError("another model needs a service with one frontend")
-        (before,), after = self._reserved, _reserve(config.cluster.cluster_host, 0)
+        (before,), after = self._reserved, reserve(config.cluster.cluster_host, 0)
         try:
             specs = self._children(config, [after])
-            self._link.add(_address(after), standby=True)
+            self._link.add(host_port_of(after), standby=True)
         except TriptychError:
             after.close()
             raise
@@ -199,12 +200,12 @@ class LocalService:
 
         def switch() -> None:
             self._config, self._reserved = config, [after]
-            self._link.add(_address(after))
+            self._link.add(host_port_of(after))
             self._link.report()
 
         def end(_: bool) -> None:
             unused = before if policy.switched else after
-            self._link.remove(_address(unused))
+            self._link.remove(host_port_of(unused))
             if unused not in self._first_reserved:
                 unused.close()
 
@@ -214,7 +215,7 @@ class LocalService:
         """Return how each process is started with these settings, and frontends whose control addresses are reserved.
         Raises ConfigError."""
         frontends = [self._frontend_child(number, config, one) for number, one in enumerate(reserved)]
-        join = ",".join(map(_address, reserved))
+        join = ",".join(map(host_port_of, reserved))
         children = [*frontends, *map(_instance_child, config.instances(self._topology, join))]
         for child in children:
             child.written(0)  # raises ConfigError now rather than later
@@ -248,28 +249,6 @@ def _instance_child(spec: InstanceSpec) -> ChildSpec:
 
     variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
     return ChildSpec(spec.name, spec.role, "triptych.server.instance_main", written, variables)
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Bind a socket that doesn't listen. No other process is given its port, and each frontend in turn can listen
-    there. Raises StartError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        reserved = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
-    return reserved
-
-
-def _address(reserved: socket.socket) -> str:
-    host, port = reserved.getsockname()[:2]
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _drain_timeout(config: ServeConfig) -> float:

@@ -29,14 +29,14 @@ class AdmissionConfig(Settings):
     )
     placement: str = setting(
         "affinity",
-        "how instances are chosen. affinity: an item goes to the encode instance, and a request to the language "
-        "instance, that probably has it or its prefix cached, unless that one has much more work than others; "
-        "least-loaded: the least work; round-robin: in turns",
+        "how instances are chosen. affinity: the one that probably has the item or the prefix cached, unless it "
+        "has much more work than others; least-loaded: the one with the least work; round-robin: in turns",
         choices=PLACEMENTS,
     )
     restart_hold: float = setting(
         30.0,
-        "seconds that requests wait for a stage whose last instance was lost; after that, they are rejected with 503",
+        "seconds that requests wait for a stage whose last instance was lost, or longer while it is being restarted; "
+        "after that, they fail with 503",
         ge=0,
     )
     request_timeout: float = setting(600.0, "seconds after which a request that isn't finished fails", gt=0)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from triptych.config.settings import Settings, setting
+from triptych.config.settings import Settings, flag, setting
+from triptych.errors import ConfigError
 
 MAX_PORT = 65535
 
@@ -31,3 +32,12 @@ class HttpConfig(Settings):
     served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
     max_body_mb: int = setting(64, "largest request body, in MiB", ge=1)
     client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)
+
+    def check_together(self) -> None:
+        if self.own_port and self.frontends == 1:
+            raise ConfigError(
+                f"--own-port {self.own_port} needs --frontends: a single frontend answers at --port alone"
+            )
+        for name in ("control_port", "own_port"):
+            if (last := getattr(self, name) + self.frontends - 1) > MAX_PORT:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} leaves no room for the next ports, up to {last}")

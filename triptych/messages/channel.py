@@ -72,6 +72,12 @@ def endpoint(host: str, port: str | int) -> Address:
     return Address(f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}")
 
 
+def endpoint_of(host_port: str) -> Address:
+    """Return ``endpoint`` of a ``HOST:PORT``, where an IPv6 address is in brackets. Raises BadAddress."""
+    host, _, port = host_port.rpartition(":")
+    return endpoint(host.strip("[]"), port)
+
+
 class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 

@@ -19,7 +19,7 @@ from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
-from triptych.messages.channel import Channel, endpoint
+from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.work import Deregister, FrontendEnding
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
@@ -238,8 +238,7 @@ class Frontend:
 
     async def _take_over(self) -> None:
         """Listen at the other control address as soon as it is free."""
-        host, _, port = self._takes_over.rpartition(":")
-        where = endpoint(host.strip("[]"), port)
+        where = endpoint_of(self._takes_over)
         while not self.channel.listen_too(where):
             await asyncio.sleep(TICK)
 

@@ -30,7 +30,7 @@ class FrontendLease:
     """Its own address, by which its requests name it; empty before it first answered."""
     held: bool = False
     """Whether the lease is held."""
-    number: int = 0
+    resets: int = 0
     """How often the lease was lost."""
     expiry: float = 0.0
     """Seconds of silence after which the lease is lost."""
@@ -63,7 +63,7 @@ class FrontendLease:
 
     def accepts(self, message: Registered) -> bool:
         """Return whether an answer is to the last registration, rather than to one before the lease was lost."""
-        return message.join == self.join and message.resets == self.number
+        return message.join == self.join and message.resets == self.resets
 
     def accepted(self, message: Registered, now: float) -> Address | None:
         """Record that the frontend holds the lease. Return the address that it had before, if it has another one."""
@@ -84,4 +84,4 @@ class FrontendLease:
         """Record that the lease is lost. The next registration is for another one."""
         self.register_now()
         self.demand = NO_DEMAND
-        self.number += 1
+        self.resets += 1

@@ -181,7 +181,7 @@ class Frontends:
         lease.endpoint, one.bad_address = found, ""
         (*_, credit) = self._credits([*(other for other in self._held if other is not one), one])
         register = self._registration()
-        self._send(one, structs.replace(register, join=lease.join, resets=lease.number, credit=credit))
+        self._send(one, structs.replace(register, join=lease.join, resets=lease.resets, credit=credit))
 
     def _check_answers(self, now: float) -> None:
         if self._held or self.leaving:
@@ -193,7 +193,7 @@ class Frontends:
         if refused and (timed_out or len(refused) == len(self._all)):
             raise InstanceRefused(f"the frontend refuses this instance: {refused[0].lease.refusal}")
         if timed_out:
-            raise FrontendSilent(self._problem(self._all[0]))
+            raise FrontendSilent("; ".join(map(self._problem, self._all)))
         for one in self._all:
             if not (one.lease.held or self.leaving) and now >= one.remind_at:
                 one.remind_at = now + REMINDER_INTERVAL

@@ -1,4 +1,4 @@
-"""The HTTP server's listening socket, which a supervisor opens and a frontend inherits."""
+"""Sockets that a supervisor opens: those of the HTTP servers, which frontends inherit, and those that keep ports."""
 
 import socket
 from dataclasses import replace
@@ -15,10 +15,12 @@ def listen_all(http: HttpConfig) -> list[socket.socket]:
     them, also while no process accepts there. Raises StartError."""
     if http.frontends == 1:
         return [listen(http)]
+    # the first finds a free port; one that another service shares among its frontends is refused
     listeners = [listen(http, shared=True)]
+    bound = replace(http, port=listeners[0].getsockname()[1])
     try:
         for _ in range(http.frontends - 1):
-            listeners.append(listen(replace(http, port=listeners[0].getsockname()[1]), shared=True))
+            listeners.append(listen(bound, shared=True, joins=True))
     except StartError:
         for listener in listeners:
             listener.close()
@@ -26,19 +28,12 @@ def listen_all(http: HttpConfig) -> list[socket.socket]:
     return listeners
 
 
-def listen(http: HttpConfig, *, shared: bool = False) -> socket.socket:
-    """Return a socket that listens on the configured address, which other sockets of this user may have as well if it
-    is ``shared``. Raises StartError when that isn't possible."""
+def listen(http: HttpConfig, *, shared: bool = False, joins: bool = False) -> socket.socket:
+    """Return a socket that listens on the configured address. If it is ``shared``, others may join it there; one that
+    ``joins`` may be such another. Raises StartError when that isn't possible."""
+    listener = reserve(http.host, http.port, joins=joins)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartError(f"can't listen on {http.host!r}: {error.strerror}") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         # a port that another process has bound but doesn't yet listen on is only refused here
         listener.listen(BACKLOG)
     except OSError as error:
@@ -47,7 +42,30 @@ def listen(http: HttpConfig, *, shared: bool = False) -> socket.socket:
     return listener
 
 
+def reserve(host: str, port: int, *, joins: bool = False) -> socket.socket:
+    """Return a socket that is bound and doesn't listen. No other process is given its port. ``joins`` as in ``listen``.
+    Raises StartError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"can't listen on {host!r}: {error.strerror}") from None
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
+    try:
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise StartError(f"can't listen on {host}:{port}: {error.strerror}") from None
+    return reserved
+
+
+def host_port_of(bound: socket.socket) -> str:
+    """Return the ``HOST:PORT`` of a bound socket, an IPv6 address in brackets."""
+    host, port = bound.getsockname()[:2]
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def url_of(listener: socket.socket, tls: TlsConfig) -> str:
     """Return the URL of the server that listens there."""
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if tls.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{'https' if tls.ssl_certfile else 'http'}://{host_port_of(listener)}"
