@@ -8,6 +8,7 @@ from triptych.messages.work import (
     Cancel,
     Deregister,
     Encode,
+    Encoded,
     EncodeNeeded,
     Generate,
     MissingItem,
@@ -114,3 +115,24 @@ def test_an_instance_that_has_given_up_its_work_loses_it_though_it_never_said_so
     assert len(harness.of(Generate)) == 1, "it has kept its work"
     harness.router.handle(msgspec.structs.replace(message, resets=1))
     assert [generate.request for _, generate in harness.of(Generate)] == [stream.request, f"{stream.request}.1"]
+    harness.sent.clear()
+    harness.router.handle(Deregister(PD0, suspect=False))
+    assert harness.router.membership.get(PD0) is not None, "it says now what the registration has said before"
+    assert not harness.sent
+    harness.router.handle(Deregister(PD0, suspect=False, resets=1))
+    assert harness.router.membership.get(PD0) is None
+
+
+def test_two_items_of_one_transfer_do_no_harm() -> None:
+    """A broken instance must not take an encoder's capacity for good, or another request's item."""
+    harness = RouterHarness(E0, PD0)
+    broken, other = harness.submit(1.0, 1.0), harness.submit(1.0)
+    [transfer] = harness.need(other, 0)
+    harness.router.handle(EncodeNeeded(broken.request, PD0, [MissingItem(0, transfer), MissingItem(1, transfer)]))
+    assert [message.transfer for _, message in harness.of(Encode)] == [transfer]
+    harness.router.lifecycle.cancel(broken.request)
+    harness.router.handle(Encoded(transfer, False, []))
+    harness.router.handle(Tokens(other.request, [7], 0, finish_reason="stop"))
+    assert tokens_of(other) == [7]
+    assert harness.outstanding() == 0
+    assert not harness.router.debug_state().encode.unfinished

@@ -14,13 +14,17 @@ from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.operations import SetRole
 from triptych.messages.work import (
+    Credit,
     Deregister,
+    Draining,
     Encode,
     Encoded,
     EncodeFailed,
     EncodeNeeded,
     Failed,
     Generate,
+    HandBack,
+    Heartbeat,
     MissingItem,
     Prefill,
     PrefillNeeded,
@@ -82,6 +86,9 @@ class History:
             self.time: 5,
             self.operator: 4,
             self.network: 2,
+            self.drain: 6,
+            self.credit: 5,
+            self.need_again: 6,
         }
         (step,) = self.rng.choices(list(steps), list(steps.values()))
         try:
@@ -141,6 +148,36 @@ class History:
             missing = [MissingItem(item, name) for item, name in enumerate(names)]
             prefill = message.transfer if isinstance(message, Prefill) else TransferId("")
             self.router.handle(EncodeNeeded(generate.request, to, missing, prefill, self.asked()))
+
+    def need_again(self) -> None:
+        """An instance has lost the encode instance of a transfer, which goes on under its name."""
+        books = self.router.debug_state()
+        if books.encode.in_flight:
+            task = self.rng.choice(list(books.encode.in_flight.values())).task
+            state = books.requests[task.request]
+            missing = MissingItem(task.index, task.transfer, 0, task.attempt + 1)
+            prefill = state.prefill.transfer if state.prefill else TransferId("")
+            self.number += 1
+            self.router.handle(EncodeNeeded(state.generate.request, task.consumer, [missing], prefill, task.asked + 1))
+
+    def drain(self) -> None:
+        """An instance returns some of what it has ever been given; perhaps it drains."""
+        address = self.rng.choice(self.addresses)
+        if self.rng.random() < 0.5:
+            self.router.handle(Draining(address))
+        given = [message for to, message in self.harness.sent if to == address]
+        requests = [one.request for one in given if isinstance(one, Generate)]
+        requests += [one.generate.request for one in given if isinstance(one, Prefill)]
+        transfers = [one.transfer for one in given if isinstance(one, Encode)]
+        some = self.rng.randint(0, 4)
+        returned = requests and self.rng.choices(requests, k=some), transfers and self.rng.choices(transfers, k=some)
+        self.router.handle(HandBack(address, *returned))
+
+    def credit(self) -> None:
+        """Another frontend has more of an instance, or less."""
+        rng = self.rng
+        credit = Credit(rng.randint(1, 5), rng.choice([1, 10, 2000]), rng.randint(1, 4))
+        self.router.handle(Heartbeat(rng.choice(self.addresses), self.harness.stats, credit))
 
     def asked(self) -> int:
         """Mostly the next number; at times that of a message that has arrived before, or overtakes others."""
@@ -219,7 +256,18 @@ class History:
             assert min(queue.counters.values(), default=0.0) >= 0, "no client has credit"
             assert all(total == pytest.approx(sum(costs)) for total, costs in queue.flows.values())
 
+    def check_progress(self) -> None:
+        """After a tick, nothing waits that an instance has room for."""
+        self.lost = 0.0
+        self.harness.wait(0.25, *self.addresses)
+        lifecycle = self.router.lifecycle
+        dispatched = len(self.harness.sent)
+        lifecycle.encodes.dispatch()
+        lifecycle.dispatch_queued()
+        assert len(self.harness.sent) == dispatched
+
     def end(self) -> None:
+        self.check_progress()
         for stream in self.streams:
             self.router.lifecycle.cancel(stream.request)
         self.check_books()

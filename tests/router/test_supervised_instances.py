@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
+
 from tests.support.router_harness import E0, E1, PD0, RouterHarness
+from triptych.errors import Unavailable
 from triptych.messages.operations import (
     GetStatus,
     JoinedInstance,
@@ -125,3 +128,20 @@ def test_a_rollout_is_passed_on_to_the_one_supervisor() -> None:
     harness.router.handle(request)
     assert harness.of(RolloutRefused)[-1][1].reason == "the service is shutting down"
     assert len(harness.of(StartRollout)) == 1
+
+
+def test_a_frontend_that_is_started_again_holds_requests_for_instances_that_are_too() -> None:
+    """It has never seen them, but their supervisor has: both have ended at one time."""
+    harness = RouterHarness(PD0)
+    report(harness, LaunchedInstance(E0, Role.E, LaunchState.STARTING))
+    with pytest.raises(Unavailable):
+        harness.submit(1.0)
+    report(harness, LaunchedInstance(E0, Role.E, LaunchState.RESTARTING, 1, 1.5, {"SIGKILL": 1}))
+    stream = harness.submit(1.0)
+    harness.wait(1.0, PD0)
+    [transfer] = harness.need(stream, 0)
+    join(harness, E0, Role.E, 8)
+    assert [message.transfer for _, message in harness.of(Encode)] == [transfer]
+    harness.wait(30.0, PD0)
+    with pytest.raises(Unavailable):
+        harness.submit(1.0)

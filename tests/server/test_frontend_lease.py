@@ -264,10 +264,32 @@ def test_one_that_leaves_deregisters_everywhere_and_registers_no_more() -> None:
     instance = Instance()
     instance.registered(A)
     instance.wire.unreachable.add(A)
-    instance.frontends.leave()
-    assert instance.wire.take(Deregister) == [(B, Deregister(OWN))]
+    instance.frontends.leave(suspect=False)
+    assert instance.wire.take(Deregister) == [(B, Deregister(OWN, suspect=False))]
     instance.wait(40.0)
     assert not instance.wire.take(Register)
+
+
+def test_the_end_of_a_lease_names_it() -> None:
+    """So that it ends no later one, whose registration may overtake it on a new connection."""
+    instance = Instance(A)
+    for number in range(3):
+        instance.registered(A)
+        instance.get(RegisterAgain(A))
+        assert instance.wire.take(Deregister) == [(A, Deregister(OWN, suspect=False, resets=number))]
+        instance.wait(RETRY_INTERVAL)
+
+
+def test_a_lease_that_is_granted_to_one_that_drains_is_given_back() -> None:
+    """That frontend hasn't heard of the drain, and would give it work until the drain times out."""
+    instance = Instance()
+    instance.registered(A)
+    instance.frontends.leaving = True
+    instance.get(Registered(EXPIRY, B, "127.0.0.1:2", 0))
+    assert not instance.frontends.holds(B)
+    assert instance.wire.take(Deregister) == [(B, Deregister(OWN, suspect=False))]
+    instance.wait(2.0, A)
+    assert instance.frontends.holds(A), "whose work it finishes"
 
 
 def test_names_are_looked_up_again_for_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ def test_it_registers_sends_heartbeats_and_deregisters_on_stop(start: Callable[.
     harness.send(Stop())
     harness.end()
     harness.await_count(Deregister, 1)
-    assert harness.received[-1] == Deregister(address)
+    assert harness.received[-1] == Deregister(address, suspect=False)
     assert harness.error is None
     assert harness.loop.received == ["close"]
 
@@ -404,7 +404,9 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     assert harness.loop.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
     assert any("exiting" in record.message for record in caplog.records if record.levelno == logging.ERROR)
     _until(lambda: harness.count(Deregister, 0.05) == instances.MAX_FAILURES)
-    assert isinstance(harness.received[-1], Deregister), "the frontend need not wait for the lease"
+    last = harness.received[-1]
+    assert isinstance(last, Deregister), "the frontend need not wait for the lease"
+    assert last.suspect
 
 
 def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,6 +579,31 @@ class Giving(Recorder):
     def hand_back(self) -> dict[Address, HandBack]:
         self.received.append("hand_back")
         return self.given
+
+
+def test_work_that_a_drain_leaves_is_not_blamed_for_its_end(start: Callable[..., InstanceHarness]) -> None:
+    """Or an answer that is longer than several drains would be given up as what ends instances."""
+    lease = LeaseConfig(heartbeat=0.02, lease_expiry=30.0, start_timeout=30.0, drain_timeout=0.05)
+    harness = start(lease, loop=Recorder(idle=False))
+    harness.join()
+    harness.instance.drain()
+    harness.end()
+    harness.await_count(Deregister, 1)
+    assert harness.received[-1] == Deregister(harness.instance.channel.address, suspect=False)
+
+
+def test_work_that_fails_a_draining_instance_is_blamed(start: Callable[..., InstanceHarness]) -> None:
+    loop = Recorder(idle=False)
+    harness = start(loop=loop)
+    harness.join()
+    harness.instance.drain()
+    harness.await_count(Draining, 1)
+    loop.on_advance = once(fail)
+    harness.send(cancel("wakes it"))
+    harness.end()
+    _until(lambda: harness.count(Deregister, 0.05) == 2)
+    left = [message for message in harness.received if isinstance(message, Deregister)]
+    assert [message.suspect for message in left] == [True, False]
 
 
 def test_a_drain_finishes_the_work_and_hands_back_what_has_not_begun(start: Callable[..., InstanceHarness]) -> None:

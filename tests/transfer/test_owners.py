@@ -2,7 +2,7 @@
 
 from triptych.errors import ErrorKind
 from triptych.messages.codec import Message
-from triptych.messages.rows import FabricId, Offer, RowLayout
+from triptych.messages.rows import Extent, FabricId, Grant, Offer, RowLayout
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.memory import PlainMemory
@@ -42,3 +42,18 @@ def test_a_consumer_or_an_owner_is_lost_by_itself() -> None:
     assert list(sender.transfers) == [SECOND]
     sender.owner_lost(B)
     assert sender.idle
+
+
+def test_no_region_outlives_the_owner_that_would_report_its_loss() -> None:
+    """A consumer may end with its frontend: then no frontend reports it, and its memory must not stay mapped."""
+    fabric = LocalFabric()
+    buffer = RowBuffer(LAYOUT, 8, 4, [fabric], allocate=PlainMemory)
+    region = buffer.handle(fabric)
+    sender = Sender({fabric.name: fabric}, PRODUCER, lambda *_: None)
+    for transfer, owner in ((FIRST, A), (SECOND, B)):
+        sender.offer(transfer, CONSUMER, 4, LAYOUT, owner=owner)
+        sender.on_grant(Grant(transfer, 0, [Extent(0, 4)], region, False))
+    sender.owner_lost(A)
+    assert sender.debug_state() == ({region}, set()), "the other owner's transfer needs it"
+    sender.owner_lost(B)
+    assert sender.debug_state() == (set(), set())

@@ -151,6 +151,9 @@ class Deregister(Struct, frozen=True, tag=True):
     address: Address
     suspect: bool = True
     """Whether that work may be the cause; it then counts as a loss for each of its requests."""
+    resets: Count = 0
+    """As in Register: of the lease that ends. This may arrive after the registration that follows it, whose lease
+    stays."""
 
 
 class Draining(Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ Each instance is given only a few more requests than it can run, so the rest can
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -113,9 +113,9 @@ class Admission:
             self._items_cost.add(request.client, request.items_cost)
             self._num_with_items[request.client] += 1
 
-    def next(self, may_start: Callable[[RequestState], bool]) -> RequestState | None:
-        """Dequeue the first request that may start, and charge its client; None if there is none."""
-        if (ticket := self._queue.pop(may_start)) is None:
+    def next(self, may_start: Callable[[RequestState], bool], kinds: Container[str]) -> RequestState | None:
+        """Dequeue the first request of these kinds that may start, and charge its client; None if there is none."""
+        if (ticket := self._queue.pop(may_start, kinds)) is None:
             return None
         self._dequeued(ticket)
         return ticket.work

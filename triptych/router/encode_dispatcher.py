@@ -4,6 +4,7 @@ Each instance is given only a few batches at a time, so that the rest stays in t
 """
 
 import functools
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import PlacementPolicy, Work, least_loaded
 from triptych.types import Address, ItemPlan, RequestId, TransferId
+
+log = logging.getLogger(__name__)
 
 CACHED_CREDITS = 2
 """Times its credit that an encode instance may have in flight, up to which it gets items that it probably has cached:
@@ -169,7 +172,11 @@ class EncodeDispatcher:
             fits = functools.partial(self._fits_any, instances)
             if not kinds or (ticket := self._queue.pop(fits, kinds)) is None:
                 return
-            self._dispatch_to(ticket.work, self._choose(ticket.work, instances))
+            if (task := ticket.work).transfer in self._in_flight:
+                log.error("request %s: another item has the transfer %s", task.request, task.transfer)
+                del self._requests[task.request].queued[task.index]
+            else:
+                self._dispatch_to(task, self._choose(task, instances))
 
     def _choose(self, task: EncodeTask, instances: Sequence[InstanceLease]) -> InstanceLease:
         """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
@@ -315,7 +322,8 @@ class EncodeDispatcher:
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
         """Forget what an instance was assigned and hasn't begun, at no cost to the clients; call ``dispatch``
         afterwards. Returns the requests concerned, whose consumers ask for the items again."""
-        returned = [one for transfer in transfers if (one := self._at[instance.address].get(transfer)) is not None]
+        held = self._at.get(instance.address, {})
+        returned = [one for transfer in transfers if (one := held.get(transfer)) is not None]
         for encode in returned:
             if encode in self._unfinished:
                 self._queue.charge(encode.task.client, -encode.cost)

@@ -78,6 +78,11 @@ class LauncherView:
             and one.state in (LaunchState.STARTING, LaunchState.RESTARTING)
         }
 
+    def has_served(self, stage: Stage, now: float) -> bool:
+        """Return whether a stage's instances that are coming back have served before: only such are started again."""
+        returning = self.returning(stage, now)
+        return any(one.restarts and one.name in returning for one in self.processes(now))
+
     def why_missing(self, stage: Stage, now: float) -> str:
         """Describe a stage that has no instance: ``no encode instance: e0 restarts in 2 s``."""
         returning = sorted(self.returning(stage, now).items(), key=lambda item: item[1])

@@ -28,7 +28,7 @@ from triptych.observe.metrics import Metrics
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.router.admission import Admission
+from triptych.router.admission import MAY_STALL, READY, Admission
 from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import POLICIES
@@ -209,7 +209,9 @@ class RequestLifecycle:
             rooms = self._rooms()
             if not any(rooms.values()):
                 return
-            request = self.admission.next(functools.partial(self._has_room, rooms))
+            # those that may stall aren't looked through while no instance has room for one: they may be many
+            kinds = (READY, MAY_STALL) if rooms[True] else (READY,)
+            request = self.admission.next(functools.partial(self._has_room, rooms), kinds)
             if request is None:
                 return
             instance = self._decode_placement.place(request, self._with_room(rooms, request), request.token_cost)

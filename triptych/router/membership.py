@@ -171,8 +171,9 @@ class Membership:
         if any(stage in lease.role.stages and lease.takes_work for lease in self._leases.values()):
             self._last_served[stage] = now
             return True
-        since = self._last_served.get(stage)
-        return since is not None and (now - since < self.hold or bool(self.launched.returning(stage, now)))
+        if (since := self._last_served.get(stage)) is None:  # but perhaps before this frontend was started
+            return self.launched.has_served(stage, now)
+        return now - since < self.hold or bool(self.launched.returning(stage, now))
 
     def refresh_all(self, now: float) -> None:
         """Count every instance as seen now."""

@@ -397,7 +397,8 @@ class Router:
         self.lifecycle.dispatch_queued()
 
     def _on_deregister(self, message: Deregister) -> None:
-        if lease := self.membership.get(message.address):
+        lease = self.membership.get(message.address)
+        if lease is not None and lease.resets <= message.resets:
             log.info("%s is leaving", lease.name)
             self._remove_instance(lease, "has left", suspect=message.suspect)
 
@@ -419,7 +420,8 @@ class Router:
         return "; ".join(self.launcher_view.why_missing(stage, now) for stage in needed if stage not in served)
 
     def tick(self) -> None:
-        """Expire leases and requests whose time has run out. Call a few times a second."""
+        """Expire leases and requests whose time has run out, and dispatch what has got room meanwhile, as by a larger
+        credit. Call a few times a second."""
         now = self._clock()
         if now - self._ticked > self._lease.lease_expiry / 2:
             # this process was stalled: heartbeats may be waiting unread in its inbox
@@ -431,6 +433,8 @@ class Router:
             self._remove_instance(lease, why)
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
+        self._encodes.dispatch()
+        self.lifecycle.dispatch_queued()
 
     def _remove_instance(self, lease: InstanceLease, why: str, *, suspect: bool = True) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.

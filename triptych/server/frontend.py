@@ -170,7 +170,7 @@ class Frontend:
             if stops:
                 with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
                     self.channel.send(lease.address, FrontendEnding(self.channel.address))
-            self.router.handle(Deregister(lease.address))
+            self.router.handle(Deregister(lease.address, resets=lease.resets))
         for task in (ticking, *others):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -222,18 +222,22 @@ class Frontends:
         for one in self._held:
             self._send(one, message)
 
-    def leave(self) -> None:
-        """Deregister everywhere, also where an answer to the registration is still to come."""
+    def leave(self, *, suspect: bool) -> None:
+        """Deregister everywhere, also where an answer to the registration is still to come. ``suspect`` is as in
+        Deregister."""
         self.leaving = True
         for one in self._all:
-            self._send(one, Deregister(self._channel.address))
+            self._deregister(one, suspect=suspect)
 
     def start_over(self) -> None:
         """Lose all leases, because the instance has failed and has dropped its work, and register again."""
         for one in self._all:
-            self._send(one, Deregister(self._channel.address))
+            self._deregister(one, suspect=True)
             one.lease.lose()
         self.register()
+
+    def _deregister(self, one: _Frontend, *, suspect: bool) -> None:
+        self._send(one, Deregister(self._channel.address, suspect, one.lease.number))
 
     def _send(self, one: _Frontend, message: Message) -> None:
         if one.lease.endpoint is None:
@@ -247,7 +251,7 @@ class Frontends:
         """Give up a frontend's work. The order matters: once the frontend knows, consumers reuse the blocks that they
         granted to this instance."""
         self._give_up(one.lease.address)
-        self._send(one, Deregister(self._channel.address, suspect=False))
+        self._deregister(one, suspect=False)
         one.lease.lose()
         one.lost_peers.clear()
         one.remind_at = self._clock() + REMINDER_INTERVAL
@@ -271,6 +275,9 @@ class Frontends:
             if one.lease.accepts(message):
                 if one.lease.held and one.lease.address != message.frontend:
                     continue  # nothing was asked of another one while the lease is held
+                if self.leaving:  # it was asked before, and would give work to an instance that ends
+                    self._deregister(one, suspect=False)
+                    continue
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
                     one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
                     continue

@@ -194,8 +194,9 @@ class Instance:
                 self._stopping |= self.frontends.ended
         finally:
             self.pulse.not_ready = DRAINING
-            # however it ends: frontends needn't wait for the lease to expire
-            self.frontends.leave()
+            # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
+            # stop, or when its drain takes too long, isn't the cause
+            self.frontends.leave(suspect=not self._stopping)
             self.compute.close()
             for loop in self.loops:
                 loop.close()
@@ -283,6 +284,7 @@ class Instance:
             loop.on_lease_lost()
         self._pending_role = None  # the frontend answers the operator, because this instance has left
         if self._drain is not None:
+            self.frontends.leave(suspect=True)
             self._stopping = True  # there is nothing left to finish
             return
         self.frontends.start_over()

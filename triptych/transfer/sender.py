@@ -120,6 +120,9 @@ class Sender:
         or give up the requests themselves."""
         for outgoing in [outgoing for outgoing in self._transfers.values() if outgoing.owner == owner]:
             self._end(outgoing, TransferState.FAILED)
+        # it may have been the only one to report the loss of a consumer; regions of others are opened again
+        for consumer in self._regions.keys() - {outgoing.consumer for outgoing in self._transfers.values()}:
+            self._retire(self._regions.pop(consumer))
 
     def drop_all(self) -> None:
         """End all transfers without a message: their consumers expect nothing from this instance any more."""
