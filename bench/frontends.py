@@ -79,7 +79,7 @@ class Stub:
             if time.monotonic() - beat > HEARTBEAT:
                 beat = time.monotonic()
                 self._frontends.beat(InstanceStats())
-        self._frontends.leave()
+        self._frontends.leave(suspect=False)
 
     def _answer(self, message: Generate) -> None:
         tokens = [WORD] * message.sampling.max_tokens

@@ -237,7 +237,7 @@ class Frontends:
         self.register()
 
     def _deregister(self, one: _Frontend, *, suspect: bool) -> None:
-        self._send(one, Deregister(self._channel.address, suspect, one.lease.number))
+        self._send(one, Deregister(self._channel.address, suspect, one.lease.resets))
 
     def _send(self, one: _Frontend, message: Message) -> None:
         if one.lease.endpoint is None:
