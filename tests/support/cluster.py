@@ -36,6 +36,7 @@ FAST = ("--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "2048")
 SETTINGS = (
     *FAST,
     *("--restart-hold", "0"),  # what needs a lost stage fails at once
+    *("--placement", "least-loaded"),  # requests that begin together go to different instances
     *("--lease-expiry", str(LEASE), "--heartbeat", str(HEARTBEAT)),
     *("--receive-blocks", "1", "--receive-block-rows", "16"),
     *("--inject-faults", f"delay=1,seconds={WRITE}"),
