@@ -182,6 +182,7 @@ def test_one_that_is_killed_and_restarted_at_once_is_joined_again(running: Share
     wait_for(lambda: running.is_idle("a") and running.is_idle("b"), 10)
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_keeps_its_requests_and_harms_no_others(running: Shared) -> None:
     load = Load(running, "b")
     waiting = [running.ask_picture("a") for _ in range(4)]

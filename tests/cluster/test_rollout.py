@@ -203,6 +203,7 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("revision") / "tiny", seed=1)
 
 
+@pytest.mark.slow
 def test_every_answer_is_of_one_revision(folder: Path, other_folder: Path) -> None:
     with triptych("serve", other_folder, *FAST, "--topology", "1EPD") as alone:
         new = answers(alone.wait_until_ready())
@@ -247,6 +248,7 @@ def test_a_model_of_another_architecture_is_refused(service: Command, tmp_path: 
     assert incarnations(service) == before
 
 
+@pytest.mark.slow
 def test_a_revision_that_cannot_start_changes_nothing(service: Command, other_folder: Path) -> None:
     before, model = incarnations(service), status(service).model
     with rollout(service, "--model", str(other_folder), "--set", "tensor-parallel-size=3") as command:
@@ -258,6 +260,7 @@ def test_a_revision_that_cannot_start_changes_nothing(service: Command, other_fo
     assert picture_answer(service.wait_until_ready(), "tiny")
 
 
+@pytest.mark.slow
 def test_files_that_were_replaced_are_not_mixed_with_the_old_ones(
     folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:
@@ -336,6 +339,7 @@ def test_one_rollout_at_a_time_and_status_shows_it(service: Command) -> None:
     whole_status(service)
 
 
+@pytest.mark.slow
 def test_a_rollout_goes_on_without_its_operator(service: Command) -> None:
     before, seen = incarnations(service), len(service.lines)
     with rollout(service) as command:

@@ -88,7 +88,7 @@ def test_an_instance_without_the_secret_is_rejected_and_logs_likely_causes(folde
             for command in (stranger, innocent):
                 assert command.end(60) == 75, command.text
                 assert command.errors[-1] == (
-                    f"triptych: no answer from the frontend at tcp://{address}: is it running, with the same "
+                    f"triptych: no answer from the frontend at {address}: is it running, with the same "
                     "--cluster-secret-file?"
                 )
                 assert "Traceback" not in command.text

@@ -340,7 +340,7 @@ class RequestLifecycle:
         if missing != [Stage.ENCODE] or self.admission.has_queued_items:
             for state in self.admission.queued():
                 if unavailable := self.unavailable(bool(state.prompt.items), now):
-                    self.fail(state, InstanceLost(LOST) if state.losses else unavailable)
+                    self.fail(state, InstanceLost(LOST) if state.interrupted else unavailable)
         if Stage.ENCODE in missing:
             for request in self.encodes.queued_requests():
                 if waiting := self.requests.get(request):
@@ -351,7 +351,7 @@ class RequestLifecycle:
 
     def fail_missing(self, state: RequestState, stage: Stage) -> None:
         """Fail a dispatched request that needs a stage without an instance."""
-        self.fail(state, InstanceLost(LOST) if state.losses else self.missing(stage))
+        self.fail(state, InstanceLost(LOST) if state.interrupted else self.missing(stage))
 
     def waiting_for_prefill(self) -> list[RequestState]:
         """Return the requests whose decode instance waits for a prefill instance."""

@@ -84,6 +84,8 @@ class RequestState:
     num_dispatches: int = 0
     losses: int = 0
     """Instances that were lost while they worked on it, without another request that explains the loss."""
+    interrupted: bool = False
+    """Whether an instance has left while it worked on it."""
     has_answered: bool = False
     """Whether tokens have arrived since it was last dispatched."""
     generated: list[int] = field(default_factory=list)

@@ -457,6 +457,7 @@ class Router:
             self._notify(other.address, PeerLost(lease.address, transfers, self._address))
         suspects = blamed(affected.values()) if suspect else []
         for state in affected.values():
+            state.interrupted = True
             if state in suspects and not self.lifecycle.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
