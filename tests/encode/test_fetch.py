@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.encode.fetch import ASK_AGAIN_SECONDS, MAX_LONG_BYTES, MAX_REPEATS, WINDOW_BYTES, MediaFetcher
-from triptych.encode.jobs import Asker, EncodeJob
+from triptych.encode.jobs import EncodeJob, Requester
 from triptych.errors import InternalError
 from triptych.messages.codec import Message
 from triptych.messages.work import MEDIA_PIECE_BYTES, FetchMedia, MediaBytes
@@ -20,7 +20,7 @@ PIECE = MEDIA_PIECE_BYTES
 
 def job(size: int, *transfers: tuple[str, Address], client: str = "", long: bool = False) -> EncodeJob:
     made = EncodeJob("key", PLAN, iter(()), received=0.0, size=size, client=client, long=long)
-    made.transfers.update({TransferId(name): Asker(frontend, 0) for name, frontend in transfers})
+    made.transfers.update({TransferId(name): Requester(frontend, 0) for name, frontend in transfers})
     return made
 
 

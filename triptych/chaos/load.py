@@ -88,7 +88,7 @@ class Outcome:
     """The error's code, or what the client noticed."""
     text: str = ""
     broken: int = 0
-    """Earlier attempts of which the connection ended."""
+    """Earlier attempts whose connection broke."""
 
     @property
     def seconds(self) -> float:

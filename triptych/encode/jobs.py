@@ -10,11 +10,11 @@ from triptych.models.base import EncoderInput
 from triptych.types import Address, ItemPlan, TransferId
 
 
-class Asker(NamedTuple):
-    """Who is told what becomes of a transfer."""
+class Requester(NamedTuple):
+    """Where the encode instance reports the result of a transfer."""
 
     frontend: Address
-    """The one that owns the request."""
+    """The frontend that owns the request."""
     attempt: int
     """As in Encode."""
 
@@ -35,7 +35,7 @@ class EncodeJob:
     cache_salt: str = ""
     long: bool = False
     """Whether the item is preprocessed in several time slices."""
-    transfers: dict[TransferId, Asker] = field(default_factory=dict)
+    transfers: dict[TransferId, Requester] = field(default_factory=dict)
     """The transfers that need its rows."""
     deadline: float = 0.0
     """By ``time.monotonic``: after it, no transfer needs the rows any more."""

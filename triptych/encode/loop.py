@@ -15,7 +15,7 @@ import msgspec
 from triptych.compute_thread import ComputeThread, started_executor
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
-from triptych.encode.jobs import TIME_SLICE_SECONDS, Asker, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
+from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler, Requester
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -142,7 +142,7 @@ class EncodeLoop:
         """Leave its transfers, which ends the jobs that no other transfer needs. Consumers end the transfers of items
         that are encoded already."""
         for job in list(self._jobs.values()):
-            for transfer in [one for one, asker in job.transfers.items() if asker.frontend == frontend]:
+            for transfer in [one for one, requester in job.transfers.items() if requester.frontend == frontend]:
                 self._leave(job, transfer)
                 self.sender.abort(transfer, "the frontend that owns the request is gone")
 
@@ -152,9 +152,9 @@ class EncodeLoop:
         handed_back: dict[Address, HandBack] = {}
         for job in [job for job in self._jobs.values() if not job.preprocess_began]:
             self._drop(job)
-            for transfer, asker in job.transfers.items():
+            for transfer, requester in job.transfers.items():
                 self.sender.abort(transfer, "the instance drains")
-                handed_back.setdefault(asker.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
+                handed_back.setdefault(requester.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
         return handed_back
 
     def on_lease_lost(self) -> None:
@@ -226,7 +226,7 @@ class EncodeLoop:
             job = self._jobs[key] = self._new_job(key, message, now)
             self.fetcher.add(job)
         # an earlier attempt may still be ending
-        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)
+        job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
         job.deadline = max(job.deadline, time.monotonic() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
@@ -242,7 +242,7 @@ class EncodeLoop:
             cache_salt=message.cache_salt,
             long=message.plan.is_time_sliced(self._queue.max_patches),
         )
-        job.transfers[message.transfer] = Asker(message.reply_to, message.attempt)
+        job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
         return job
 
     def _on_media_bytes(self, message: MediaBytes) -> None:
@@ -252,9 +252,9 @@ class EncodeLoop:
         except InternalError as error:
             job = self.fetcher.job_of(message.transfer)
             assert job is not None, "pieces of other files are dropped"
-            asker = job.transfers[message.transfer]
-            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), asker.attempt)
-            self.send(asker.frontend, failed)
+            requester = job.transfers[message.transfer]
+            failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), requester.attempt)
+            self.send(requester.frontend, failed)
             self._leave(job, message.transfer)
             return
         if fetched is not None:

@@ -137,6 +137,6 @@ class RequestState:
         return min(sum(reported), now - self.dispatched) if reported and self.dispatched is not None else None
 
 
-def blamed(requests: Collection[RequestState]) -> Collection[RequestState]:
+def blamed(requests: Collection[RequestState]) -> set[RequestId]:
     """Return those of a lost instance's requests that may have ended it: the one on trial, or else all."""
-    return [one for one in requests if one.on_trial] or requests
+    return {one.id for one in requests if one.on_trial} or {one.id for one in requests}

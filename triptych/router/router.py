@@ -455,10 +455,10 @@ class Router:
                 self.metrics.recovered("prefill")
         for other in self.membership:
             self._notify(other.address, PeerLost(lease.address, transfers, self._address))
-        suspects = blamed(affected.values()) if suspect else []
+        suspects = blamed(affected.values()) if suspect else set()
         for state in affected.values():
             state.interrupted = True
-            if state in suspects and not self.lifecycle.instance_lost(state, why):
+            if state.id in suspects and not self.lifecycle.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")
