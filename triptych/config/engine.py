@@ -11,7 +11,7 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 
@@ -35,8 +35,8 @@ class EngineConfig(Settings):
     )
     quantization: str = setting(
         "none",
-        "int8 (CPUs only): the decoder's weights in int8, activations quantized dynamically; towers and the LM head "
-        "stay in the format of --dtype auto",
+        "int8 or int4 (CPUs only): the decoder's weights in 8 or 4 bits, activations quantized dynamically to int8; "
+        "towers and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
     )
     tensor_parallel_size: RankSizes = setting(

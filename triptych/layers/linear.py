@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from triptych.errors import ConfigError
 from triptych.layers.float_product import bf16_product, float_product, half_product
+from triptych.layers.int4 import int4_product
 from triptych.layers.int8 import int8_product
 from triptych.layers.pointwise import rms_norm
 from triptych.layers.products import Product
@@ -165,7 +166,10 @@ WEIGHT_FORMATS: dict[str, PackedFormat] = {
     "bfloat16": PackedFormat(bf16_product, bf16_product, "bfloat16", "bfloat16", bf16_attention=True),
 }
 """Format of each of ``triptych.config.DTYPES`` on CPUs, except "auto": see ``devices.weight_format``."""
-QUANTIZED_FORMATS: dict[str, PackedFormat] = {"int8": PackedFormat(int8_product, half_product, "int8", "float16")}
+QUANTIZED_FORMATS: dict[str, PackedFormat] = {
+    "int8": PackedFormat(int8_product, half_product, "int8", "float16"),
+    "int4": PackedFormat(int4_product, half_product, "int4", "float16"),
+}
 """Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none"."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")

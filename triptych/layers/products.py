@@ -24,6 +24,7 @@ class WeightKind(IntEnum):
     FLOAT = 1
     INT8 = 2
     BF16 = 3
+    INT4 = 4
 
 
 class LinearOperands(ctypes.Structure):
@@ -31,7 +32,7 @@ class LinearOperands(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind", "group", "has_zeros")),
     )
 
 
@@ -49,16 +50,19 @@ class CompiledProduct:
         panels: Tensor,
         scales: Tensor | None,
         bias: Tensor | None,
+        *,
+        group: int = 0,
+        has_zeros: bool = False,
     ) -> None:
         """``panels`` are the weights from ``in_panels``; ``shape`` is (out, in); only int8 has ``scales``, float32
-        [out]."""
+        [out]. ``group`` and ``has_zeros`` are for 4-bit weights; see ``GroupedWeight``."""
         self.library = library
         self.outputs, self.inputs = shape
         self.panels = panels
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = scales
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (panels, scales, self.bias)]
-        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind)
+        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind, group, has_zeros)
         self._run = library.linear
         self._run.argtypes = [
             ctypes.POINTER(LinearOperands),

@@ -23,6 +23,7 @@ typedef struct {
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
     if (linear->kind == BF16) return bf16_room(linear, tokens);
+    if (linear->kind == INT4) return int4_room(linear, tokens);
     return linear->kind == INT8 ? int8_room(linear, tokens) : 0;
 }
 
@@ -33,6 +34,7 @@ static void *memory(int64_t bytes) { return aligned_alloc(64, whole_lines(bytes 
 inlined void multiply_apart(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens,
                             void *room) {
     if (linear->kind == INT8) int8_together(linear, input, stride, output, tokens, room);
+    else if (linear->kind == INT4) int4_together(linear, input, stride, output, tokens, room);
     else if (linear->kind == BF16) bf16_together(linear, input, stride, output, tokens, room);
     else float_together(linear, input, stride, output, tokens);
 }

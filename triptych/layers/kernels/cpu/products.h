@@ -9,24 +9,27 @@
 #define SMALLEST 1e-30f      /* lower bound of a token's largest value: 127 / SMALLEST is finite */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in a float's low bits */
 
-enum Kind { HALF, FLOAT, INT8, BF16 };
+enum Kind { HALF, FLOAT, INT8, BF16, INT4 };
 
 /* A linear layer's weights in the format ``kind``. */
 typedef struct {
-    const void *panels;  /* see floats.c, bf16.c and int8.c */
+    const void *panels;  /* see floats.c, bf16.c, int8.c and int4.c */
     const float *scales; /* [outputs]; int8 only */
     const float *bias;   /* [outputs], or NULL */
     int64_t inputs, outputs, kind;
+    int64_t group, has_zeros; /* inputs per group, and whether groups have zero points; int4 only */
 } Linear;
 
 /* Bytes of working memory for ``tokens`` tokens; other kinds need none. */
 int64_t int8_room(const Linear *linear, int64_t tokens);
+int64_t int4_room(const Linear *linear, int64_t tokens);
 int64_t bf16_room(const Linear *linear, int64_t tokens);
 
 /* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Called by all threads of a
  * team, which share the work; all of it is done when they return. */
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
 void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
+void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
 
 /* Computes one token's outputs of one panel of weights and writes them into output [outputs]; by one thread. For
