@@ -2,11 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.quantization import GroupQuantization, is_packed, read_quantization
 from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.errors import CheckpointError
 
@@ -20,6 +23,11 @@ class Checkpoint:
         self.folder = Path(folder)
         self.on_read = on_read
         self.tensors = read_folder(self.folder)
+
+    @cached_property
+    def quantization(self) -> GroupQuantization | None:
+        """How the weights are quantized, or None. Raises CheckpointError as ``read_quantization`` does."""
+        return read_quantization(load_config(self.folder), self.tensors) if is_packed(self.tensors) else None
 
     def info(self, key: str) -> TensorInfo:
         """Return a tensor's dtype, shape and size. Raises CheckpointError, naming the key, if there is no such

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from triptych import __version__, exit_codes
-from triptych.cli import bench, chaos, demo, doctor, flags, rollout, run, serve, status, trace
+from triptych.cli import bench, chaos, demo, doctor, flags, quantize, rollout, run, serve, status, trace
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
@@ -15,7 +15,7 @@ from triptych.observe import logs
 
 COMMANDS = {
     "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "rollout": rollout,
-    "trace": trace, "bench": bench,
+    "trace": trace, "quantize": quantize, "bench": bench,
     "chaos": chaos,
 }  # fmt: skip
 

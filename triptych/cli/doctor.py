@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.quantization import read_quantization
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
@@ -56,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint_config = load_config(config.model)
     family = family_of(checkpoint_config)
     adapter = resolve(family.adapter)(checkpoint_config)
-    stages = adapter.weight_bytes_by_stage(read_folder(config.model))
+    tensors = read_folder(config.model)
+    read_quantization(checkpoint_config, tensors)
+    stages = adapter.weight_bytes_by_stage(tensors)
     console = Console()
     model_type = checkpoint_config["model_type"]
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)

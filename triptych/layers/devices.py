@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from triptych.checkpoint.quantization import is_packed
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.config import DTYPES, EngineConfig
 from triptych.errors import ConfigError, StartError
@@ -50,14 +51,20 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
     """Return the weight format for the settings, a device and a checkpoint's tensors. Raises ConfigError for one that
     the device doesn't support.
 
-    "auto" is bfloat16 on processors with instructions for it, for a checkpoint in bfloat16, and float16 on others.
+    "auto" is bfloat16 on processors with instructions for it, for a checkpoint in bfloat16, and float16 on others. The
+    weights of a quantized checkpoint stay as they are.
     """
+    quantization = engine.quantization
+    if is_packed(tensors):
+        if quantization not in ("none", "int4"):
+            raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to int4")
+        quantization = "int4"
     if device.type == "cpu":
         name = engine.dtype
         if name == "auto":
             name = "bfloat16" if _most_common(tensors) == "BF16" and has_bf16() else "float16"
         plain = WEIGHT_FORMATS[name]
-        if (quantized := QUANTIZED_FORMATS.get(engine.quantization)) is None:
+        if (quantized := QUANTIZED_FORMATS.get(quantization)) is None:
             return plain
         return replace(
             quantized,
@@ -65,8 +72,8 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
             high_precision_dtype=plain.high_precision_dtype,
             bf16_attention=plain.bf16_attention,
         )
-    if engine.quantization != "none":
-        raise ConfigError(f"--quantization {engine.quantization} is for CPUs only; this instance runs on {device}")
+    if quantization != "none":
+        raise ConfigError(f"--quantization {quantization} is for CPUs only; this instance runs on {device}")
     return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
 
 
@@ -112,10 +119,12 @@ def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _most_common(tensors: Mapping[str, TensorInfo]) -> str:
-    """Return the dtype of most of a checkpoint's bytes, as named in its files; empty if it has no tensors."""
+    """Return the dtype of most of a checkpoint's bytes, as named in its files, besides integers, which are quantized
+    weights; empty if it has no tensors."""
     num_bytes = Counter[str]()
     for info in tensors.values():
-        num_bytes[info.dtype] += info.num_bytes
+        if not info.dtype.startswith(("I", "U")):
+            num_bytes[info.dtype] += info.num_bytes
     return max(num_bytes, key=num_bytes.__getitem__, default="")
 
 

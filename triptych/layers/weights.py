@@ -1,15 +1,18 @@
 """Builds a decoder's modules from a checkpoint's tensors, one at a time, and checks every name and shape."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.linear import Linear, LMHead, PlainFormat, RMSNorm, WeightFormat
+from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
+from triptych.layers.int4 import grouped_product
+from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.parallel import AllReduce, GatherLogits, Group, ShardedDimension
 
 HEAD = "head.weight"
@@ -80,15 +83,53 @@ class WeightReader:
     def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
         parts = [(name, out, out.part(self.group)) for name, out in layers.items()]
-        weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
         biases = [self.tensor(f"{name}.bias", (out.size,))[part] for name, out, part in parts] if bias else []
-        return self.weights.linear(concatenate(weights), concatenate(biases) if bias else None, self.device)
+        vector = concatenate(biases) if bias else None
+        if quantization := self._quantization_of(layers):
+            quantized = [self._grouped(name, (out.size, in_features), quantization) for name, out, _ in parts]
+            rows = [weight.rows(part) for weight, (_, _, part) in zip(quantized, parts, strict=True)]
+            return PackedLinear(grouped_product(concatenate_grouped(rows), vector))
+        weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
+        return self._linear(concatenate(weights), vector)
 
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
-        weight = self.tensor(f"{name}.weight", (out_features, inputs.size))[:, inputs.part(self.group)]
+        shape, part = (out_features, inputs.size), inputs.part(self.group)
         vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
-        return self.weights.linear(weight, vector if self.group.rank == 0 else None, self.device)
+        if self.group.rank != 0:
+            vector = None
+        if quantization := self._quantization_of([name]):
+            return PackedLinear(grouped_product(self._grouped(name, shape, quantization).columns(part), vector))
+        return self._linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Make a layer from dense weights. Of a quantized checkpoint, these need high precision."""
+        make = self.weights.high_precision if self._checkpoint.quantization else self.weights.linear
+        return make(weight, bias, self.device)
+
+    def _quantization_of(self, names: Collection[str]) -> GroupQuantization | None:
+        """Return how the named layers, which become one, are quantized, or None."""
+        keys = {name: self._keys.key(f"{name}.{PACKED}") for name in names}
+        missing = [name for name, key in keys.items() if key not in self._checkpoint.tensors]
+        if missing and len(missing) < len(keys):
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: {self._keys.key(missing[0])!r} isn't quantized, but others of "
+                f"{', '.join(names)} are; they are served as one layer"
+            )
+        return None if missing else self._checkpoint.quantization
+
+    def _grouped(self, name: str, shape: tuple[int, int], quantization: GroupQuantization) -> GroupedWeight:
+        """Return a quantized layer's weight [out, in]."""
+        (outputs, inputs), key = shape, self._keys.key(name)
+        groups = -(-inputs // quantization.group)
+        shapes = {PACKED: (outputs, -(-inputs // PER_WORD)), SCALE: (outputs, groups), SHAPE: (2,)}
+        if quantization.has_zeros:
+            shapes[ZEROS] = (-(-outputs // PER_WORD), groups)
+        tensors = {kind: self.tensor(f"{name}.{kind}", found) for kind, found in shapes.items()}
+        try:
+            return loaded_weight(tensors, shape, quantization)
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpoint.folder}: {key}: {error}") from error
 
     def all_reduced(self, module: nn.Module) -> nn.Module:
         """Wrap a module so that the ranks' outputs are summed."""
@@ -116,7 +157,7 @@ class WeightReader:
         part = intermediate.part(self.group)
         stacked = self._stacked(f"{name}.gate_up_proj", num_experts, 2 * intermediate.size, in_features)
         fused = [weight.unflatten(0, (2, -1))[:, part].flatten(0, 1) for weight in stacked]
-        return [self.weights.linear(weight, None, self.device) for weight in fused]
+        return [self._linear(weight, None) for weight in fused]
 
     def expert_downs(
         self, name: str, num_experts: int, out_features: int, intermediate: ShardedDimension
@@ -127,7 +168,7 @@ class WeightReader:
             return [self.row_parallel(down, out_features, intermediate) for down in names]
         stacked = self._stacked(f"{name}.down_proj", num_experts, out_features, intermediate.size)
         stacked = stacked[:, :, intermediate.part(self.group)]
-        return [self.weights.linear(weight, None, self.device) for weight in stacked]
+        return [self._linear(weight, None) for weight in stacked]
 
     def _stacked(self, name: str, num_experts: int, out_features: int, in_features: int) -> Tensor:
         """Return a stacked weight as [experts, out, in]."""

@@ -3,6 +3,7 @@
 from functools import cached_property
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.quantization import read_quantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
@@ -29,6 +30,7 @@ class ModelBundle:
         processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
         self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
         self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
+        read_quantization(self.config, checkpoint.tensors)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from triptych.checkpoint.quantization import PACKED
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig, MoEConfig, RopeConfig
@@ -120,7 +121,7 @@ def detect_decoder_keys(config: DecoderConfig, checkpoint: Checkpoint, prefix: s
     if config.moe is None or layer is None:
         return keys
     experts = f"layers.{layer}.mlp.experts"
-    if keys.key(f"{experts}.0.down_proj.weight") in checkpoint.tensors:
+    if any(keys.key(f"{experts}.0.down_proj.{kind}") in checkpoint.tensors for kind in ("weight", PACKED)):
         return DecoderKeys(prefix, head, ExpertLayout.SEPARATE)
     hidden, intermediate = config.hidden_size, config.moe.moe_intermediate_size
     if hidden != intermediate:

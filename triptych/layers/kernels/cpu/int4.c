@@ -7,7 +7,8 @@
  *     words [group / 8, OUTPUTS], each with the q of eight inputs, the first in the lowest bits,
  *     scales, halves [OUTPUTS],
  *     zeros, uint8 [OUTPUTS], if the weights have them; otherwise each is 8.
- * Few tokens are multiplied by the words, more by a panel's q as bytes, unpacked into memory that stays in the cache.
+ * A word's q are unpacked in registers for up to TOKENS tokens, which takes less time than unpacking a panel into the
+ * cache for all.
  */
 #include <omp.h>
 
@@ -65,6 +66,17 @@ inlined products dot(products sum, ints weights, ints four) {
 }
 #endif
 
+/* a * b, where a is in 0 to 255 and b fits 16 bits. */
+inlined ints times(ints a, ints b) {
+#if defined __AVX512BW__
+    return (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined __AVX2__ && !defined __AVX512F__
+    return (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return a * b;
+#endif
+}
+
 /* Dimensions of packed weights. */
 typedef struct {
     int64_t panels, groups, depth; /* depth: inputs with padding */
@@ -94,9 +106,7 @@ inlined Shape shape_of(const Linear *linear) {
 }
 
 int64_t int4_room(const Linear *linear, int64_t tokens) {
-    Shape shape = shape_of(linear);
-    int64_t tile = tokens > TOKENS ? OUTPUTS * shape.depth : 0, threads = omp_get_max_threads();
-    return threads * tile + shape.row * (tokens <= FEW ? FEW * threads : tokens + TOKENS);
+    return shape_of(linear).row * (tokens <= FEW ? FEW * omp_get_max_threads() : tokens + TOKENS);
 }
 
 static void round_token(const Linear *linear, const Shape *shape, const float *from, char *to) {
@@ -131,40 +141,18 @@ static void round_token(const Linear *linear, const Shape *shape, const float *f
 inlined ints lower(ints words) { return words & 0x0f0f0f0f; }
 inlined ints upper(ints words) { return words >> 4 & 0x0f0f0f0f; }
 
-/* Unpacks a panel into bytes [depth / 4, OUTPUTS, 4]. */
-static void unpack(const Linear *linear, const Shape *shape, int64_t panel, char *tile) {
-    const char *group = (const char *)linear->panels + panel * shape->groups * shape->bytes;
-    for (int64_t i = 0; i < shape->groups; i++, group += shape->bytes) {
-        const ints *words = (const ints *)group;
-        for (int64_t at = 0; at < linear->group; at += WORD, words += 2, tile += WORD * OUTPUTS) {
-            ints *to = (ints *)tile;
-            to[0] = lower(words[0]);
-            to[1] = lower(words[1]);
-            to[2] = upper(words[0]);
-            to[3] = upper(words[1]);
-            __builtin_prefetch((const char *)words + AHEAD);
-            __builtin_prefetch((const char *)words + AHEAD + sizeof(ints));
-        }
-    }
-}
-
-/* Adds the products of a block of inputs to the sums of ``count`` tokens. The weights are bytes of a tile if
- * ``is_tile``, else words. */
-inlined void multiply_block(ints sums[][2], const char *weights, const char *from, int64_t row, const int count,
-                            const int is_tile) {
+/* Adds the products of a block of inputs to the sums of ``count`` tokens. */
+inlined void multiply_block(ints sums[][2], const char *weights, const char *from, int64_t row, const int count) {
     products found[TOKENS][2];
     for (int token = 0; token < count; token++)
         for (int half = 0; half < 2; half++) found[token][half] = begin(sums[token][half]);
 #pragma GCC unroll 4
-    for (int word = 0; word < BLOCK / WORD; word++) {
-        const ints *some = (const ints *)weights + word * (is_tile ? 4 : 2);
-        if (!is_tile)
-            for (int64_t line = 0; line < WORD / 2 * OUTPUTS; line += 64)
-                __builtin_prefetch((const char *)some + AHEAD + line);
+    for (int word = 0; word < BLOCK / WORD; word++, weights += WORD / 2 * OUTPUTS) {
+        const ints *words = (const ints *)weights;
+        for (int64_t line = 0; line < WORD / 2 * OUTPUTS; line += 64) __builtin_prefetch(weights + AHEAD + line);
 #pragma GCC unroll 2
         for (int part = 0; part < 2; part++) {
-            ints low = is_tile ? some[2 * part] : part ? upper(some[0]) : lower(some[0]);
-            ints high = is_tile ? some[2 * part + 1] : part ? upper(some[1]) : lower(some[1]);
+            ints low = part ? upper(words[0]) : lower(words[0]), high = part ? upper(words[1]) : lower(words[1]);
 #pragma GCC unroll 8
             for (int token = 0; token < count; token++) {
                 int32_t four;
@@ -178,10 +166,9 @@ inlined void multiply_block(ints sums[][2], const char *weights, const char *fro
         for (int half = 0; half < 2; half++) sums[token][half] = end(sums[token][half], found[token][half]);
 }
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on, with the panel unpacked in ``tile`` or, without one,
- * from its words. Results of tokens that don't exist are dropped. */
-inlined void multiply(const Linear *linear, const Shape *shape, const Rows *rows, const char *tile, int64_t panel,
-                      int64_t first, const int count, const int has_zeros) {
+/* Computes a panel's outputs for ``count`` tokens from ``first`` on. Results of tokens that don't exist are dropped. */
+inlined void multiply(const Linear *linear, const Shape *shape, const Rows *rows, int64_t panel, int64_t first,
+                      const int count, const int has_zeros) {
     const char *group = (const char *)linear->panels + panel * shape->groups * shape->bytes;
     const char *from = rows->rounded + first * shape->row, *excess = from + shape->depth;
     floats totals[TOKENS][2] = {};
@@ -195,14 +182,11 @@ inlined void multiply(const Linear *linear, const Shape *shape, const Rows *rows
             }
         for (int token = 0; token < count; token++) {
             ints start = ((const int32_t *)(excess + token * shape->row))[i] - (ints){};
-            sums[token][0] = has_zeros ? start * zeros[0] : start;
-            sums[token][1] = has_zeros ? start * zeros[1] : start;
+            sums[token][0] = has_zeros ? times(zeros[0], start) : start;
+            sums[token][1] = has_zeros ? times(zeros[1], start) : start;
         }
-        for (int64_t block = 0; block < linear->group; block += BLOCK, from += BLOCK) {
-            multiply_block(sums, tile ? tile : words, from, shape->row, count, tile != NULL);
-            if (tile) tile += BLOCK * OUTPUTS;
-            else words += BLOCK / 2 * OUTPUTS;
-        }
+        for (; words < scales; words += BLOCK / 2 * OUTPUTS, from += BLOCK)
+            multiply_block(sums, words, from, shape->row, count);
         floats low = widened(((const float16s *)scales)[0]), high = widened(((const float16s *)scales)[1]);
         for (int token = 0; token < count; token++) {
             totals[token][0] += __builtin_convertvector(sums[token][0], floats) * low;
@@ -220,35 +204,22 @@ inlined void multiply(const Linear *linear, const Shape *shape, const Rows *rows
 }
 
 /* Computes a panel's outputs for all tokens. */
-inlined void multiply_panel(const Linear *linear, const Shape *shape, const Rows *rows, const char *tile, int64_t panel,
+inlined void multiply_panel(const Linear *linear, const Shape *shape, const Rows *rows, int64_t panel,
                             const int has_zeros) {
     for (int64_t first = 0, left; (left = rows->tokens - first) > 0; first += TOKENS) {
-        if (left > 4) multiply(linear, shape, rows, tile, panel, first, TOKENS, has_zeros);
-        else if (left > 2) multiply(linear, shape, rows, tile, panel, first, 4, has_zeros);
-        else if (left > 1) multiply(linear, shape, rows, tile, panel, first, 2, has_zeros);
-        else multiply(linear, shape, rows, tile, panel, first, 1, has_zeros);
+        if (left > 4) multiply(linear, shape, rows, panel, first, TOKENS, has_zeros);
+        else if (left > 2) multiply(linear, shape, rows, panel, first, 4, has_zeros);
+        else if (left > 1) multiply(linear, shape, rows, panel, first, 2, has_zeros);
+        else multiply(linear, shape, rows, panel, first, 1, has_zeros);
     }
-}
-
-static void from_words(const Linear *linear, const Shape *shape, const Rows *rows, int64_t panel) {
-    if (linear->has_zeros) multiply_panel(linear, shape, rows, NULL, panel, 1);
-    else multiply_panel(linear, shape, rows, NULL, panel, 0);
-}
-
-static void from_tile(const Linear *linear, const Shape *shape, const Rows *rows, int64_t panel, char *tile) {
-    unpack(linear, shape, panel, tile);
-    if (linear->has_zeros) multiply_panel(linear, shape, rows, tile, panel, 1);
-    else multiply_panel(linear, shape, rows, tile, panel, 0);
 }
 
 void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     Shape shape = shape_of(linear);
-    int64_t thread = omp_get_thread_num(), blocks = (tokens + MANY - 1) / MANY;
+    int64_t blocks = (tokens + MANY - 1) / MANY;
     int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, shape.groups * shape.bytes));
-    char *tile = NULL, *rounded = room;
-    if (tokens > TOKENS) tile = rounded + (tokens + TOKENS) * shape.row + thread * OUTPUTS * shape.depth;
+    char *rounded = (char *)room + (tokens <= FEW ? omp_get_thread_num() * FEW * shape.row : 0);
     if (tokens <= FEW) {
-        rounded += thread * FEW * shape.row;
         for (int64_t token = 0; token < tokens; token++)
             round_token(linear, &shape, input + token * stride, rounded + token * shape.row);
     } else {
@@ -263,8 +234,8 @@ void int4_together(const Linear *linear, const float *input, int64_t stride, flo
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < shape.panels; panel++) {
-            if (tile) from_tile(linear, &shape, &rows, panel, tile);
-            else from_words(linear, &shape, &rows, panel);
+            if (linear->has_zeros) multiply_panel(linear, &shape, &rows, panel, 1);
+            else multiply_panel(linear, &shape, &rows, panel, 0);
         }
     }
 #pragma omp barrier
