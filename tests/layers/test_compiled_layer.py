@@ -29,6 +29,7 @@ FORMATS = {
     "float32": WEIGHT_FORMATS["float32"],
     "bfloat16": WEIGHT_FORMATS["bfloat16"],
     "int8": QUANTIZED_FORMATS["int8"],
+    "int4": QUANTIZED_FORMATS["int4"],
 }
 
 
@@ -101,6 +102,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
         ("float32", torch.float32),
         ("bfloat16", torch.float16),
         ("int8", torch.float16),
+        ("int4", torch.float16),
     ],
 )
 def test_compiled_layer_is_bit_identical(

@@ -66,6 +66,7 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype() -> None:
         ({}, "F8_E4M3", True, ("float16", "float16")),
         ({"quantization": "int8"}, "BF16", True, ("int8", "bfloat16")),
         ({"quantization": "int8"}, "BF16", False, ("int8", "float16")),
+        ({"quantization": "int4"}, "BF16", True, ("int4", "bfloat16")),
         ({"dtype": "float16"}, "BF16", True, ("float16", "float16")),
         ({"dtype": "bfloat16"}, "F32", False, ("bfloat16", "bfloat16")),
         ({"dtype": "float32"}, "BF16", True, ("float32", "float32")),
@@ -84,9 +85,10 @@ def test_formats_of_cpus(
     assert (weights.linear_dtype, weights.high_precision_dtype) == names
 
 
-def test_int8_is_for_cpus() -> None:
-    with pytest.raises(ConfigError, match="int8 is for CPUs only"):
-        weight_format(EngineConfig(quantization="int8"), GPU, tensors(BF16=1))
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantization_is_for_cpus(quantization: str) -> None:
+    with pytest.raises(ConfigError, match=f"{quantization} is for CPUs only"):
+        weight_format(EngineConfig(quantization=quantization), GPU, tensors(BF16=1))
 
 
 @pytest.mark.parametrize(

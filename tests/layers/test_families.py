@@ -158,7 +158,7 @@ def _as_the_modules(key: str) -> str:
     return key.replace("model.", "model.language_model.", 1)
 
 
-@pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], QUANTIZED_FORMATS["int8"]])
+@pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], QUANTIZED_FORMATS["int8"], QUANTIZED_FORMATS["int4"]])
 def test_packed_experts(tiny: Tiny, weights: Any) -> None:
     """Separate experts are packed one by one, like stacked ones, to the same logits."""
     prompt = make_prompt_of_text(torch.arange(3, 43), 64)

@@ -133,7 +133,9 @@ def test_prompt_continues_after_chunks_without_logits(checkpoint_folder: Folder)
     assert_close(step(pool, [(sequence, sequence.left)], "last"), expected[-1:], 1e-4)
 
 
-@pytest.mark.parametrize("weights", [WEIGHT_FORMATS["float16"], WEIGHT_FORMATS["bfloat16"], QUANTIZED_FORMATS["int8"]])
+@pytest.mark.parametrize(
+    "weights", [WEIGHT_FORMATS["float16"], WEIGHT_FORMATS["bfloat16"], *QUANTIZED_FORMATS.values()]
+)
 def test_every_weight_format_accepts_few_tokens_and_none(checkpoint_folder: Folder, weights: Any) -> None:
     folder = checkpoint_folder(moe=True)
     (prompt, _), _ = prompts_of(folder)

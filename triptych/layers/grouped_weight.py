@@ -112,13 +112,14 @@ def stored_tensors(weight: GroupedWeight, dtype: torch.dtype) -> dict[str, Tenso
 
 def _packed(levels: Tensor) -> Tensor:
     """uint8 [n, 8 k], 0 to 15 → int32 [n, k], the first in the lowest bits."""
-    return (levels[:, ::2] | levels[:, 1::2] << 4).contiguous().view(torch.int32)
+    pairs = levels[:, ::2] | levels[:, 1::2] << 4
+    return pairs.flatten().view(torch.int32).view(len(levels), levels.shape[1] // PER_WORD)
 
 
 def _unpacked(words: Tensor) -> Tensor:
     """int32 [n, k] → uint8 [n, 8 k], 0 to 15."""
-    pairs = words.contiguous().view(torch.uint8)
-    return torch.stack((pairs & HIGHEST, pairs >> 4), dim=2).flatten(1)
+    pairs = words.flatten().view(torch.uint8)
+    return torch.stack((pairs & HIGHEST, pairs >> 4), dim=1).view(len(words), words.shape[1] * PER_WORD)
 
 
 def concatenate_grouped(weights: Sequence[GroupedWeight]) -> GroupedWeight:

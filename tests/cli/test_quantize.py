@@ -1,0 +1,54 @@
+"""``triptych quantize`` writes a model that is served, and refuses misuse in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.serving import image_part, served, text_part
+from triptych.cli import main
+from triptych.config import EngineConfig
+from triptych.demo import MODEL_DIR, PICTURES_DIR
+
+
+def quantize(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["quantize", *map(str, arguments)])
+    return int(str(ended.value.code))
+
+
+def test_the_quantized_demo_model_answers_rightly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize("demo", tmp_path / "demo4", "--asymmetric") == 0
+    assert f"triptych serve {tmp_path / 'demo4'}" in capsys.readouterr().err.replace("\n", "")
+    entries = json.loads((PICTURES_DIR / "questions.json").read_text())
+    with served(tmp_path / "demo4", engine=EngineConfig(device="cpu", threads=1)) as service:
+        for entry in entries[:3]:
+            pictures = [image_part((PICTURES_DIR / name).read_bytes()) for name in entry["pictures"]]
+            settings = {"temperature": 0, "max_tokens": 32, "ignore_eos": False}
+            assert service.text([*pictures, text_part(entry["question"])], **settings) == entry["answer"]
+    size = sum(file.stat().st_size for file in MODEL_DIR.glob("*.safetensors"))
+    assert (tmp_path / "demo4" / "model.safetensors").stat().st_size < 0.75 * size  # the towers stay
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "MODEL, OUT"),
+        (("demo",), "OUT"),
+        (("demo", "OUT", "--group-size", "48"), "--group-size"),
+        (("demo", "OUT", "--bits", "3"), "there is no --bits"),
+        (("nothing", "OUT"), "nothing: no such folder"),
+        (("demo", "."), "exists; the copy needs a folder of its own"),
+    ],
+)
+def test_misuse_is_one_line(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quantize(*arguments) != 0
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,220 @@
+"""Checkpoints with 4-bit weights: the copy that ``triptych quantize`` writes is what quantizing at load makes, and
+damaged ones are refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import DENSE, edit_config, make_checkpoint
+from tests.support.forward import layers_of
+from tests.support.tiny import make_tiny
+from triptych.checkpoint.quantization import GroupQuantization
+from triptych.checkpoint.reader import Checkpoint
+from triptych.config import EngineConfig
+from triptych.errors import CheckpointError, ConfigError
+from triptych.layers.decoder import Decoder
+from triptych.layers.devices import weight_format
+from triptych.layers.linear import PackedLinear
+from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
+from triptych.layers.products import CompiledProduct, WeightKind
+from triptych.models.quantize import quantize_checkpoint
+from triptych.server.model_bundle import ModelBundle
+
+SYMMETRIC = GroupQuantization(32, has_zeros=False)
+WIDE = replace(DENSE, layers=2, intermediate=128, deepstack=(0,))
+LAYER = "model.language_model.layers.1"
+
+
+@dataclass
+class Rank(SingleRank):
+    rank: int = 0
+    size: int = 2
+
+
+def load(folder: Path, quantization: str = "none", group: Group = SINGLE_RANK) -> Decoder:
+    return ModelBundle(Checkpoint(folder), EngineConfig(device="cpu", quantization=quantization)).load_decoder(group)
+
+
+def quantized(source: Path, quantization: GroupQuantization = SYMMETRIC) -> Path:
+    target = source.with_name(source.name + " quantized")
+    assert list(quantize_checkpoint(source, target, quantization))
+    return target
+
+
+def packed_weights(decoder: Decoder) -> list[tuple[int, Tensor]]:
+    """Kind and panels of all packed layers."""
+    products = [module.product for module in decoder.modules() if isinstance(module, PackedLinear)]
+    assert all(isinstance(product, CompiledProduct) for product in products)
+    return [(product.operands.kind, product.panels) for product in products]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantized checkpoint. Tests copy it before they change it."""
+    return quantized(make_checkpoint(tmp_path_factory.mktemp("quantize") / "wide", sizes=WIDE))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda path: make_checkpoint(path, sharded=True, dtype=torch.bfloat16), id="qwen3_vl, bfloat16"),
+        pytest.param(lambda path: make_checkpoint(path, layout="saved", dtype=torch.float16), id="qwen3_vl, saved"),
+        pytest.param(lambda path: make_tiny(path, "qwen2"), id="qwen2, biases"),
+        pytest.param(lambda path: make_tiny(path, "qwen2_5_vl"), id="qwen2_5_vl"),
+        pytest.param(lambda path: make_tiny(path, "qwen3_moe", config={"moe_intermediate_size": 32}), id="experts"),
+    ],
+)
+def test_the_copy_is_what_quantizing_at_load_makes(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    source = make(tmp_path / "source")
+    target = quantized(source)
+    expected, found = packed_weights(load(source, "int4")), packed_weights(load(target))
+    assert WeightKind.INT4 in {kind for kind, _ in found}
+    for (kind, panels), (other_kind, others) in zip(found, expected, strict=True):
+        assert kind == other_kind
+        assert torch.equal(panels, others)
+    before, after = ({file.name for file in path.iterdir()} for path in (source, target))
+    assert before == after
+    bundles = [ModelBundle(Checkpoint(path), EngineConfig(device="cpu")) for path in (source, target)]
+    assert bundles[0].identity != bundles[1].identity
+    assert bundles[1].kv_layout.weight_dtype == "int4"
+    assert bundles[1].weights.high_precision_dtype == bundles[0].weights.high_precision_dtype
+    if bundles[1].family.takes_media:
+        bundles[1].load_encoder()
+
+
+@pytest.mark.parametrize("quantization", [GroupQuantization(64, has_zeros=True), GroupQuantization(32, has_zeros=True)])
+def test_asymmetric_weights_are_loaded(tmp_path: Path, quantization: GroupQuantization) -> None:
+    source = make_checkpoint(tmp_path / "source", sizes=WIDE)
+    target = quantized(source, quantization)
+    down = layers_of(load(target))[1].mlp.down
+    assert (down.product.operands.group, down.product.operands.has_zeros) == (quantization.group, True)
+    weight = load_file(source / "model.safetensors")[f"{LAYER}.mlp.down_proj.weight"]
+    activations = torch.randn(3, 128)
+    expected = activations @ weight.T
+    assert (down(activations) - expected).norm() < 0.1 * expected.norm()
+    assert len(load_file(target / "model.safetensors")[f"{LAYER}.mlp.down_proj.weight_zero_point"]) == 8
+
+
+def test_ranks_have_parts_of_the_whole(folder: Path, tmp_path: Path) -> None:
+    whole, hidden, attended = layers_of(load(folder))[1], torch.randn(3, 64), torch.randn(3, 64)
+    heads = whole.attention.qkv(hidden).unflatten(1, (8, 16))  # 4 of queries, 2 of keys, 2 of values
+    for rank in (0, 1):
+        part = layers_of(load(folder, group=Rank(rank)))[1]
+        own = heads[:, [2 * rank, 2 * rank + 1, 4 + rank, 6 + rank]].flatten(1)
+        assert torch.equal(part.attention.qkv(hidden), own)
+        columns = slice(32 * rank, 32 * (rank + 1))
+        alone = torch.zeros(3, 64)
+        alone[:, columns] = attended[:, columns]
+        output = part.attention.output.module
+        assert torch.equal(output(attended[:, columns]), whole.attention.output(alone))
+    narrow = quantized(make_checkpoint(tmp_path / "narrow"))
+    with pytest.raises(ConfigError, match=r"inputs, 0 to 48 of 96, aren't whole groups of 32 .*--tensor-parallel-size"):
+        load(narrow, group=Rank(0))
+
+
+def test_settings_that_contradict_the_checkpoint(folder: Path) -> None:
+    tensors = Checkpoint(folder).tensors
+    for quantization in ("none", "int4"):
+        weights = weight_format(EngineConfig(quantization=quantization), torch.device("cpu"), tensors)
+        assert weights.linear_dtype == "int4"
+    with pytest.raises(ConfigError, match="--quantization int8: the checkpoint's weights are quantized already"):
+        load(folder, "int8")
+    with pytest.raises(ConfigError, match="int4 is for CPUs only"):
+        weight_format(EngineConfig(), torch.device("cuda", 0), tensors)
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """A copy with other tensors."""
+    to.mkdir()
+    for name in ("config.json", "preprocessor_config.json"):
+        (to / name).write_bytes((folder / name).read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def test_a_layer_that_is_not_quantized_stays_so(folder: Path, tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+
+    def dense(tensors: dict[str, Tensor]) -> None:
+        for name in ("packed", "scale", "shape"):
+            del tensors[f"{LAYER}.self_attn.o_proj.weight_{name}"]
+        tensors[f"{LAYER}.self_attn.o_proj.weight"] = weight
+
+    output = layers_of(load(changed(folder, tmp_path / "dense", dense)))[1].attention.output
+    assert output.product.operands.kind == WeightKind.HALF
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("mlp.down_proj.weight_packed", torch.zeros(64, 15, dtype=torch.int32), r"shape \[64, 15\].* \[64, 16\]"),
+        ("mlp.down_proj.weight_packed", torch.zeros(64, 16), "weight_packed is torch.float32, not torch.int32"),
+        ("mlp.down_proj.weight_scale", torch.zeros(64, 2), r"shape \[64, 2\]"),
+        ("mlp.down_proj.weight_scale", torch.zeros(64, 4, dtype=torch.int32), "weight_scale is torch.int32"),
+        ("mlp.down_proj.weight_scale", torch.full((64, 4), torch.nan), "weight_scale has values"),
+        ("mlp.down_proj.weight_scale", torch.full((64, 4), 1e6), "weight_scale has values"),
+        ("mlp.down_proj.weight_shape", torch.tensor([64, 127]), r"weight_shape is \[64, 127\]"),
+        ("mlp.down_proj.weight_shape", torch.tensor([64, 128, 1]), r"shape \[3\]"),
+        ("mlp.down_proj.weight_scale", None, "weight_scale' is missing"),
+        ("mlp.down_proj.weight_packed", None, "weight' is missing"),
+        ("mlp.down_proj.weight_zero_point", torch.zeros(8, 4, dtype=torch.int32), "no place for tensor"),
+        ("mlp.down_proj.weight_g_idx", torch.zeros(128, dtype=torch.int32), "no place for tensor"),
+        ("self_attn.k_proj.weight_packed", None, "k_proj.* isn't quantized, but others"),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(
+    folder: Path, tmp_path: Path, name: str, value: Tensor | None, words: str
+) -> None:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        if value is None:
+            del tensors[f"{LAYER}.{name}"]
+        else:
+            tensors[f"{LAYER}.{name}"] = value
+
+    with pytest.raises(CheckpointError, match=words) as error:
+        load(changed(folder, tmp_path / "damaged", damage))
+    assert LAYER in str(error.value)
+
+
+def test_missing_zero_points_and_another_group_are_refused(folder: Path, tmp_path: Path) -> None:
+    copy = changed(folder, tmp_path / "copy", lambda tensors: None)
+    config = json.loads((copy / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    for changes, words in (({"symmetric": False}, "weight_zero_point' is missing"), ({"group_size": 64}, "has shape")):
+        with_changes = config | {"quantization_config": json.loads(json.dumps(config["quantization_config"]))}
+        with_changes["quantization_config"]["config_groups"]["group_0"]["weights"] = weights | changes
+        (copy / "config.json").write_text(json.dumps(with_changes))
+        with pytest.raises(CheckpointError, match=words):
+            load(copy)
+    edit_config(copy, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match="quant_method 'gptq' is not served"):
+        load(copy)
+
+
+def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(tmp_path: Path, folder: Path) -> None:
+    def refused(source: Path, error: type[Exception], words: str, target: Path = tmp_path / "out") -> None:
+        with pytest.raises(error, match=words):
+            list(quantize_checkpoint(source, target, SYMMETRIC))
+        assert not list(tmp_path.glob(".out*"))
+
+    refused(folder, CheckpointError, "quantized already")
+    refused(make_checkpoint(tmp_path / "stacked", moe=True), CheckpointError, "weights of all experts")
+    refused(make_tiny(tmp_path / "moe", "qwen3_moe"), CheckpointError, r"\[64, 48\], which isn't in whole groups of 32")
+    source = make_checkpoint(tmp_path / "dense")
+    refused(source, ConfigError, "exists", target=tmp_path)
+    refused(source, ConfigError, "can't be written", target=source / "config.json" / "out")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{LAYER}.mlp.down_proj.weight"][3, 5] = torch.inf
+    tensors[f"{LAYER}.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, source / "model.safetensors")
+    refused(source, CheckpointError, "up_proj.weight' has values that aren't finite")
+    assert not (tmp_path / "out").exists()
