@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--processor-time", action="store_true", help="measure one thread's processor time")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["float16", "bfloat16", "int8"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["float16", "bfloat16", "int8", "int4"])
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     threads = 1 if options.processor_time else options.threads

@@ -103,7 +103,9 @@ def page() -> str:
         *(_family(name, family) for name, family in FAMILIES.items()),
         "",
         "Text models are served without an encode instance: `1PD`, `1P1D`, …",
-        "RoPE scaling (YaRN and others) and quantized checkpoints are refused at the start.",
+        "RoPE scaling (YaRN and others) is refused at the start.",
+        "So are quantized checkpoints, except for [4-bit weights](operating.md#quantized-checkpoints) of "
+        "compressed-tensors (`pack-quantized`), on CPUs.",
         "Sliding windows are served on CPUs only.",
         "",
         "## What is checked, and how",
