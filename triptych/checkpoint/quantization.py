@@ -1,4 +1,4 @@
-"""Reads and writes what a checkpoint says of its quantized weights. No torch, because ``triptych doctor`` uses this too.
+"""Reads and writes what a checkpoint's config says of quantized weights. No torch: ``triptych doctor`` uses this too.
 
 Served are the weights of compressed-tensors' format ``pack-quantized`` with 4 bits in groups
 (https://github.com/vllm-project/compressed-tensors). A module ``M`` is quantized if there is a tensor

@@ -145,13 +145,16 @@ def quantize_groups(weight: Tensor, group: int = DEFAULT_GROUP, *, has_zeros: bo
     words = torch.empty((num_outputs, num_groups * group // PER_WORD), dtype=torch.int32)
     scales = torch.empty((num_outputs, num_groups), dtype=torch.float16)
     zeros = torch.empty((num_outputs, num_groups), dtype=torch.uint8) if has_zeros else None
-    together = max(1, AT_ONCE // max(1, num_inputs))
+    together = max(1, AT_ONCE // 4 // max(1, num_inputs))  # several tensors of them stay in the cache
+    # reused, because new memory takes longer than the arithmetic
+    buffers = torch.zeros((2, min(together, num_outputs), num_groups, group))
     for first in range(0, num_outputs, together):
         rows = slice(first, first + together)
-        some = F.pad(weight[rows].float(), (0, num_groups * group - num_inputs)).unflatten(1, (num_groups, group))
-        scale, zero = _best(some, _with_zeros(some) if has_zeros else _around_middle(some))
-        whole = _levels(some, scale, zero).nan_to_num_(MIDDLE).to(torch.uint8).flatten(1)
-        words[rows] = _packed(whole)
+        some, levels = buffers[:, : len(weight[rows])]
+        some.flatten(1)[:, :num_inputs] = weight[rows]
+        scale, zero = _best(some, _with_zeros(some) if has_zeros else _around_middle(some), levels)
+        whole = _levels(some, scale, zero, levels).nan_to_num_(MIDDLE).to(torch.uint8)
+        words[rows] = _packed(whole.flatten(1))
         scales[rows] = scale.squeeze(2)
         if zeros is not None:
             zeros[rows] = zero.squeeze(2).nan_to_num(MIDDLE).to(torch.uint8)
@@ -164,7 +167,8 @@ Candidates = list[tuple[Tensor, Tensor]]
 
 def _around_middle(weights: Tensor) -> Candidates:
     """``weights`` is float32 [rows, groups, group]."""
-    extreme = weights.gather(2, weights.abs().argmax(2, keepdim=True))
+    low, high = weights.amin(2, keepdim=True), weights.amax(2, keepdim=True)
+    extreme = torch.where(high > -low, high, low)
     zero = torch.full_like(extreme, MIDDLE)
     return [(_rounded_scale(extreme / -steps), zero) for steps in STEPS_PER_EXTREME]
 
@@ -188,15 +192,12 @@ def _divisor(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 1, scale)
 
 
-def _levels(weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    return (weights / _divisor(scale)).add_(zero).round_().clamp_(0, HIGHEST)
-
-
-def _best(weights: Tensor, candidates: Candidates) -> tuple[Tensor, Tensor]:
+def _best(weights: Tensor, candidates: Candidates, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and zero point of each group with the smallest squared error."""
     best, scales, zeros = None, *candidates[0]
     for scale, zero in candidates:
-        error = _levels(weights, scale, zero).sub_(zero).mul_(scale).sub_(weights).square_().sum(2, keepdim=True)
+        apart = _levels(weights, scale, zero, scratch).sub_(zero).mul_(scale).sub_(weights)
+        error = apart.square_().sum(2, keepdim=True)
         if best is None:
             best = error
             continue
@@ -204,3 +205,8 @@ def _best(weights: Tensor, candidates: Candidates) -> tuple[Tensor, Tensor]:
         best = torch.where(is_better, error, best)
         scales, zeros = torch.where(is_better, scale, scales), torch.where(is_better, zero, zeros)
     return scales, zeros
+
+
+def _levels(weights: Tensor, scale: Tensor, zero: Tensor, out: Tensor) -> Tensor:
+    """Write the nearest levels to ``out``, and return it."""
+    return torch.mul(weights, _divisor(scale).reciprocal(), out=out).add_(zero).round_().clamp_(0, HIGHEST)
