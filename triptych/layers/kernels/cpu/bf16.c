@@ -1,11 +1,13 @@
 /* Products with weights and activations in bfloat16: a token is rounded once, and its sums are float32. An output is
- * summed from the first pair of inputs to the last, so that a token's outputs are bit-identical in any batch.
+ * summed from the first inputs to the last, so that a token's outputs are bit-identical in any batch.
  *
- * Weights are in panels of OUTPUTS outputs with pairs of inputs, [ceil(outputs / OUTPUTS), ceil(inputs / 2), OUTPUTS, 2],
- * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors without
- * instructions for bfloat16 multiply the same values in float32.
+ * Weights are in panels of OUTPUTS outputs with pairs of inputs, [ceil(outputs / OUTPUTS), depth / 2, OUTPUTS, 2], padded
+ * with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX multiply by
+ * tiles, for all numbers of tokens, since their sums are in another order. Processors without instructions for bfloat16
+ * multiply the same values in float32.
  */
 #include "panels.h"
+#include "tiles.h"
 
 #ifdef __AVX512BF16__
 #define TOKENS 12
@@ -23,7 +25,7 @@ const int bf16_is_native = 0;
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
-const int bf16_outputs = OUTPUTS;
+const int bf16_outputs = OUTPUTS, bf16_multiple = INPUT_BYTES / 2;
 
 /* Rounded inputs [tokens, stride] and outputs of several tokens. */
 typedef struct {
@@ -45,8 +47,8 @@ inlined floats dot(floats sum, ints weights, const value *pair) {
 #endif
 }
 
-inlined int64_t depth_of(int64_t inputs) { return (inputs + 1) / 2 * 2; }
-inlined int64_t stride_of(int64_t inputs) { return (inputs + LANES - 1) / LANES * LANES + LINE / (int64_t)sizeof(value); }
+inlined int64_t depth_of(int64_t inputs) { return (inputs + bf16_multiple - 1) / bf16_multiple * bf16_multiple; }
+inlined int64_t stride_of(int64_t inputs) { return depth_of(inputs) + LINE / (int64_t)sizeof(value); }
 
 int64_t bf16_row(int64_t inputs) { return stride_of(inputs) * sizeof(value); }
 
@@ -56,11 +58,12 @@ int64_t bf16_room(const Linear *linear, int64_t tokens) {
 
 void bf16_round(const float *from, void *to, int64_t inputs) {
     value *rounded = to;
-    for (int64_t i = 0; i < inputs; i += LANES) {
+    for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
+        floats values = i < inputs ? load(from + i, inputs - i) : (floats){};
 #ifdef __AVX512BF16__
-        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)load(from + i, inputs - i));
+        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)values);
 #else
-        *(floats *)(rounded + i) = rounded_bf16(load(from + i, inputs - i));
+        *(floats *)(rounded + i) = rounded_bf16(values);
 #endif
     }
 }
@@ -86,7 +89,26 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
     keep(sums, linear, rows->output + first * linear->outputs, panel, count);
 }
 
+/* As ``multiply``, for all tokens, by tiles. */
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
+    int64_t depth = depth_of(linear->inputs) * sizeof(value), count = rows->tokens;
+    const char *weights = (const char *)linear->panels + panel * depth / 4 * TILE_LINE;
+    Tiles tiles = {weights, (const char *)rows->input, depth, rows->stride * sizeof(value), count, rows->ahead};
+    floats sums[BLOCK_ROWS][2] __attribute__((aligned(64)));
+    for (int64_t block = 0; block * BLOCK_ROWS < count; block++) {
+        int64_t low = low_tile(block, count), high = high_tile(low, count);
+        if (count <= TILE_ROWS) multiply_tiles(&tiles, block, sums, 0, 0);
+        else multiply_tiles(&tiles, block, sums, 1, 0);
+        keep(sums, linear, rows->output + low * linear->outputs, panel, least(count, TILE_ROWS));
+        if (count > TILE_ROWS) keep(sums + TILE_ROWS, linear, rows->output + high * linear->outputs, panel, TILE_ROWS);
+    }
+}
+
 static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel) {
+    if (tiles_are_granted) {
+        multiply_by_tiles(linear, rows, panel);
+        return;
+    }
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
@@ -102,12 +124,15 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
     Rows row = {rounded, output, 0, 1, AHEAD};
+    if (tiles_are_granted) begin_tiles(1);
     multiply_panel(linear, &row, panel);
+    if (tiles_are_granted) end_tiles();
 }
 
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     int64_t bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t), blocks = (tokens + BLOCK - 1) / BLOCK;
-    int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), apart = stride_of(linear->inputs);
+    int64_t once = tiles_are_granted ? BLOCK_ROWS : TOKENS; /* tokens for which weights are loaded once */
+    int64_t at_once = tokens > once ? 1 : most(1, AT_ONCE / most(1, bytes)), apart = stride_of(linear->inputs);
     value *rounded = (value *)room + (tokens <= FEW ? omp_get_thread_num() * tokens * apart : 0);
     if (tokens <= FEW) {
         for (int64_t token = 0; token < tokens; token++)
@@ -117,15 +142,17 @@ void bf16_together(const Linear *linear, const float *input, int64_t stride, flo
         for (int64_t token = 0; token < tokens; token++)
             bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
     }
+    if (tiles_are_granted) begin_tiles(tokens);
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = tokens * block / blocks;
         Rows rows = {rounded + first * apart, output + first * linear->outputs, apart,
                      tokens * (block + 1) / blocks - first, 0};
-        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
+        rows.ahead = distance_of(bytes, rows.tokens > once);
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
         for (int64_t panel = 0; panel < panels_of(linear); panel++)
             multiply_panel(linear, &rows, panel);
     }
+    if (tiles_are_granted) end_tiles();
 #pragma omp barrier
 }

@@ -12,7 +12,7 @@
 #define TOKENS 6
 #endif
 
-const int float_outputs = OUTPUTS;
+const int float_outputs = OUTPUTS, float_multiple = 1;
 
 /* Inputs and outputs of several tokens. */
 typedef struct {

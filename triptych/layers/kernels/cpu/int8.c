@@ -60,7 +60,7 @@ typedef struct {
     int64_t tokens, input_stride, depth, stride;
 } Rows;
 
-const int int8_outputs = OUTPUTS;
+const int int8_outputs = OUTPUTS, int8_multiple = INPUT_BYTES;
 
 inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
     const float *from = rows->input + token * rows->input_stride;
@@ -76,8 +76,9 @@ inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
         floats whole = load(from + i, inputs - i) * factor + ROUNDING;
         bytes low = __builtin_convertvector((ints)whole, bytes);
         total += whole - ROUNDING;
-        memcpy(to + i, &low, least(LANES, rows->depth - i));
+        memcpy(to + i, &low, LANES);
     }
+    for (int64_t i = (inputs + LANES - 1) / LANES * LANES; i < rows->depth; i++) to[i] = 0;
     float odd = sum_of(strange);
     rows->scales[token] = maximum / 127.0f + odd;
     rows->starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
@@ -115,7 +116,9 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
     }
 }
 
-static int64_t depth_of(const Linear *linear) { return (linear->inputs + 3) / 4 * 4; }
+static int64_t depth_of(const Linear *linear) {
+    return (linear->inputs + INPUT_BYTES - 1) / INPUT_BYTES * INPUT_BYTES;
+}
 
 int64_t int8_room(const Linear *linear, int64_t tokens) {
     return tokens * (sizeof(float) + sizeof(int32_t)) + (tokens + TOKENS) * (depth_of(linear) + LINE);
