@@ -8,7 +8,7 @@ from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
 from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
-from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
+from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.messages.identity import ModelIdentity
@@ -31,6 +31,8 @@ class ModelBundle:
         self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        """The decoder's weight format."""
+        self.tower_weights = tower_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
         self.page_size = engine.page_size
 
@@ -50,7 +52,7 @@ class ModelBundle:
         return stages["encoder"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_encoder(self) -> Encoder:
-        return self.adapter.load_encoder(self.checkpoint, self.weights, self.device)
+        return self.adapter.load_encoder(self.checkpoint, self.tower_weights, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
         """Load the shard of this rank of the group."""
@@ -79,7 +81,7 @@ class ModelBundle:
             width=width,
             row_bytes=width * dtype.itemsize,
             kind=RowKind.MEDIA,
-            weight_dtype=self.weights.high_precision_dtype,
+            weight_dtype=self.tower_weights.linear_dtype,
         )
 
     @property
