@@ -86,7 +86,10 @@ def test_rows_must_be_of_the_model_that_an_instance_says_it_serves() -> None:
 
 def test_rows_computed_with_weights_of_another_dtype_are_refused() -> None:
     membership = Membership(expiry=10.0)
-    for kind, settings in ((RowKind.MEDIA, "(--dtype)"), (RowKind.KV, "--quantization, --kv-cache-dtype)")):
+    for kind, settings in (
+        (RowKind.MEDIA, "(--dtype, --encoder-quantization)"),
+        (RowKind.KV, "--quantization, --kv-cache-dtype)"),
+    ):
         half, whole = (RowLayout(MODEL.digest, "float32", 4, 16, kind, dtype) for dtype in ("float16", "float32"))
         membership.add(msgspec.structs.replace(register(kind.value), layouts=[half]), 0.0)
         refusal = membership.incompatibility(msgspec.structs.replace(register("x"), layouts=[whole]), MODEL)

@@ -53,7 +53,8 @@ def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[s
 
 def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
     """Return the towers' weight format; arguments and errors as in ``weight_format``."""
-    return _dtype_format(engine.dtype, device, tensors)
+    plain = _dtype_format(engine.dtype, device, tensors)
+    return _quantized("--encoder-quantization", engine.encoder_quantization, plain, device)
 
 
 def _dtype_format(dtype: str, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:

@@ -176,8 +176,8 @@ WEIGHT_FORMATS: dict[str, PackedFormat] = {
 }
 """Format of each of ``triptych.config.DTYPES`` on CPUs, except "auto": see ``devices.weight_format``."""
 QUANTIZED_FORMATS: dict[str, PackedFormat] = {"int8": PackedFormat(int8_product, half_product, "int8", "float16")}
-"""Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none". Instances use it ``beside`` the format of
-their dtype."""
+"""Format of each of ``triptych.config.QUANTIZATIONS`` and ``ENCODER_QUANTIZATIONS`` on CPUs, except "none". Instances
+use it ``beside`` the format of their dtype."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
 }

@@ -74,14 +74,14 @@ class ModelBundle:
     def row_layout(self) -> RowLayout:
         """Layout of embeddings. Their dtype is the one that the decoder computes in, so that nothing is converted after
         a transfer."""
-        dtype, width = self.weights.activations, self.adapter.embedding_width
+        dtype, width, towers = self.weights.activations, self.adapter.embedding_width, self.tower_weights
         return RowLayout(
             model=self.identity.digest,
             dtype=dtype_name(dtype),
             width=width,
             row_bytes=width * dtype.itemsize,
             kind=RowKind.MEDIA,
-            weight_dtype=self.tower_weights.linear_dtype,
+            weight_dtype=" and ".join(dict.fromkeys((towers.linear_dtype, towers.high_precision_dtype))),
         )
 
     @property
