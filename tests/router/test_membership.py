@@ -66,7 +66,7 @@ def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
     )
     assert membership.incompatibility(same, MODEL) == ""
     assert membership.incompatibility(other, MODEL).endswith(
-        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there (--dtype)"
+        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there (--dtype, --encoder-quantization)"
     )
     membership.remove(e0, 0.0)
     assert membership.incompatibility(other, MODEL) == ""
