@@ -9,8 +9,8 @@ the distributions at the tokens of right answers to questions that it wasn't tra
 tower's embeddings, and its own answers over HTTP.
 
 llama.cpp's files are made from ``--gguf``, first in float16, whose weights are then those of the checkpoint folder.
-They are compared with our float32, token by token. DIR has ``bin`` with ``llama-quantize`` and the libraries, and the
-sources of llama-cpp-python for the binding.
+They are compared with our float32, token by token. DIR has the sources of llama-cpp-python,
+whose binding is used, and in ``bin`` the libraries that were built from them.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import hashlib
 import importlib
 import io
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +45,7 @@ from triptych.transfer_bench.measure import machine
 REPOSITORY = Path(__file__).parents[1]
 REFERENCE = "float32"
 CONTEXT = 512
-EXCERPTS = 2
+EXCERPTS = 1
 """Of each passage."""
 GGUF_FORMATS = ("F16", "Q8_0", "Q4_K_M", "Q4_0")
 COLUMNS = {"kl_mean": "KL mean", "kl_p99": "KL 99 %", "top_1": "same token"}
@@ -119,23 +118,19 @@ def perplexity(model: Score, excerpts: Sequence[Excerpt]) -> float:
 
 
 def llama_cpp_models(folder: Path, gguf: Path, files: Path) -> dict[str, Score]:
-    """Write ``gguf`` to ``files`` in each of ``GGUF_FORMATS``, and return the models. Raises CalledProcessError."""
-    binding = _binding(folder)
+    """Write ``gguf`` to ``files`` in each of ``GGUF_FORMATS``, and return the models. Raises RuntimeError if llama.cpp
+    can't."""
+    binding, threads = _binding(folder), torch.get_num_threads()
     models: dict[str, Score] = {}
     for name in GGUF_FORMATS:
-        source = gguf if name == "F16" else files / "F16.gguf"
-        command = [folder / "bin/llama-quantize", "--allow-requantize", source, files / f"{name}.gguf", name]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        threads = torch.get_num_threads()
-        model = binding.Llama(
-            *(str(files / f"{name}.gguf"),),
-            n_ctx=CONTEXT,
-            n_batch=CONTEXT,
-            n_threads=threads,
-            n_threads_batch=threads,
-            logits_all=True,
-            verbose=False,
-        )
+        source, target = gguf if name == "F16" else files / "F16.gguf", files / f"{name}.gguf"
+        settings = binding.llama_model_quantize_default_params()
+        settings.ftype = getattr(binding, f"LLAMA_FTYPE_MOSTLY_{name}")
+        settings.allow_requantize, settings.nthread = True, threads
+        if binding.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
+            raise RuntimeError(f"llama.cpp can't write {source} as {name}")
+        same = {"n_ctx": CONTEXT, "n_batch": CONTEXT, "n_threads": threads, "n_threads_batch": threads}
+        model = binding.Llama(str(target), logits_all=True, verbose=False, **same)
         models[f"llama.cpp {name}"] = _llama_cpp_score(model)
     return models
 
@@ -146,7 +141,16 @@ def _binding(folder: Path) -> Any:
     os.environ["LLAMA_CPP_LIB_PATH"] = str((folder / "bin").resolve())
     sys.path.append(str(sources))
     sys.modules["diskcache"] = ModuleType("diskcache")  # of a cache of prompts that isn't used
-    return importlib.import_module("llama_cpp")
+    binding, native = importlib.import_module("llama_cpp"), importlib.import_module("llama_cpp.llama_cpp")
+    default = native.llama_model_default_params
+
+    def plain() -> Any:
+        settings = default()
+        settings.use_extra_bufts = False  # repacked for AMX, release 0.3.36 crashes with Q8_0
+        return settings
+
+    native.llama_model_default_params = plain  # type: ignore[attr-defined]
+    return binding
 
 
 def _llama_cpp_score(model: Any) -> Score:
