@@ -83,13 +83,13 @@ def demo_excerpts(examples: Iterable[Example]) -> Iterator[Excerpt]:
         prompt = builder.build([{"role": "user", "content": [_part(example, part) for part in example.parts]}])
         tokens = prompt.tokens + builder.tokenizer.encode(example.answer)
         placements, plans = [item.placement for item in prompt.items], [item.plan for item in prompt.items]
-        spans = [torch.arange(span.start, span.end) for placement in placements for span in placement.spans]
+        media = [token for place in placements for span in place.spans for token in range(span.start, span.end)]
         yield Excerpt(
             tokens=torch.tensor(tokens),
             positions=torch.from_numpy(builder.planner.positions(len(tokens), placements, plans).prompt),
             scored=torch.arange(len(prompt.tokens) - 1, len(tokens)),
             media=[part for item in prompt.items for part in preprocess(item.data, item.plan)],
-            media_index=torch.cat(spans),
+            media_index=torch.tensor(media, dtype=torch.int64),
         )
 
 
@@ -182,20 +182,21 @@ def text_results(folder: Path, gguf: Path | None, llama_cpp: Path | None) -> dic
     }
 
 
-def demo_results(questions: int) -> dict[str, Any]:
-    """Compare all formats on the demo model."""
+def demo_results(questions: int, asked: int) -> dict[str, Any]:
+    """Compare all formats on the demo model; ``asked`` of the questions are answered over HTTP as well."""
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
     models = {name: Scorer(MODEL_DIR, settings).log_probabilities for name, settings in FORMATS.items()}
     formats = compare(models, demo_excerpts(examples))
+    examples = examples[:asked]
     answers: dict[str, list[str]] = {}
-    for name, settings in FORMATS.items():
+    for name, settings in FORMATS.items() if examples else ():
         given: dict[str, Any] = dict(settings)
         answers[name] = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", EngineConfig(**given)))
     for name, said in answers.items():
         right = sum(answer == example.answer for answer, example in zip(said, examples, strict=True))
         changed = sum(answer != other for answer, other in zip(said, answers[REFERENCE], strict=True))
         formats[name] |= {"right": round(right / len(examples), 4), "changed": changed}
-    return {"questions": questions, "formats": formats}
+    return {"questions": questions, "asked": asked, "formats": formats}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the file that the folder was made from")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR")
     parser.add_argument("--questions", type=int, default=500, help="for the demo model; 0 leaves it out")
+    parser.add_argument("--asked", type=int, default=500, help="how many of them are asked over HTTP, in each format")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     parser.add_argument("--markdown", type=Path, help="where to write the table")
@@ -236,7 +238,7 @@ def main() -> None:
     if options.model:
         found["text"] = text_results(options.model, options.gguf, options.llama_cpp)
     if options.questions:
-        found["demo"] = demo_results(options.questions)
+        found["demo"] = demo_results(options.questions, options.asked)
     report(found, options.out)
     if options.markdown:
         options.markdown.write_text(markdown(found))
