@@ -11,6 +11,7 @@ from pathlib import Path
 
 from demo.accuracy import EvaluatedAnswer, answers_over_http, reference_answers, report
 from demo.questions import EVALUATION_SEEDS, make_example
+from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 
 
@@ -20,9 +21,16 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--topology", default="1E1PD")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--encoder-quantization", default="none")
     options = parser.parse_args()
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[: options.questions]]
-    answers = asyncio.run(answers_over_http(options.model, examples, options.topology, options.dtype))
+    engine = EngineConfig(
+        dtype=options.dtype,
+        quantization=options.quantization,
+        encoder_quantization=options.encoder_quantization,
+    )
+    answers = asyncio.run(answers_over_http(options.model, examples, options.topology, engine))
     references = reference_answers(options.model, examples)
     asked = [EvaluatedAnswer(*item) for item in zip(examples, answers, references, strict=True)]
     print(json.dumps(report(asked), indent=2))

@@ -25,18 +25,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measuring import like_an_instance, report
-from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
+from triptych.config import EngineConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.layers.parallel import SINGLE_RANK
 from triptych.models.base import EncoderInput
-from triptych.models.registry import family_of, resolve
+from triptych.server.model_bundle import ModelBundle
 from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
-FORMATS = WEIGHT_FORMATS | QUANTIZED_FORMATS
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int8, int8 towers": {"quantization": "int8", "encoder_quantization": "int8"},
+}
+"""The settings of each format; float32 is the reference."""
 SIDE = 448
 """Pixels along each side of the picture."""
 PREFILL = 1024
@@ -130,16 +137,21 @@ class Model:
         return self.decoder(batch, self.new_cache(cache_dtype)).log_softmax(dim=1)
 
 
+def bundle(folder: Path, name: str) -> ModelBundle:
+    """Return a checkpoint with the settings of a format, on the CPU."""
+    settings: dict[str, Any] = {"device": "cpu", "page_size": PAGE_SIZE} | FORMATS[name]
+    return ModelBundle(Checkpoint(folder), EngineConfig(**settings))
+
+
 def load(folder: Path, name: str) -> Model:
-    config, checkpoint = load_config(folder), Checkpoint(folder)
-    adapter = resolve(family_of(config).adapter)(config)
-    vision = config["vision_config"]
+    model = bundle(folder, name)
+    vision = model.config["vision_config"]
     grid = (1, SIDE // vision["patch_size"], SIDE // vision["patch_size"])
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = np.random.default_rng(0).standard_normal((grid[1] * grid[2], values), dtype=np.float32)
     return Model(
-        adapter.load_encoder(checkpoint, FORMATS[name], CPU),
-        adapter.load_decoder(checkpoint, FORMATS[name], CPU),
+        model.load_encoder(),
+        model.load_decoder(SINGLE_RANK),
         EncoderInput(patches=patches, grid=grid, name="picture"),
     )
 
@@ -194,7 +206,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--processor-time", action="store_true", help="measure one thread's processor time")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["float16", "bfloat16", "int8", "int4"])
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=[name for name in FORMATS if name != "float32"]
+    )
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     threads = 1 if options.processor_time else options.threads

@@ -63,11 +63,13 @@ def _image_part(example: Example, index: int) -> dict[str, Any]:
     }
 
 
-async def answers_over_http(folder: Path, examples: Sequence[Example], topology: str, dtype: str) -> list[str]:
+async def answers_over_http(
+    folder: Path, examples: Sequence[Example], topology: str, engine: EngineConfig
+) -> list[str]:
     """Start the service, ask all questions, and stop it."""
     config = ServeConfig(
         model=folder,
-        engine=EngineConfig(dtype=dtype),
+        engine=engine,
         frontend=FrontendConfig.of(port=0, served_model_name="demo"),
     )
     async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:

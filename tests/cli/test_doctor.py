@@ -4,9 +4,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.cli import main
+from triptych.layers import devices
 from triptych.models.registry import identity_of
 
 
@@ -44,6 +46,21 @@ def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.C
     assert line.endswith(
         f"weights {model.weights[:12]}, config {model.config[:12]}, tokenizer {model.tokenizer[:12]}, adapter Qwen3VL"
     )
+
+
+def test_formats_that_the_settings_choose(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    arguments = (folder, "--port", "0", "--encoder-quantization", "int8", "--dtype", "float32")
+    code, checks = examined(capsys, *arguments, "--device", "cpu")
+    assert code == 0
+    assert checks["formats"] == "ok towers int8, decoder float32, LM head float32, KV cache float32"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "free_bytes", lambda _: 2**40)
+    code, checks = examined(capsys, *arguments, "--device", "cuda")
+    assert code == 1
+    assert checks["formats"] == "wrong --encoder-quantization int8 is for CPUs only; this instance runs on cuda:0"
 
 
 def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "device": "cuda:1",
         "dtype": "float32",
         "quantization": "none",
+        "encoder_quantization": "int8",
         "kv_cache_dtype": "bfloat16",
         "tensor_parallel_size": "P=2,D=1",
         "kv_cache_memory": "1GiB",

@@ -25,6 +25,7 @@ def test_settings_of_instances_change_and_all_others_stay() -> None:
         ({"dtype": "float16"}, "--dtype can't change in a rollout: old and new instances couldn't exchange rows"),
         ({"kv_cache_dtype": "float16"}, "--kv-cache-dtype can't change"),
         ({"quantization": "int8"}, "--quantization can't change"),
+        ({"encoder_quantization": "int8"}, "--encoder-quantization can't change in a rollout: old and new instances"),
         ({"fabric": "nixl"}, "--fabric can't change"),
         ({"cpus": "0"}, "--cpus can't change in a rollout: the cores are those of the supervisor"),
         ({"port": "1"}, "--port is no setting of instances"),

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from demo.accuracy import EvaluatedAnswer, answers_over_http, reference_answers, report
 from demo.evaluate import Reference
 from demo.questions import EVALUATION_SEEDS, make_example
+from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR, PICTURES_DIR
 
 EXACT = 0.97
@@ -20,7 +21,7 @@ EXACT = 0.97
 @pytest.mark.parametrize("questions", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_answers_over_http_are_right_and_those_of_transformers(questions: int) -> None:
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
-    answers = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", "float32"))
+    answers = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", EngineConfig(dtype="float32")))
     references = reference_answers(MODEL_DIR, examples)
     found = report([EvaluatedAnswer(*item) for item in zip(examples, answers, references, strict=True)])
     assert found["differ from transformers"] == 0

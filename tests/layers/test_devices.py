@@ -18,6 +18,7 @@ from triptych.layers.devices import (
     free_bytes,
     kv_dtype,
     stored_dtype,
+    tower_format,
     used_bytes,
     weight_format,
 )
@@ -85,10 +86,37 @@ def test_formats_of_cpus(
     assert (weights.linear_dtype, weights.high_precision_dtype) == names
 
 
+@pytest.mark.parametrize(
+    ("settings", "towers", "decoder"),
+    [
+        ({}, ("bfloat16", "bfloat16"), ("bfloat16", "bfloat16")),
+        ({"quantization": "int8"}, ("bfloat16", "bfloat16"), ("int8", "bfloat16")),
+        ({"encoder_quantization": "int8"}, ("int8", "bfloat16"), ("bfloat16", "bfloat16")),
+        ({"encoder_quantization": "int8", "dtype": "float32"}, ("int8", "float32"), ("float32", "float32")),
+        ({"encoder_quantization": "int8", "quantization": "int8"}, ("int8", "bfloat16"), ("int8", "bfloat16")),
+    ],
+)
+def test_towers_and_decoder_have_formats_of_their_own(
+    settings: dict[str, Any], towers: tuple[str, str], decoder: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "has_bf16", lambda: True)
+    for choose, names in ((tower_format, towers), (weight_format, decoder)):
+        chosen = choose(EngineConfig(**settings), CPU, tensors(BF16=1))
+        assert (chosen.linear_dtype, chosen.high_precision_dtype) == names
+        assert chosen.bf16_attention == (names[1] == "bfloat16")
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantization_is_for_cpus(quantization: str) -> None:
-    with pytest.raises(ConfigError, match=f"{quantization} is for CPUs only"):
+    message = f"--quantization {quantization} is for CPUs only; this instance runs on cuda:0"
+    with pytest.raises(ConfigError, match=message):
         weight_format(EngineConfig(quantization=quantization), GPU, tensors(BF16=1))
+
+
+def test_int8_towers_are_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="--encoder-quantization int8 is for CPUs only; this instance runs on cuda:0"):
+        tower_format(EngineConfig(encoder_quantization="int8"), GPU, tensors(BF16=1))
+    assert tower_format(EngineConfig(), GPU, tensors(BF16=1)) == PlainFormat(torch.bfloat16)
 
 
 @pytest.mark.parametrize(

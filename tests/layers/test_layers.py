@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb,
 )
 
-from triptych.config import DTYPES, QUANTIZATIONS, EngineConfig
+from triptych.config import DTYPES, ENCODER_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.decoder_config import RopeConfig
 from triptych.layers.float_product import bf16_product, half_product
@@ -94,6 +94,7 @@ def test_packed_weights_are_the_only_copy_and_for_cpus_only() -> None:
 def test_every_dtype_setting_has_a_format() -> None:
     assert {"auto", *WEIGHT_FORMATS} == set(DTYPES)
     assert {"none", *QUANTIZED_FORMATS} == set(QUANTIZATIONS)
+    assert set(ENCODER_QUANTIZATIONS) <= set(QUANTIZATIONS)
 
 
 @pytest.mark.parametrize(("dtype", "pack"), [("float16", half_product), ("bfloat16", bf16_product)])

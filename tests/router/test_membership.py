@@ -75,7 +75,7 @@ def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:
     )
     assert membership.incompatibility(same, MODEL) == ""
     assert membership.incompatibility(other, MODEL).endswith(
-        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there (--dtype)"
+        "those of e0: dtype float16 here, float32 there, row_bytes 8 here, 16 there (--dtype, --encoder-quantization)"
     )
     membership.remove(e0, 0.0)
     assert membership.incompatibility(other, MODEL) == ""
@@ -95,7 +95,10 @@ def test_rows_must_be_of_the_model_that_an_instance_says_it_serves() -> None:
 
 def test_rows_computed_with_weights_of_another_dtype_are_refused() -> None:
     membership = Membership(expiry=10.0)
-    for kind, settings in ((RowKind.MEDIA, "(--dtype)"), (RowKind.KV, "--quantization, --kv-cache-dtype)")):
+    for kind, settings in (
+        (RowKind.MEDIA, "(--dtype, --encoder-quantization)"),
+        (RowKind.KV, "--quantization, --kv-cache-dtype)"),
+    ):
         half, whole = (RowLayout(MODEL.digest, "float32", 4, 16, kind, dtype) for dtype in ("float16", "float32"))
         membership.add(msgspec.structs.replace(register(kind.value), layouts=[half]), 0.0)
         refusal = membership.incompatibility(msgspec.structs.replace(register("x"), layouts=[whole]), MODEL)

@@ -316,7 +316,8 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
             RegistrationRefused(
                 "pd0",
                 1,
-                "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there (--dtype)",
+                "the media rows of pd0 don't fit those of e0: dtype float16 here, float32 there "
+                "(--dtype, --encoder-quantization)",
                 "",
             ),
         )

@@ -80,7 +80,9 @@ def test_layouts_cover_the_dtypes_of_weights_and_of_rows(fine_tunes: Sequence[Pa
     half, auto, whole = bundle(first, dtype="float16"), bundle(first), bundle(first, dtype="float32")
     quantized, brief = bundle(first, quantization="int8"), bundle(first, dtype="bfloat16")
     assert half.row_layout == auto.row_layout == quantized.row_layout  # the towers aren't quantized
-    assert len({one.row_layout.digest for one in (half, whole, brief)}) == 3
+    towers, brief_towers = (bundle(first, encoder_quantization="int8", dtype=name) for name in ("auto", "bfloat16"))
+    assert len({one.row_layout.digest for one in (half, whole, brief, towers, brief_towers)}) == 5
+    assert towers.kv_layout == half.kv_layout
     wide = bundle(first, kv_cache_dtype="float32")
     assert half.kv_layout == auto.kv_layout
     assert len({one.kv_layout.digest for one in (half, whole, quantized, brief, wide)}) == 5
@@ -100,8 +102,9 @@ def test_a_cache_that_one_has_filled_gives_the_other_nothing(
     for rounds in range(2):
         assert [asyncio.run(answer(folder)) for folder in fine_tunes] == alone
         assert (shared.hits, shared.misses) == (2 * rounds, 2)
-    asyncio.run(answer(fine_tunes[0], replace(FLOAT32, dtype="float16")))
-    assert (shared.hits, shared.misses) == (2, 3)
+    for number, change in enumerate(({"dtype": "float16"}, {"encoder_quantization": "int8"})):
+        asyncio.run(answer(fine_tunes[0], replace(FLOAT32, **change)))  # type: ignore[arg-type]
+        assert (shared.hits, shared.misses) == (2, 3 + number)
 
 
 def test_weights_that_are_replaced_while_they_are_loaded(fine_tunes: Sequence[Path], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.quantization import read_quantization
-from triptych.checkpoint.safetensors_header import read_folder
+from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
@@ -65,7 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
     console.print(_identity(identity_of(config.model)), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
-    checks = [_tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)), *_checks(config, stages)]
+    checks = [
+        _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
+        _tried("formats", lambda: _formats(config, tensors, has_towers=family.takes_media)),
+        *_checks(config, stages),
+    ]
     shown = Table("", "what", "found")
     for check in checks:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
@@ -119,6 +123,16 @@ def _device(config: ServeConfig) -> str:
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
     return f"{device}, {memory}, PyTorch {torch.__version__}"
+
+
+def _formats(config: ServeConfig, tensors: Mapping[str, TensorInfo], *, has_towers: bool) -> str:
+    from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
+
+    device = find_device(config.engine.device)
+    decoder, towers = (choose(config.engine, device, tensors) for choose in (weight_format, tower_format))
+    kv = dtype_name(kv_dtype(config.engine, device, decoder))
+    shown = f"decoder {decoder.linear_dtype}, LM head {decoder.high_precision_dtype}, KV cache {kv}"
+    return f"towers {towers.linear_dtype}, {shown}" if has_towers else shown
 
 
 def _identity(model: ModelIdentity) -> str:

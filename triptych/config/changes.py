@@ -14,7 +14,7 @@ from triptych.errors import ConfigError
 
 GROUPS: dict[str, type[Settings]] = {"engine": EngineConfig, "encode": EncodeConfig, "transfer": TransferConfig}
 """The groups that may change, by their names in ``ServeConfig``: those of instances."""
-ROW_SETTINGS = ("device", "dtype", "quantization", "kv_cache_dtype", "fabric")
+ROW_SETTINGS = ("device", "dtype", "quantization", "encoder_quantization", "kv_cache_dtype", "fabric")
 """Settings that instances must share to exchange rows."""
 FIXED = {
     "cpus": "the cores are those of the supervisor, which isn't replaced",

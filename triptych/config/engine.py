@@ -12,6 +12,7 @@ from triptych.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "int8", "int4")
+ENCODER_QUANTIZATIONS = ("none", "int8")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 
@@ -38,6 +39,12 @@ class EngineConfig(Settings):
         "int8 or int4 (CPUs only): the decoder's weights in 8 or 4 bits, activations quantized dynamically to int8; "
         "towers and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
+    )
+    encoder_quantization: str = setting(
+        "none",
+        "int8 (CPUs only): the towers' linear layers in int8, activations quantized dynamically, with one scale per "
+        "output and per token; their projections of patches and attention are as with --dtype alone",
+        choices=ENCODER_QUANTIZATIONS,
     )
     tensor_parallel_size: RankSizes = setting(
         RankSizes(),

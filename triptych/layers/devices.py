@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -14,7 +13,7 @@ from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.float_product import has_bf16
-from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
+from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
 from triptych.layers.parallel import rank_device
 from triptych.observe.machine import available_bytes, resident_bytes
 
@@ -48,33 +47,42 @@ def check_ranks(device: torch.device, size: int) -> None:
 
 
 def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
-    """Return the weight format for the settings, a device and a checkpoint's tensors. Raises ConfigError for one that
-    the device doesn't support.
-
-    "auto" is bfloat16 on processors with instructions for it, for a checkpoint in bfloat16, and float16 on others. The
-    weights of a quantized checkpoint stay as they are.
-    """
+    """Return the decoder's weight format for the settings, a device and a checkpoint's tensors: the weights of a
+    quantized checkpoint stay as they are. Raises ConfigError for one that the device doesn't support."""
     quantization = engine.quantization
     if is_packed(tensors):
         if quantization not in ("none", "int4"):
             raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to int4")
         quantization = "int4"
-    if device.type == "cpu":
-        name = engine.dtype
-        if name == "auto":
-            name = "bfloat16" if _most_common(tensors) == "BF16" and has_bf16() else "float16"
-        plain = WEIGHT_FORMATS[name]
-        if (quantized := QUANTIZED_FORMATS.get(quantization)) is None:
-            return plain
-        return replace(
-            quantized,
-            pack_high_precision=plain.pack_high_precision,
-            high_precision_dtype=plain.high_precision_dtype,
-            bf16_attention=plain.bf16_attention,
-        )
-    if quantization != "none":
-        raise ConfigError(f"--quantization {quantization} is for CPUs only; this instance runs on {device}")
-    return CUDA_FORMATS[engine.dtype if engine.dtype != "auto" else stored_dtype(tensors)]
+    return _quantized("--quantization", quantization, _dtype_format(engine.dtype, device, tensors), device)
+
+
+def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
+    """Return the towers' weight format; arguments and errors as in ``weight_format``."""
+    plain = _dtype_format(engine.dtype, device, tensors)
+    return _quantized("--encoder-quantization", engine.encoder_quantization, plain, device)
+
+
+def _dtype_format(dtype: str, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
+    """Return the format of ``--dtype``.
+
+    "auto" is the checkpoint's dtype on GPUs. On CPUs it is bfloat16 on processors with instructions for it, for a
+    checkpoint in bfloat16, and float16 on others.
+    """
+    if device.type != "cpu":
+        return CUDA_FORMATS[dtype if dtype != "auto" else stored_dtype(tensors)]
+    if dtype == "auto":
+        dtype = "bfloat16" if _most_common(tensors) == "BF16" and has_bf16() else "float16"
+    return WEIGHT_FORMATS[dtype]
+
+
+def _quantized(flag: str, name: str, plain: WeightFormat, device: torch.device) -> WeightFormat:
+    """Return the quantized format ``name`` beside ``plain``; for "none", ``plain`` itself."""
+    if name == "none":
+        return plain
+    if not isinstance(plain, PackedFormat):
+        raise ConfigError(f"{flag} {name} is for CPUs only; this instance runs on {device}")
+    return QUANTIZED_FORMATS[name].beside(plain)
 
 
 def kv_dtype(engine: EngineConfig, device: torch.device, weights: WeightFormat) -> torch.dtype:

@@ -126,8 +126,12 @@ def load_module(
         bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
         if isinstance(linear, nn.Conv3d) and (linear.kernel_size != linear.stride or any(linear.padding)):
             raise CheckpointError(f"{module_class.__name__}'s {name} is not a projection of patches")
-        ours = weights.high_precision(tensors[keys[f"{name}.weight"]].flatten(1), bias, device)
-        module.set_submodule(name, ours if isinstance(linear, nn.Linear) else PatchProjection(ours, dtype))
+        weight = tensors[keys[f"{name}.weight"]]
+        if isinstance(linear, nn.Linear):
+            module.set_submodule(name, weights.linear(weight, bias, device))
+        else:
+            projection = weights.high_precision(weight.flatten(1), bias, device)
+            module.set_submodule(name, PatchProjection(projection, dtype))
     for name, one in list(module.named_modules()):
         in_bf16 = weights.bf16_attention
         replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one, in_bf16)

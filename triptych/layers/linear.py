@@ -1,7 +1,7 @@
 """Linear layers in several weight formats, and RMSNorm. For inference only: weights come from a checkpoint."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -69,7 +69,8 @@ class LMHead(nn.Module):
 
 
 class WeightFormat(Protocol):
-    """How a decoder or a tower stores the weights of its linear layers, and in which dtype it computes."""
+    """How a decoder, or a model's towers, store the weights of their linear layers, and in which dtype they compute.
+    Each of the two has a format of its own: see ``devices.weight_format`` and ``devices.tower_format``."""
 
     @property
     def activations(self) -> torch.dtype:
@@ -92,8 +93,8 @@ class WeightFormat(Protocol):
         device."""
 
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
-        """Make a layer that is never quantized: a tower's layers, and the projection to the vocabulary, where small
-        differences decide which token is chosen."""
+        """Make a layer that is never quantized: the projection to the vocabulary, where small differences decide which
+        token is chosen, and a tower's projection of patches."""
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
@@ -141,6 +142,15 @@ class PackedFormat:
     activations: torch.dtype = torch.float32
     bf16_attention: bool = False
 
+    def beside(self, plain: "PackedFormat") -> "PackedFormat":
+        """Return this format with attention, and layers that it doesn't quantize, as in ``plain``."""
+        return replace(
+            self,
+            pack_high_precision=plain.pack_high_precision,
+            high_precision_dtype=plain.high_precision_dtype,
+            bf16_attention=plain.bf16_attention,
+        )
+
     def linear(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(self.pack_linear(weight, bias))
@@ -170,7 +180,8 @@ QUANTIZED_FORMATS: dict[str, PackedFormat] = {
     "int8": PackedFormat(int8_product, half_product, "int8", "float16"),
     "int4": PackedFormat(int4_product, half_product, "int4", "float16"),
 }
-"""Format of each of ``triptych.config.QUANTIZATIONS`` on CPUs, except "none"."""
+"""Format of each of ``triptych.config.QUANTIZATIONS`` and ``ENCODER_QUANTIZATIONS`` on CPUs, except "none". Instances
+use it ``beside`` the format of their dtype."""
 CUDA_FORMATS: dict[str, WeightFormat] = {
     name: PlainFormat(getattr(torch, name)) for name in ("float32", "float16", "bfloat16")
 }

@@ -13,7 +13,10 @@ from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
 
-_DTYPE_SETTINGS = {RowKind.MEDIA: "--dtype", RowKind.KV: "--dtype, --quantization, --kv-cache-dtype"}
+_DTYPE_SETTINGS = {
+    RowKind.MEDIA: "--dtype, --encoder-quantization",
+    RowKind.KV: "--dtype, --quantization, --kv-cache-dtype",
+}
 """The settings that decide the format of rows, by their kind."""
 
 NO_CREDIT = Credit(0, 0, 0)

@@ -9,7 +9,7 @@ from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
 from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
-from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
+from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.messages.identity import ModelIdentity
@@ -33,6 +33,8 @@ class ModelBundle:
         read_quantization(self.config, checkpoint.tensors)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        """The decoder's weight format."""
+        self.tower_weights = tower_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
         self.page_size = engine.page_size
 
@@ -52,7 +54,7 @@ class ModelBundle:
         return stages["encoder"] * role.encodes + stages["decoder"] * role.has_decoder
 
     def load_encoder(self) -> Encoder:
-        return self.adapter.load_encoder(self.checkpoint, self.weights, self.device)
+        return self.adapter.load_encoder(self.checkpoint, self.tower_weights, self.device)
 
     def load_decoder(self, group: Group) -> Decoder:
         """Load the shard of this rank of the group."""
@@ -74,14 +76,14 @@ class ModelBundle:
     def row_layout(self) -> RowLayout:
         """Layout of embeddings. Their dtype is the one that the decoder computes in, so that nothing is converted after
         a transfer."""
-        dtype, width = self.weights.activations, self.adapter.embedding_width
+        dtype, width, towers = self.weights.activations, self.adapter.embedding_width, self.tower_weights
         return RowLayout(
             model=self.identity.digest,
             dtype=dtype_name(dtype),
             width=width,
             row_bytes=width * dtype.itemsize,
             kind=RowKind.MEDIA,
-            weight_dtype=self.weights.high_precision_dtype,
+            weight_dtype=" and ".join(dict.fromkeys((towers.linear_dtype, towers.high_precision_dtype))),
         )
 
     @property
