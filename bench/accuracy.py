@@ -9,8 +9,8 @@ the distributions at the tokens of right answers to questions that it wasn't tra
 tower's embeddings, and its own answers over HTTP.
 
 llama.cpp's files are made from ``--gguf``, first in float16, whose weights are then those of the checkpoint folder.
-They are compared with our float32, token by token. DIR has the sources of llama-cpp-python,
-whose binding is used, and in ``bin`` the libraries that were built from them.
+They are compared with our float32, token by token. DIR has the sources of llama-cpp-python, whose binding is used, and
+in ``bin`` the libraries that were built from them.
 """
 
 import argparse
