@@ -11,6 +11,8 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
+from triptych.layers.kernel_variants import compiled, find_compiler, processor_features, variants
+from triptych.user_cache import user_cache
 
 
 @pytest.fixture(autouse=True)
@@ -36,21 +38,12 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return make
 
 
-@pytest.fixture(scope="session", params=["native", "alderlake", "haswell", "x86-64"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels for this processor, for AVX2 with and without VNNI, and for any x86, since the machine that
-    runs the tests may have wider vectors."""
-    if request.param != "native" and platform.machine() != "x86_64":
-        pytest.skip("only x86 has vectors of several widths")
-    flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
-    if flag and flag not in native.processor_features().split():
-        pytest.skip(f"this processor has no {flag}")
+@pytest.fixture(scope="session", params=[variant.name for variant in variants(platform.machine())])
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Each variant of the compiled kernels that this processor supports."""
+    (variant,) = (variant for variant in variants(platform.machine()) if variant.name == request.param)
+    if missing := variant.features.keys() - processor_features():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
     if native.library() is None:
         pytest.skip("there is no C compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
-        march = f"-march={request.param}"
-        patch.setattr(native, "COMPILE", [march if word.startswith("-march") else word for word in native.COMPILE])
-        library = native.library.__wrapped__()
-    assert library is not None
-    return library
+    return native.load(compiled(find_compiler(), variant, user_cache()))

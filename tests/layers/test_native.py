@@ -16,9 +16,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Build the library again, which is otherwise cached per process, into a temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+    native.kernels.cache_clear()
     yield
-    native.library.cache_clear()
+    native.kernels.cache_clear()
 
 
 @needs_compiler
