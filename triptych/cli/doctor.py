@@ -74,6 +74,8 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
     yield _memory(config, stages)
     yield _tried("device", lambda: _device(config))
+    if config.engine.device in {"auto", "cpu"}:
+        yield _tried("kernels for CPUs", _kernels)
     yield _tried("tokenizer, chat template", lambda: _prompts(config))
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
@@ -116,6 +118,15 @@ def _device(config: ServeConfig) -> str:
     device = find_device(config.engine.device)
     memory = f"{free_bytes(device) / 2**30:.1f} GiB free"
     return f"{device}, {memory}, PyTorch {torch.__version__}"
+
+
+def _kernels() -> str:
+    """Load the kernels, or compile them, as an instance would at its start."""
+    import torch  # noqa: F401 (the kernels use its threads)
+
+    from triptych.layers import native
+
+    return native.kernels().description
 
 
 def _identity(model: ModelIdentity) -> str:
