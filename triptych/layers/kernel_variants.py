@@ -3,7 +3,6 @@ library alone, because a wheel is built with this, too."""
 
 import logging
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -128,7 +127,7 @@ def compiled(compiler: list[str], variant: Variant, folder: Path) -> Path:
         finished = Path(scratch) / "kernels.so"
         _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
         with finished.open("ab") as file:
-            file.write(_seal(finished.read_bytes()))
+            file.write(seal(finished.read_bytes()))
         finished.replace(library)  # atomic: another process may be compiling it at the same time
     return library
 
@@ -139,10 +138,11 @@ def is_whole(library: Path) -> bool:
         content = library.read_bytes()
     except FileNotFoundError:
         return False
-    return _seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
+    return seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
 
 
-def _seal(content: bytes) -> bytes:
+def seal(content: bytes) -> bytes:
+    """Return the digest that ends a library's file."""
     return blake2b(content, digest_size=SEAL_BYTES).digest()
 
 
