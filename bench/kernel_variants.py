@@ -60,7 +60,7 @@ def main() -> None:
         libraries = {variant.name: compiled(find_compiler(), variant, user_cache()) for variant in measured}
         found = {
             "machine": machine(),
-            "options": {"rounds": options.rounds},
+            "options": {"rounds": options.rounds, "threads": 1},
             "shape": SHAPE,
             "tokens": TOKENS,
             "product_us": {name: product_us(libraries, name, options.rounds) for name in options.formats},
