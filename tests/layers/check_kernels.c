@@ -24,7 +24,8 @@ static float whole(int largest) { return rand() % (2 * largest + 1) - largest; }
 /* Packs weights [outputs, inputs] as in_panels of triptych/layers/products.py. */
 static void *packed(const float *weights, int64_t outputs, int64_t inputs, int kind) {
     int64_t rows = kind == INT8 ? int8_outputs : kind == BF16 ? bf16_outputs : float_outputs;
-    int64_t group = kind == INT8 ? 4 : kind == BF16 ? 2 : 1, groups = (inputs + group - 1) / group;
+    int64_t group = kind == INT8 ? 4 : kind == BF16 ? 2 : 1, multiple = group; /* of inputs, padded with zeros */
+    int64_t groups = (inputs + multiple - 1) / multiple * multiple / group;
     int64_t panels = (outputs + rows - 1) / rows;
     void *made = aligned_alloc(64, (panels * groups * group * rows * sizeof(float) + 63) / 64 * 64);
     for (int64_t at = 0; at < panels * groups * rows * group; at++) {
