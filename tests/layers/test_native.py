@@ -129,8 +129,8 @@ def test_a_prebuilt_variant_that_cannot_be_loaded_is_replaced_by_the_next(
 ) -> None:
     prebuild(tmp_path, BASE, 1)
     broken = prebuild(tmp_path, FASTEST, 2)
-    content = bytearray(broken.read_bytes()[: -kernel_variants.SEAL_BYTES])
-    content[18] ^= 0xFF  # the ELF header's machine
+    content = broken.read_bytes()[: -kernel_variants.SEAL_BYTES]
+    content = content[:18] + b"\xff" + content[19:]  # the ELF header's machine
     broken.write_bytes(content[:4096] if harm == "truncated" else content + kernel_variants.seal(content))
     monkeypatch.setenv("CC", "no-such-compiler")
     assert answer() == 1
