@@ -27,15 +27,20 @@ def median_seconds(work: Work, rounds: int) -> float:
 
 
 def medians_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Return each method's seconds, as the median over ``rounds`` rounds after the first. Methods alternate within a
-    round, because the machine's speed varies."""
+    """Return each method's seconds, as the median over ``rounds`` rounds."""
+    return {name: statistics.median(seconds) for name, seconds in seconds_in_turns(ways, rounds).items()}
+
+
+def seconds_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Return each method's seconds in ``rounds`` rounds after the first. Methods alternate within a round, because the
+    machine's speed varies."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
         for name, work in ways.items():
             began = time.perf_counter()
             work()
             found[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
+    return {name: seconds[1:] for name, seconds in found.items()}
 
 
 def report(found: Mapping[str, Any], out: Path | None) -> None:

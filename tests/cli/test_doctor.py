@@ -8,7 +8,7 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.cli import main
-from triptych.layers import devices
+from triptych.layers import devices, native
 from triptych.models.registry import identity_of
 
 
@@ -36,6 +36,7 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert code == 0, checks
     assert {"cores", "memory", "device", "fabric shm", "--port", "--control-port", "open files"} <= checks.keys()
     assert all(line.startswith("ok") for line in checks.values())
+    assert checks["kernels for CPUs"] == f"ok {native.kernels().description}"
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
+from triptych.layers.kernel_variants import Variant, compiled, find_compiler, processor_features, variants
+from triptych.user_cache import user_cache
 
 
 @pytest.fixture(autouse=True)
@@ -36,21 +38,26 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return make
 
 
-@pytest.fixture(scope="session", params=["native", "cooperlake", "alderlake", "haswell", "x86-64"])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels for this processor, for AVX-512 with bfloat16 but without AMX, for AVX2 with and without
-    VNNI, and for any x86, since the machine that runs the tests may have more."""
-    if request.param != "native" and platform.machine() != "x86_64":
-        pytest.skip("only x86 has vectors of several widths")
-    flag = {"cooperlake": "amx_tile", "alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
-    if flag and flag not in native.processor_features().split():
-        pytest.skip(f"this processor has no {flag}, so it has been tested or can't be")
+@pytest.fixture(scope="session", params=["the fastest", "avx512-bf16", "avx2-vnni", "x86-64"])
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The compiled kernels that this processor uses, and variants that have other paths than those; of the remaining
+    variants, ``test_kernel_variants.py`` tests a part."""
+    usable = usable_variants()
+    if request.param == usable[0].name:
+        pytest.skip("this is the fastest")
+    for variant in usable[:1] if request.param == "the fastest" else usable:
+        if request.param in {variant.name, "the fastest"}:
+            return load_variant(variant)
+    pytest.skip("this processor lacks its instructions")
+
+
+def usable_variants() -> list[Variant]:
+    """The variants that this processor supports, the fastest first."""
+    features = processor_features()
+    return [variant for variant in variants(platform.machine()) if variant.features.keys() <= features]
+
+
+def load_variant(variant: Variant) -> ctypes.CDLL:
     if native.library() is None:
         pytest.skip("there is no C compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("kernels")))
-        march = f"-march={request.param}"
-        patch.setattr(native, "COMPILE", [march if word.startswith("-march") else word for word in native.COMPILE])
-        library = native.library.__wrapped__()
-    assert library is not None
-    return library
+    return native.load(compiled(find_compiler(), variant, user_cache()))

@@ -232,7 +232,7 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler in ("no-such-compiler", "false"):
         monkeypatch.setenv("CC", compiler)
-        assert native.library.__wrapped__() is None
+        assert native.kernels.__wrapped__().library is None
 
 
 def test_consecutive_pages_are_read_in_place() -> None:

@@ -1,27 +1,53 @@
-"""The environment variables for building the compiled kernels, and invalid values of them."""
+"""Which kernels are loaded: the environment's variables, invalid values of them, prebuilt variants and damaged files. A
+short source takes the kernels' place, because compiling those takes seconds."""
 
 import logging
-import os
+import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from triptych.layers import native
+from tests.layers.conftest import usable_variants
+from triptych.layers import kernel_variants, native
+from triptych.layers.kernel_variants import Variant, compiled, find_compiler, variants
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+FASTEST = usable_variants()[0]
+BASE = variants(platform.machine())[-1]
 
 
 @pytest.fixture(autouse=True)
-def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Build the library again, which is otherwise cached per process, into a temporary folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Load the library again, which is otherwise cached per process, with temporary folders."""
+    for name in ("cache", "prebuilt", "sources"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "sources" / "answer.c").write_text("int answer(void) { return 42; }")
+    monkeypatch.setattr(kernel_variants, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO)
+    native.kernels.cache_clear()
     yield
-    native.library.cache_clear()
+    native.kernels.cache_clear()
+
+
+def answer() -> int:
+    library = native.library()
+    assert library is not None
+    return int(library.answer())
+
+
+@needs_compiler
+def test_the_fastest_variant_is_compiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert answer() == 42
+    (made,) = (tmp_path / "cache" / "triptych").iterdir()
+    assert caplog.messages[0].startswith(f"kernels: {FASTEST.name}, compiled on this machine")
+    native.kernels.cache_clear()
+    before = made.stat()
+    assert answer() == 42
+    assert made.stat() == before
 
 
 @needs_compiler
@@ -30,10 +56,8 @@ def test_cc_without_a_command_is_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, reason: str
 ) -> None:
     monkeypatch.setenv("CC", value)
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is not None
-    (line,) = caplog.messages
-    assert line.startswith(f"the variable CC={value!r} names no compiler ({reason}")
+    assert answer() == 42
+    assert caplog.messages[0].startswith(f"the variable CC={value!r} names no compiler ({reason}")
 
 
 @pytest.mark.parametrize("value", ["no-such-compiler -O2", "/", "false"])
@@ -41,10 +65,17 @@ def test_broken_compiler_leaves_pytorchs_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
     monkeypatch.setenv("CC", value)
-    with caplog.at_level(logging.WARNING):
-        assert native.library() is None
+    assert native.library() is None
     (line,) = caplog.messages
     assert line.startswith("no compiled kernels, so PyTorch's slower ones are used: ")
+    assert native.kernels().description == line
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile_shows_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sources" / "broken.c").write_text("int broken(")
+    assert native.library() is None
+    assert "broken.c:1:" in caplog.text
 
 
 @needs_compiler
@@ -52,43 +83,74 @@ def test_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert native.library() is not None
+    assert answer() == 42
     assert list((tmp_path / "home" / ".cache" / "triptych").glob("*.so"))
     assert not (tmp_path / "relative").exists()
 
 
-REFUSED = """
-import ctypes, struct
-libc = ctypes.CDLL(None, use_errno=True)
-code = lambda *instructions: b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
-filters = code(
-    (0x20, 0, 0, 0),  # load the number of the system call
-    (0x15, 0, 1, 158),  # unless it is arch_prctl,
-    (0x06, 0, 0, 0x50001),  # fail with EPERM;
-    (0x06, 0, 0, 0x7FFF0000),  # allow it
-)
-program = struct.pack("HxxxxxxQ", len(filters) // 8, ctypes.addressof(buffer := ctypes.create_string_buffer(filters)))
-assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
-
-import torch
-from triptych.layers import native
-from triptych.layers.float_product import bf16_product
-from triptych.layers.int8 import int8_product
-
-torch.manual_seed(0)
-library = native.library()
-assert not ctypes.c_int.in_dll(library, "tiles_are_granted").value
-weight, tokens = torch.randint(-9, 9, (70, 130)).float(), torch.randint(-9, 9, (40, 130)).float()
-expected = tokens @ weight.T
-assert torch.equal(bf16_product(weight, None)(tokens), expected)
-assert torch.allclose(int8_product(weight, None)(tokens), expected, atol=9)
-"""
-"""Loads the kernels where a filter of system calls refuses the tiles."""
+def test_a_cache_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.library() is None
 
 
 @needs_compiler
-@pytest.mark.skipif("amx_tile" not in native.processor_features().split(), reason="this processor has no AMX")
-def test_without_permission_for_tiles_vectors_are_used() -> None:
-    library = native.library()
-    assert library is not None
-    subprocess.run([sys.executable, "-c", REFUSED], check=True, env=os.environ.copy(), timeout=120)
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"x" * 9000])
+def test_a_damaged_file_in_the_cache_is_made_again(tmp_path: Path, content: bytes) -> None:
+    made = compiled(find_compiler(), FASTEST, tmp_path / "cache" / "triptych")
+    made.write_bytes(content)
+    assert answer() == 42
+
+
+def prebuild(folder: Path, variant: Variant, value: int) -> Path:
+    """Put a variant whose answer is ``value`` where a wheel has it."""
+    source = kernel_variants.SOURCES / "answer.c"
+    source.write_text(f"int answer(void) {{ return {value}; }}")
+    made = shutil.move(compiled(find_compiler(), variant, folder), folder / "prebuilt" / f"{variant.name}.so")
+    return Path(made)
+
+
+@needs_compiler
+def test_prebuilt_kernels_need_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prebuild(tmp_path, BASE, 1)
+    prebuild(tmp_path, FASTEST, 2)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert answer() == 2
+    assert caplog.messages[0].startswith(f"kernels: {FASTEST.name}, prebuilt")
+
+
+@needs_compiler
+@pytest.mark.skipif(FASTEST == BASE, reason="this processor has one variant")
+@pytest.mark.parametrize("harm", ["truncated", "foreign"])
+def test_a_prebuilt_variant_that_cannot_be_loaded_is_replaced_by_the_next(
+    harm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prebuild(tmp_path, BASE, 1)
+    broken = prebuild(tmp_path, FASTEST, 2)
+    content = broken.read_bytes()[: -kernel_variants.SEAL_BYTES]
+    content = content[:18] + b"\xff" + content[19:]  # the ELF header's machine
+    broken.write_bytes(content[:4096] if harm == "truncated" else content + kernel_variants.seal(content))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert answer() == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(f"kernels: {BASE.name}, prebuilt; ")
+    assert str(broken) in record.getMessage()
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one variant")
+def test_only_instructions_that_the_processor_has_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    avx2 = next(variant for variant in variants("x86_64") if variant.name == "avx2")
+    for features, name in (
+        (avx2.features.keys(), "avx2; avx2-vnni needs avx_vnni"),
+        ({"fma"}, "x86-64; avx2 needs avx2, bmi1"),
+    ):
+        monkeypatch.setattr(native, "processor_features", lambda features=features: frozenset(features))
+        native.kernels.cache_clear()
+        assert answer() == 42
+        assert name.replace(";", ", compiled on this machine;") in caplog.messages[-1]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.commands import ROOT
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "triptych")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "triptych")
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,17 @@ class Environment:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a wheel from a copy of the checkout, so that neither leaves files in the other."""
-    copy, made = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
+    return build_wheel(tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(copy: Path, made: Path, **variables: str) -> Path:
+    """Copy the checkout's sources to a folder, and build a wheel of them in another."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(made), str(copy))
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(made), str(copy), **variables)
     (found,) = made.glob("triptych-*.whl")
     return found
 
@@ -65,7 +69,7 @@ def checked(environment: Environment, folder: Path) -> Environment:
     return environment
 
 
-def pip(*arguments: str) -> None:
+def pip(*arguments: str, **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
         capture_output=True,
@@ -73,5 +77,6 @@ def pip(*arguments: str) -> None:
         check=False,
         timeout=1800,
         cwd="/",
+        env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stdout + done.stderr

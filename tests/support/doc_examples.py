@@ -27,6 +27,7 @@ NOT_RUN = {
     "python -m pytest tests/gpu": "needs a GPU, and the checkout's tests and benchmarks",
     "# two random images of": "needs vLLM; tests/api/test_load_generators.py has other load generators",
     "pip install .": "in a checkout; the wheel that is installed here is made of it",
+    "pip wheel": "in a checkout, as above",
 }
 """How blocks begin that aren't run, and why."""
 SERVICES = {" d1=P": "1P2D", "pd0=P": "2PD", "--control": "1E1PD"}

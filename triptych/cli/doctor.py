@@ -81,6 +81,8 @@ def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
     yield _memory(config, stages)
     yield _tried("device", lambda: _device(config))
+    if config.engine.device in {"auto", "cpu"}:
+        yield _tried("kernels for CPUs", _kernels)
     yield _tried("tokenizer, chat template", lambda: _prompts(config))
     for name in ("shm", "nixl", "mooncake") if config.transfer.fabric == "auto" else (config.transfer.fabric,):
         yield _fabric(config, name)
@@ -133,6 +135,15 @@ def _formats(config: ServeConfig, tensors: Mapping[str, TensorInfo], *, has_towe
     kv = dtype_name(kv_dtype(config.engine, device, decoder))
     shown = f"decoder {decoder.linear_dtype}, LM head {decoder.high_precision_dtype}, KV cache {kv}"
     return f"towers {towers.linear_dtype}, {shown}" if has_towers else shown
+
+
+def _kernels() -> str:
+    """Load the kernels, or compile them, as an instance would at its start."""
+    import torch  # noqa: F401 (the kernels use its threads)
+
+    from triptych.layers import native
+
+    return native.kernels().description
 
 
 def _identity(model: ModelIdentity) -> str:

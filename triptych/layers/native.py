@@ -1,94 +1,90 @@
-"""Builds the kernels in ``kernels/cpu`` with the machine's C compiler, once, and loads them. If that fails, PyTorch's
-are used."""
+"""Loads the compiled kernels: the fastest variant that the processor supports, from the wheel, else compiled at the
+first use. If that fails, PyTorch's are used."""
 
 import ctypes
 import logging
-import os
 import platform
-import shlex
-import shutil
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
-from blake3 import blake3
-
+from triptych.layers.kernel_variants import (
+    Variant,
+    accepts,
+    cached,
+    compiled,
+    find_compiler,
+    is_whole,
+    processor_features,
+    variants,
+)
 from triptych.user_cache import user_cache
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).with_name("kernels") / "cpu"
-# No fast-math: it would reorder the operations that make the exponential exact. OpenMP's runtime isn't linked: torch
-# has loaded one already, and a second would have threads of its own.
-COMPILE = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
-TIMEOUT = 60
-"""Seconds after which compiling a file is aborted."""
+PREBUILT = Path(__file__).with_name("kernels") / "prebuilt"
+"""A wheel's variants; a checkout has none."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels in use."""
+
+    library: ctypes.CDLL | None
+    description: str
+    """The variant, where it is from, and why it isn't a faster one."""
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels, or None if PyTorch's are used."""
+    return kernels().library
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the kernels. Logs a warning and returns None if there is no compiler or it fails."""
-    try:
-        return ctypes.CDLL(str(_built()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
-        stderr = getattr(error, "stderr", None) or b""
-        log.warning("no compiled kernels, so PyTorch's slower ones are used: %s %s", error, stderr.decode()[-500:])
-        return None
+def kernels() -> Kernels:
+    """Load the kernels. Logs which, with a warning if faster ones failed. PyTorch must have been imported."""
+    known, features = variants(platform.machine()), processor_features()
+    usable = [variant for variant in known if variant.features.keys() <= features]
+    attempts = [partial(_prebuilt, variant) for variant in usable if _file(variant).exists()]
+    failures: dict[str, None] = {}  # each once
+    for attempt in (*attempts, partial(_compiled, usable)):
+        try:
+            variant, origin, loaded = attempt()
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+            stderr = getattr(error, "stderr", None) or b""
+            failures[f"{error} {stderr.decode(errors='replace')[-500:]}".strip()] = None
+            continue
+        beyond = [faster for faster in known[: known.index(variant)] if faster not in usable]
+        reasons = [f"{it.name} needs {', '.join(sorted(it.features.keys() - features))}" for it in beyond[-1:]]
+        description = "; ".join([f"{variant.name}, {origin}", *reasons, *failures])
+        log.log(logging.WARNING if failures else logging.INFO, "kernels: %s", description)
+        return Kernels(loaded, description)
+    description = f"no compiled kernels, so PyTorch's slower ones are used: {'; '.join(failures)}"
+    log.warning("%s", description)
+    return Kernels(None, description)
 
 
-def _built() -> Path:
-    """Return the library's path after building it if necessary. Raises OSError and SubprocessError."""
-    name, *options = _compiler()
-    path = shutil.which(name)
-    if path is None:
-        raise OSError(f"there is no C compiler {name!r}")
-    compiler = [path, *options]
-    folder = user_cache()
-    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
-    if not texts:
-        raise OSError(f"there are no sources in {SOURCES}")
-    # machines with different processors may share a cache folder
-    identity = (*texts, *map(str.encode, (*COMPILE, processor_features(), *compiler)))
-    library = folder / f"kernels-{blake3(b'|'.join(identity)).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        sources = sorted(SOURCES.glob("*.c"))
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        with ThreadPoolExecutor() as compilers:
-            commands = [
-                (*compiler, *COMPILE, str(source), "-o", made) for source, made in zip(sources, objects, strict=True)
-            ]
-            list(compilers.map(lambda command: _run(*command), commands))
-        finished = Path(scratch) / "kernels.so"
-        _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
-        finished.replace(library)  # atomic: another process may be building it at the same time
-    return library
+def load(path: Path) -> ctypes.CDLL:
+    """Load a variant's file. Raises OSError if it is damaged or made for another kind of machine."""
+    if not is_whole(path):
+        raise OSError(f"{path} is damaged")
+    return ctypes.CDLL(str(path))
 
 
-def _compiler() -> list[str]:
-    """Return the command and options in CC; if they are invalid, log a warning and return ``cc``."""
-    given = os.environ.get("CC", "cc")
-    try:
-        words, reason = shlex.split(given), "it is empty"
-    except ValueError as error:
-        words, reason = [], str(error)
-    if not words:
-        log.warning("the variable CC=%r names no compiler (%s); using cc", given, reason)
-    return words or ["cc"]
+def _file(variant: Variant) -> Path:
+    return PREBUILT / f"{variant.name}.so"
 
 
-def processor_features() -> str:
-    """Return the processor's instruction set flags, which decide what -march=native produces."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+def _prebuilt(variant: Variant) -> tuple[Variant, str, ctypes.CDLL]:
+    return variant, "prebuilt", load(_file(variant))
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
+def _compiled(usable: list[Variant]) -> tuple[Variant, str, ctypes.CDLL]:
+    """Return the fastest variant that the compiler knows. Raises OSError, SubprocessError, and RuntimeError for a user
+    without a home directory."""
+    compiler, folder = find_compiler(), user_cache()
+    for variant in usable:
+        if is_whole(cached(compiler, variant, folder)) or accepts(compiler, variant):
+            return variant, "compiled on this machine", load(compiled(compiler, variant, folder))
+    raise OSError(f"{compiler[0]} compiles no variant for this processor")

@@ -1,0 +1,119 @@
+/* Compares the kernels with plain loops, for processors without PyTorch: see test_aarch64.py. Prints what differs. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "attention.h"
+#include "products.h"
+
+int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
+int paged_attention(const Step *step);
+extern const int float_outputs, bf16_outputs, int8_outputs, attention_rows;
+
+static int failures;
+
+static void expect(int holds, const char *what, double found, double expected) {
+    if (holds) return;
+    printf("%s: %.9g, not %.9g\n", what, found, expected);
+    failures++;
+}
+
+/* Whole numbers of at most ``largest``: products of few of them are exact in float32, in any order. */
+static float whole(int largest) { return rand() % (2 * largest + 1) - largest; }
+
+/* Packs weights [outputs, inputs] as in_panels of triptych/layers/products.py. */
+static void *packed(const float *weights, int64_t outputs, int64_t inputs, int kind) {
+    int64_t rows = kind == INT8 ? int8_outputs : kind == BF16 ? bf16_outputs : float_outputs;
+    int64_t group = kind == INT8 ? 4 : kind == BF16 ? 2 : 1, multiple = group; /* of inputs, padded with zeros */
+    int64_t groups = (inputs + multiple - 1) / multiple * multiple / group;
+    int64_t panels = (outputs + rows - 1) / rows;
+    void *made = aligned_alloc(64, (panels * groups * group * rows * sizeof(float) + 63) / 64 * 64);
+    for (int64_t at = 0; at < panels * groups * rows * group; at++) {
+        int64_t input = at / (rows * group) % groups * group + at % group;
+        int64_t output = at / (rows * group * groups) * rows + at / group % rows;
+        float weight = input < inputs && output < outputs ? weights[output * inputs + input] : 0;
+        int32_t bits;
+        memcpy(&bits, &weight, sizeof bits);
+        if (kind == HALF) ((_Float16 *)made)[at] = weight;
+        else if (kind == FLOAT) ((float *)made)[at] = weight;
+        else if (kind == BF16) ((uint16_t *)made)[at] = bits >> 16;
+        else ((int8_t *)made)[at] = weight;
+    }
+    return made;
+}
+
+static void check_products(int kind, const char *name, int64_t outputs, int64_t inputs, int64_t tokens) {
+    float weights[outputs * inputs], input[tokens * inputs], output[tokens * outputs], bias[outputs], scales[outputs];
+    for (int64_t i = 0; i < outputs * inputs; i++) weights[i] = whole(127);
+    for (int64_t i = 0; i < tokens * inputs; i++) input[i] = i % inputs ? whole(127) : 127; /* so that int8 is exact */
+    for (int64_t i = 0; i < outputs; i++) bias[i] = whole(50), scales[i] = 1;
+    Linear layer = {packed(weights, outputs, inputs, kind), scales, bias, inputs, outputs, kind};
+    expect(linear(&layer, input, inputs, output, tokens), "memory", 0, 1);
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t row = 0; row < outputs; row++) {
+            float sum = bias[row], found = output[token * outputs + row];
+            for (int64_t i = 0; i < inputs; i++) sum += weights[row * inputs + i] * input[token * inputs + i];
+            expect(found == sum, name, found, sum);
+        }
+    free((void *)layer.panels);
+}
+
+/* Two sequences over pages in no order: a single new token after four, and seven new ones after two. */
+enum { HEADS = 4, KV_HEADS = 2, DIM = 20, PAGE = 4, PAGES = 6, TOKENS = 8 };
+
+static void check_attention(int is_half) {
+    static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS][HEADS][DIM];
+    static float past[2][PAGES * PAGE][KV_HEADS][DIM];
+    static _Float16 halves[2][PAGES * PAGE][KV_HEADS][DIM];
+    int64_t pages[] = {4, 1, 0, 5, 2}, page_starts[] = {0, 2}, starts[] = {0, 1}, lens[] = {1, 7}, kv_lens[] = {5, 9};
+    int64_t slots[TOKENS], decodes[] = {0}, tiles[2 * TOKENS], num_tiles = 0;
+    for (int64_t i = 0; i < TOKENS * HEADS * DIM; i++) (&query[0][0][0])[i] = whole(8) / 8;
+    for (int64_t i = 0; i < 2 * TOKENS * KV_HEADS * DIM; i++) (&new[0][0][0][0])[i] = whole(8) / 8;
+    for (int64_t i = 0; i < 2 * PAGES * PAGE * KV_HEADS * DIM; i++)
+        (&halves[0][0][0][0])[i] = (&past[0][0][0][0])[i] = whole(8) / 8;
+    for (int64_t which = 0; which < 2; which++)
+        for (int64_t i = 0; i < lens[which]; i++) {
+            int64_t place = kv_lens[which] - lens[which] + i;
+            slots[starts[which] + i] = pages[page_starts[which] + place / PAGE] * PAGE + place % PAGE;
+        }
+    for (int64_t first = 0; first < lens[1]; first += attention_rows / (HEADS / KV_HEADS), num_tiles++)
+        tiles[2 * num_tiles] = 1, tiles[2 * num_tiles + 1] = first;
+    Step step = {
+        .query = &query[0][0][0], .key = &new[0][0][0][0], .value = &new[1][0][0][0], .output = &output[0][0][0],
+        .keys = is_half ? (void *)halves[0] : past[0], .values = is_half ? (void *)halves[1] : past[1],
+        .slots = slots, .query_starts = starts, .query_lens = lens, .kv_lens = kv_lens, .page_starts = page_starts,
+        .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
+        .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .dim = DIM, .num_pages = PAGES,
+        .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
+        .cache_stride = KV_HEADS * DIM, .window = 1 << 30, .causal = 1, .is_half = is_half, .scale = 0.25f,
+    };
+    expect(paged_attention(&step) == 1, "attention's result", 0, 1);
+    for (int64_t token = 0; token < TOKENS; token++)
+        for (int64_t head = 0; head < HEADS; head++) {
+            int64_t which = token > 0, kv = head / (HEADS / KV_HEADS), seen = kv_lens[which] - lens[which] + 1;
+            double total = 0, sums[DIM] = {0};
+            for (int64_t key = 0; key < seen + token - starts[which]; key++) {
+                int64_t slot = pages[page_starts[which] + key / PAGE] * PAGE + key % PAGE;
+                double score = 0;
+                for (int i = 0; i < DIM; i++)
+                    score += query[token][head][i] * (is_half ? (double)halves[0][slot][kv][i] : past[0][slot][kv][i]);
+                total += score = exp(score / 4);
+                for (int i = 0; i < DIM; i++)
+                    sums[i] += score * (is_half ? (double)halves[1][slot][kv][i] : past[1][slot][kv][i]);
+            }
+            for (int i = 0; i < DIM; i++) {
+                double found = output[token][head][i], expected = sums[i] / total;
+                expect(fabs(found - expected) < 1e-5, is_half ? "attention, halves" : "attention", found, expected);
+            }
+        }
+}
+
+int main(void) {
+    const char *names[] = {[HALF] = "half", [FLOAT] = "float", [INT8] = "int8", [BF16] = "bf16"};
+    const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 25}};
+    for (int kind = HALF; kind <= BF16; kind++)
+        for (int i = 0; i < 5; i++) check_products(kind, names[kind], shapes[i][0], shapes[i][1], shapes[i][2]);
+    check_attention(0);
+    check_attention(1);
+    return failures != 0;
+}

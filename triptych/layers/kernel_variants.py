@@ -1,0 +1,150 @@
+"""Variants of the compiled kernels: the instructions that each may use, and how it is compiled. Needs the standard
+library alone, because a wheel is built with this, too."""
+
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("kernels") / "cpu"
+# No fast-math: it would reorder the operations that make the exponential exact. OpenMP's runtime isn't linked: torch
+# has loaded one already, and a second would have threads of its own.
+COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
+# what every processor of the kind can do: a compiler's own default may be more
+BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
+TIMEOUT = 60
+"""Seconds after which compiling a file is aborted."""
+SEAL_BYTES = 32
+
+# Of each variant the features that it needs, as /proc/cpuinfo names them, and the compiler's options for them
+_AVX2 = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c", "bmi1": "-mbmi", "bmi2": "-mbmi2"}
+_AVX512 = _AVX2 | {f"avx512{part}": f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
+_VNNI = _AVX512 | {"avx512_vnni": "-mavx512vnni"}
+_BF16 = _VNNI | {"avx512_bf16": "-mavx512bf16"}
+_AMX = _BF16 | {f"amx_{part}": f"-mamx-{part}" for part in ("tile", "bf16", "int8")}
+_X86 = {
+    "amx": _AMX,
+    "avx512-bf16": _BF16,
+    "avx512-vnni": _VNNI,
+    "avx512": _AVX512,
+    "avx2-vnni": _AVX2 | {"avx_vnni": "-mavxvnni"},
+    "avx2": _AVX2,
+    "x86-64": {},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Kernels for processors with certain features."""
+
+    name: str
+    features: dict[str, str]
+    """The compiler's option for each feature that a processor needs, by the feature's name in /proc/cpuinfo."""
+    machine: str
+    """As ``platform.machine`` names it."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All options with which each source file is compiled."""
+        return (*COMPILE, *BASE.get(self.machine, ()), *self.features.values())
+
+
+def variants(machine: str) -> list[Variant]:
+    """Return all variants for a kind of machine, the fastest first. The last one needs no features."""
+    found = _X86 if machine == "x86_64" else {machine: {}}
+    return [Variant(name, features, machine) for name, features in found.items()]
+
+
+def processor_features() -> frozenset[str]:
+    """Return the names of the processor's instruction set extensions; none if Linux doesn't list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def find_compiler() -> list[str]:
+    """Return the command and options in CC; if they are invalid, log a warning and return ``cc``. Raises OSError if
+    there is no such command."""
+    given = os.environ.get("CC", "cc")
+    try:
+        words, reason = shlex.split(given), "it is empty"
+    except ValueError as error:
+        words, reason = [], str(error)
+    if not words:
+        log.warning("the variable CC=%r names no compiler (%s); using cc", given, reason)
+    name, *options = words or ["cc"]
+    path = shutil.which(name)
+    if path is None:
+        raise OSError(f"there is no C compiler {name!r}")
+    return [path, *options]
+
+
+def accepts(compiler: list[str], variant: Variant) -> bool:
+    """Return whether the compiler knows the variant's instructions. Raises OSError and TimeoutExpired."""
+    command = [*compiler, *variant.options, "-xc", os.devnull, "-o", os.devnull]
+    return subprocess.run(command, check=False, capture_output=True, timeout=TIMEOUT).returncode == 0
+
+
+def cached(compiler: list[str], variant: Variant, folder: Path) -> Path:
+    """Return the path in ``folder`` of the variant that the compiler makes of the sources; it may not exist. Raises
+    OSError if there are no sources."""
+    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    if not texts:
+        raise OSError(f"there are no sources in {SOURCES}")
+    identity = (*texts, *map(str.encode, (*variant.options, *compiler)))
+    return folder / f"kernels-{variant.name}-{blake2b(b'|'.join(identity), digest_size=8).hexdigest()}.so"
+
+
+def compiled(compiler: list[str], variant: Variant, folder: Path) -> Path:
+    """Return the path of the variant in ``folder``, after compiling it if it isn't there or is damaged.
+
+    Raises OSError, CalledProcessError, whose ``stderr`` has the compiler's messages, and TimeoutExpired.
+    """
+    library = cached(compiler, variant, folder)
+    if is_whole(library):
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor() as compilers:
+            commands = [
+                (*compiler, *variant.options, str(source), "-o", made)
+                for source, made in zip(sources, objects, strict=True)
+            ]
+            list(compilers.map(lambda command: _run(*command), commands))
+        finished = Path(scratch) / "kernels.so"
+        _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
+        with finished.open("ab") as file:
+            file.write(seal(finished.read_bytes()))
+        finished.replace(library)  # atomic: another process may be compiling it at the same time
+    return library
+
+
+def is_whole(library: Path) -> bool:
+    """Return whether a file ends with the digest of what precedes it. Loading a truncated library may crash."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
+
+
+def seal(content: bytes) -> bytes:
+    """Return the digest that ends a library's file."""
+    return blake2b(content, digest_size=SEAL_BYTES).digest()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
