@@ -44,12 +44,6 @@ void gelu_tanh(float *values, int64_t count) {
     }
 }
 
-inlined int any_of(ints which) {
-    int found = 0;
-    for (int lane = 0; lane < LANES; lane++) found |= which[lane];
-    return found;
-}
-
 /* Finds the index of each row's first maximum: first the span that has it, then the value. A NaN exceeds any number, so
  * that the value found reveals a row with NaNs. */
 void argmax_rows(const float *logits, int64_t *found, int64_t rows, int64_t width, int64_t stride) {

@@ -5,6 +5,7 @@
 #include "vectors.h"
 
 #define FLOAT_OUTPUTS (2 * LANES) /* outputs per panel of float and bfloat16 weights */
+#define INPUT_BYTES 64 /* panels of bfloat16 and int8 weights are padded to a multiple of as many bytes of inputs */
 /* Quantization of tokens to int8. */
 #define SMALLEST 1e-30f      /* lower bound of a token's largest value: 127 / SMALLEST is finite */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in a float's low bits */
