@@ -177,7 +177,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
 /* As ``attend_tiles``, by AMX. */
 inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
                            const int is_half) {
-    float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
+    float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64))), columns[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
     int64_t depth = whole(step->dim), end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
     const char *keys = from_head(step->keys, kv_head, step, is_half);
@@ -186,20 +186,16 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
         gather_keys(gathered, depth, keys, pages, start, all, step, is_half);
-        prefetch(values, pages, start, start + all, step, is_half);
+        gather_columns(columns, depth, values, pages, start, all, step, is_half);
+        prefetch(keys, pages, start + TILE, least(start + 2 * TILE, end), step, is_half);
+        prefetch(values, pages, start + TILE, least(start + 2 * TILE, end), step, is_half);
         for (Tile *tile = tiles; tile < tiles + num_tiles; tile++) {
             int64_t count = keys_for(tile, start);
             if (!count) continue;
             multiply_by_amx(tile->scores, (uint16_t *)gathered, depth, tile->queries, whole(count), depth, 0);
             weigh_tile(tile, step, start, count, 2, 1);
-        }
-        gather_columns(gathered, depth, values, pages, start, all, step, is_half);
-        prefetch(keys, pages, start + TILE, least(start + 2 * TILE, end), step, is_half);
-        for (Tile *tile = tiles; tile < tiles + num_tiles; tile++) {
-            int64_t count = keys_for(tile, start);
-            if (!count) continue;
             shrink_sums(tile, depth);
-            multiply_by_amx(tile->sums, (uint16_t *)gathered, TILE, tile->scores, depth, whole(count), 1);
+            multiply_by_amx(tile->sums, (uint16_t *)columns, TILE, tile->scores, depth, whole(count), 1);
         }
     }
     end_tiles();
