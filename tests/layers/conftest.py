@@ -36,15 +36,15 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return make
 
 
-@pytest.fixture(scope="session", params=["native", "alderlake", "haswell", "x86-64"])
+@pytest.fixture(scope="session", params=["native", "cooperlake", "alderlake", "haswell", "x86-64"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels for this processor, for AVX2 with and without VNNI, and for any x86, since the machine that
-    runs the tests may have wider vectors."""
+    """The compiled kernels for this processor, for AVX-512 with bfloat16 but without AMX, for AVX2 with and without VNNI,
+    and for any x86, since the machine that runs the tests may have more."""
     if request.param != "native" and platform.machine() != "x86_64":
         pytest.skip("only x86 has vectors of several widths")
-    flag = {"alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
+    flag = {"cooperlake": "amx_tile", "alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)
     if flag and flag not in native.processor_features().split():
-        pytest.skip(f"this processor has no {flag}")
+        pytest.skip(f"this processor has no {flag}, so it has been tested or can't be")
     if native.library() is None:
         pytest.skip("there is no C compiler")
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from triptych.layers import native
 from triptych.layers.float_product import bf16_product, float_product, half_product, has_bf16
-from triptych.layers.products import Product, in_panels
+from triptych.layers.products import PanelLayout, Product, in_panels
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (2000, 700)]
 """[out, in]: whole and partial panels, several per thread and several threads."""
@@ -191,11 +191,12 @@ class TestLibraries(Products):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (41, 37), (5, 3), (70_000, 20)])
-@pytest.mark.parametrize(("outputs", "inputs"), [(32, 1), (16, 4)])
-def test_in_panels(shape: tuple[int, int], outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize(("outputs", "inputs", "multiple"), [(32, 1, 1), (16, 4, 4), (32, 2, 32)])
+def test_in_panels(shape: tuple[int, int], outputs: int, inputs: int, multiple: int) -> None:
     weight = torch.randn(shape)
-    panels = in_panels(weight, outputs, inputs, torch.float32)
-    assert panels.shape == (math.ceil(shape[0] / outputs), math.ceil(shape[1] / inputs), outputs, inputs)
+    panels = in_panels(weight, PanelLayout(outputs, inputs, multiple, torch.float32))
+    depth = math.ceil(shape[1] / multiple) * multiple
+    assert panels.shape == (math.ceil(shape[0] / outputs), depth // inputs, outputs, inputs)
     full = panels.transpose(1, 2).flatten(2).flatten(0, 1)
     assert torch.equal(full[: shape[0], : shape[1]], weight)
     assert full[shape[0] :].count_nonzero() == full[:, shape[1] :].count_nonzero() == 0

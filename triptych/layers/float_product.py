@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels, panel_layout
 
 
 class FbgemmProduct:
@@ -48,14 +48,14 @@ class OneDnnBf16Product:
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return ``x W^T + b`` for W [out, in] rounded to fp16: a relative error of at most 2**-11; saturates at ±65504."""
     if (library := native.library()) is not None:
-        return _compiled(library, WeightKind.HALF, weight, bias, torch.float16)
+        return _compiled(library, WeightKind.HALF, weight, bias)
     return FbgemmProduct(weight, bias)
 
 
 def float_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return ``x W^T + b`` for W [out, in] in float32."""
     if (library := native.library()) is not None:
-        return _compiled(library, WeightKind.FLOAT, weight, bias, torch.float32)
+        return _compiled(library, WeightKind.FLOAT, weight, bias)
     if torch.backends.mkldnn.is_available():
         return OneDnnFloatProduct(weight, bias)
     return partial(F.linear, weight=weight.float(), bias=None if bias is None else bias.float())
@@ -64,7 +64,7 @@ def float_product(weight: Tensor, bias: Tensor | None) -> Product:
 def bf16_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return ``x W^T + b`` for W [out, in] and x rounded to bfloat16: a relative error of at most 2**-8 of each."""
     if (library := native.library()) is not None:
-        return _compiled(library, WeightKind.BF16, weight, bias, torch.bfloat16)
+        return _compiled(library, WeightKind.BF16, weight, bias)
     return OneDnnBf16Product(weight, bias)
 
 
@@ -74,10 +74,7 @@ def has_bf16() -> bool:
     return library is not None and bool(ctypes.c_int.in_dll(library, "bf16_is_native").value)
 
 
-def _compiled(
-    library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> CompiledProduct:
+def _compiled(library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None) -> CompiledProduct:
     """Return a product by ``kernels/cpu/floats.c`` or ``bf16.c``."""
-    name, inputs = ("bf16_outputs", 2) if kind == WeightKind.BF16 else ("float_outputs", 1)
-    panels = in_panels(weight, ctypes.c_int.in_dll(library, name).value, inputs, dtype)
+    panels = in_panels(weight, panel_layout(library, kind))
     return CompiledProduct(library, kind, weight.shape, panels, None, bias)

@@ -1,14 +1,12 @@
 """Products with int8 weights and activations quantized dynamically, with one scale per token: by the compiled kernel if
 there is one, else by oneDNN."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from triptych.errors import ConfigError
 from triptych.layers import native
-from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels
+from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels, panel_layout
 
 SMALLEST = 1e-30
 """Lower bound of a token's largest activation, the same as in the kernel."""
@@ -46,7 +44,7 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
     whole, scales = quantize_rows(weight)
     if (library := native.library()) is None:
         return OneDnnInt8Product(whole, scales, bias)
-    panels = in_panels(whole, ctypes.c_int.in_dll(library, "int8_outputs").value, 4, torch.int8)
+    panels = in_panels(whole, panel_layout(library, WeightKind.INT8))
     return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, bias)
 
 

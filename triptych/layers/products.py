@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -80,15 +81,43 @@ class CompiledProduct:
         return output
 
 
-def in_panels(weight: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Pack ``weight`` [N, K] for the compiled kernels, in panels of ``outputs`` rows, padded with zeros.
+@dataclass(frozen=True)
+class PanelLayout:
+    """How the compiled kernels take weights [N, K]: [ceil(N / outputs), depth / inputs, outputs, inputs], where depth is
+    the smallest multiple of ``multiple`` that holds K. The rest are zeros."""
 
-    Returns [ceil(N / outputs), ceil(K / inputs), outputs, inputs], converted by ``saturating_cast`` to ``dtype``.
-    """
-    num_outputs, num_inputs = weight.shape
-    panels = torch.empty((-(-num_outputs // outputs), -(-num_inputs // inputs), outputs, inputs), dtype=dtype)
+    outputs: int
+    inputs: int
+    multiple: int
+    dtype: torch.dtype
+
+    def empty(self, shape: torch.Size) -> Tensor:
+        """Return uninitialized panels for weights of this shape."""
+        num_outputs, num_inputs = shape
+        depth = -(-num_inputs // self.multiple) * self.multiple
+        return torch.empty(
+            (-(-num_outputs // self.outputs), depth // self.inputs, self.outputs, self.inputs), dtype=self.dtype
+        )
+
+
+def in_panels(weight: Tensor, layout: PanelLayout) -> Tensor:
+    """Pack ``weight`` [N, K], converted by ``saturating_cast``."""
+    num_inputs, outputs = weight.shape[1], layout.outputs
+    panels = layout.empty(weight.shape)
     together = max(1, AT_ONCE // max(1, outputs * num_inputs))
     for some, rows in zip(panels.split(together), weight.split(together * outputs), strict=True):
-        full = F.pad(saturating_cast(rows, dtype), (0, -num_inputs % inputs, 0, -len(rows) % outputs))
-        some.copy_(full.unflatten(1, (-1, inputs)).unflatten(0, (-1, outputs)).transpose(1, 2))
+        full = F.pad(saturating_cast(rows, layout.dtype), (0, -num_inputs % layout.multiple, 0, -len(rows) % outputs))
+        some.copy_(full.unflatten(1, (-1, layout.inputs)).unflatten(0, (-1, outputs)).transpose(1, 2))
     return panels
+
+
+def panel_layout(library: ctypes.CDLL, kind: WeightKind) -> PanelLayout:
+    """Return the layout that the kernels' build for this processor takes."""
+    name, inputs, dtype = {
+        WeightKind.HALF: ("float", 1, torch.float16),
+        WeightKind.FLOAT: ("float", 1, torch.float32),
+        WeightKind.INT8: ("int8", 4, torch.int8),
+        WeightKind.BF16: ("bf16", 2, torch.bfloat16),
+    }[kind]
+    outputs, multiple = (ctypes.c_int.in_dll(library, f"{name}_{field}").value for field in ("outputs", "multiple"))
+    return PanelLayout(outputs, inputs, multiple, dtype)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from triptych.layers import int8
-from triptych.layers.products import AT_ONCE, CompiledProduct, LinearOperands, Product, WeightKind, in_panels
+from triptych.layers.products import (
+    AT_ONCE,
+    CompiledProduct,
+    LinearOperands,
+    Product,
+    WeightKind,
+    in_panels,
+    panel_layout,
+)
 from triptych.layers.rounding import saturating_cast
 
 log = logging.getLogger(__name__)
@@ -123,8 +131,8 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     """
     num_outputs, num_inputs = weight.shape
     library = product.library
-    width = ctypes.c_int.in_dll(library, "int8_outputs").value
-    panels = torch.empty((-(-num_outputs // width), -(-num_inputs // 4), width, 4), dtype=torch.int8)
+    layout = panel_layout(library, WeightKind.INT8)
+    width, panels = layout.outputs, layout.empty(weight.shape)
     scales, per_length, per_low = torch.empty(3, num_outputs)
     together = max(1, AT_ONCE // (width * num_inputs))
     rounding = (num_inputs + SPARE) * torch.finfo(torch.float32).eps
@@ -134,7 +142,7 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
         rows = slice(first * together * width, (first * together + len(some)) * width)
         exact = saturating_cast(weight[rows], product.panels.dtype).float()
         whole, steps = int8.quantize_rows(exact)
-        some.copy_(in_panels(whole, width, 4, torch.int8))
+        some.copy_(in_panels(whole, layout))
         kept, exact = whole.float(), exact / steps[:, None]
         scales[rows] = steps
         apart = (exact - kept).norm(dim=1) + exact.norm(dim=1) * rounding

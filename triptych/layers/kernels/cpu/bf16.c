@@ -1,11 +1,12 @@
 /* Products with weights and activations in bfloat16: a token is rounded once, and its sums are float32. An output is
- * summed from the first pair of inputs to the last, so that a token's outputs are bit-identical in any batch.
+ * summed from the first inputs to the last, so that a token's outputs are bit-identical in any batch.
  *
- * Weights are in panels of OUTPUTS outputs with pairs of inputs, [ceil(outputs / OUTPUTS), ceil(inputs / 2), OUTPUTS, 2],
- * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors without
- * instructions for bfloat16 multiply the same values in float32.
+ * Weights are in panels of OUTPUTS outputs with pairs of inputs, [ceil(outputs / OUTPUTS), depth / 2, OUTPUTS, 2], padded
+ * with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX multiply by
+ * tiles, for all numbers of tokens, since their sums are in another order. Processors without instructions for bfloat16
+ * multiply the same values in float32.
  */
-#include "panels.h"
+#include "tile_products.h"
 
 #ifdef __AVX512BF16__
 #define TOKENS 12
@@ -20,18 +21,8 @@ const int bf16_is_native = 1;
 typedef float value;
 const int bf16_is_native = 0;
 #endif
-#define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
-#define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
-const int bf16_outputs = OUTPUTS;
-
-/* Rounded inputs [tokens, stride] and outputs of several tokens. */
-typedef struct {
-    const value *input;
-    float *output;
-    int64_t stride, tokens;
-    int64_t ahead; /* prefetch distance in bytes */
-} Rows;
+const int bf16_outputs = OUTPUTS, bf16_multiple = INPUT_BYTES / 2;
 
 /* In each lane: sum + the dot product of a pair of weights and a pair of activations. */
 inlined floats dot(floats sum, ints weights, const value *pair) {
@@ -45,22 +36,20 @@ inlined floats dot(floats sum, ints weights, const value *pair) {
 #endif
 }
 
-inlined int64_t depth_of(int64_t inputs) { return (inputs + 1) / 2 * 2; }
-inlined int64_t stride_of(int64_t inputs) { return (inputs + LANES - 1) / LANES * LANES + LINE / (int64_t)sizeof(value); }
+inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(uint16_t)); }
 
-int64_t bf16_row(int64_t inputs) { return stride_of(inputs) * sizeof(value); }
+int64_t bf16_row(int64_t inputs) { return depth_of(inputs) * sizeof(value) + LINE; }
 
-int64_t bf16_room(const Linear *linear, int64_t tokens) {
-    return bf16_row(linear->inputs) * (tokens <= FEW ? tokens * omp_get_max_threads() : tokens);
-}
+int64_t bf16_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, bf16_row(linear->inputs)); }
 
 void bf16_round(const float *from, void *to, int64_t inputs) {
     value *rounded = to;
-    for (int64_t i = 0; i < inputs; i += LANES) {
+    for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
+        floats values = i < inputs ? load(from + i, inputs - i) : (floats){};
 #ifdef __AVX512BF16__
-        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)load(from + i, inputs - i));
+        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)values);
 #else
-        *(floats *)(rounded + i) = rounded_bf16(load(from + i, inputs - i));
+        *(floats *)(rounded + i) = rounded_bf16(values);
 #endif
     }
 }
@@ -68,9 +57,9 @@ void bf16_round(const float *from, void *to, int64_t inputs) {
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
     const int64_t line = OUTPUTS * 2 * sizeof(uint16_t);
-    int64_t depth = depth_of(linear->inputs), size = depth / 2 * line, stride = rows->stride;
+    int64_t depth = depth_of(linear->inputs), size = depth / 2 * line, stride = rows->stride / sizeof(value);
     const char *weights = (const char *)linear->panels + panel * size;
-    const value *input = rows->input + first * stride;
+    const value *input = (const value *)rows->input + first * stride;
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < depth; i += 2, weights += line) {
@@ -83,10 +72,10 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] = dot(sums[token][1], high, pair);
         }
     }
-    keep(sums, linear, rows->output + first * linear->outputs, panel, count);
+    keep(sums, linear, rows, panel, first, count);
 }
 
-static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel) {
+static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
@@ -100,32 +89,30 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
     }
 }
 
+static void keep_sums(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
+                      int64_t count) {
+    keep(sums, linear, rows, panel, first, count);
+}
+
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
+    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs) * sizeof(uint16_t), 0, keep_sums);
+}
+
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
     Rows row = {rounded, output, 0, 1, AHEAD};
-    multiply_panel(linear, &row, panel);
+    if (!tiles_are_granted) {
+        multiply_by_vectors(linear, &row, panel);
+        return;
+    }
+    begin_tiles(1);
+    multiply_by_tiles(linear, &row, panel);
+    end_tiles();
 }
 
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
-    int64_t bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t), blocks = (tokens + BLOCK - 1) / BLOCK;
-    int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), apart = stride_of(linear->inputs);
-    value *rounded = (value *)room + (tokens <= FEW ? omp_get_thread_num() * tokens * apart : 0);
-    if (tokens <= FEW) {
-        for (int64_t token = 0; token < tokens; token++)
-            bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
-    } else {
-#pragma omp for
-        for (int64_t token = 0; token < tokens; token++)
-            bf16_round(input + token * stride, rounded + token * apart, linear->inputs);
-    }
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t first = tokens * block / blocks;
-        Rows rows = {rounded + first * apart, output + first * linear->outputs, apart,
-                     tokens * (block + 1) / blocks - first, 0};
-        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
-        /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
-#pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < panels_of(linear); panel++)
-            multiply_panel(linear, &rows, panel);
-    }
-#pragma omp barrier
+    int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
+    char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, bf16_round);
+    Rows rows = {rounded, output, apart, tokens, 0};
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, multiply_by_vectors);
 }

@@ -12,23 +12,15 @@
 #define TOKENS 6
 #endif
 
-const int float_outputs = OUTPUTS;
-
-/* Inputs and outputs of several tokens. */
-typedef struct {
-    const float *input;
-    float *output;
-    int64_t stride, tokens;
-    int64_t ahead; /* prefetch distance in bytes */
-} Rows;
+const int float_outputs = OUTPUTS, float_multiple = 1;
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
                       const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
-    int64_t stride = rows->stride;
+    int64_t stride = rows->stride / sizeof(float);
     const char *weights = (const char *)linear->panels + panel * size;
-    const float *input = rows->input + first * stride;
+    const float *input = (const float *)rows->input + first * stride;
     floats sums[TOKENS][2];
     for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
     for (int64_t i = 0; i < linear->inputs; i++, weights += line) {
@@ -41,7 +33,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] += high * value;
         }
     }
-    keep(sums, linear, rows->output + first * linear->outputs, panel, count);
+    keep(sums, linear, rows, panel, first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
@@ -65,22 +57,12 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void float_panel(const Linear *linear, const float *input, float *output, int64_t panel) {
-    Rows row = {input, output, 0, 1, AHEAD};
+    Rows row = {(const char *)input, output, 0, 1, AHEAD};
     multiply_panel(linear, &row, panel);
 }
 
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
-    int64_t at_once = tokens > TOKENS ? 1 : most(1, AT_ONCE / most(1, bytes)), blocks = (tokens + BLOCK - 1) / BLOCK;
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t first = tokens * block / blocks;
-        Rows rows = {input + first * stride, output + first * linear->outputs, stride,
-                     tokens * (block + 1) / blocks - first, 0};
-        rows.ahead = distance_of(bytes, rows.tokens > TOKENS);
-        /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
-#pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < panels_of(linear); panel++)
-            multiply_panel(linear, &rows, panel);
-    }
-#pragma omp barrier
+    Rows rows = {(const char *)input, output, stride * sizeof(float), tokens, 0};
+    multiply_together(linear, &rows, bytes, TOKENS, multiply_panel);
 }

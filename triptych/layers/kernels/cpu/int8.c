@@ -1,26 +1,21 @@
 /* Products with int8 weights: each token is quantized to int8 with its own scale. Sums in int32 are exact, so that a
- * token's outputs are identical in any batch.
+ * token's outputs are identical in any batch, and on any processor but for the rounding of scales.
  *
- * Weights are in panels of OUTPUTS outputs with groups of four inputs,
- * [ceil(outputs / OUTPUTS), ceil(inputs / 4), OUTPUTS, 4], padded with zeros. A panel's weights for four inputs are
- * loaded once for up to TOKENS tokens, whose sums stay in registers from the first input to the last.
+ * Weights are in panels of OUTPUTS outputs with groups of four inputs, [ceil(outputs / OUTPUTS), depth / 4, OUTPUTS, 4],
+ * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX
+ * multiply by tiles.
  */
-#include "products.h"
-#include "vectors.h"
+#include "tile_products.h"
 
-#ifdef __AVX512VNNI__
-#define SUMS 16  /* int32 sums per vector */
-#define TOKENS 8 /* 4 or 8: see int8_together */
+#if defined __AVX512F__
+#define TOKENS 12
+#elif defined __AVXVNNI__
+#define TOKENS 6
 #else
-#define SUMS 8
 #define TOKENS 4
 #endif
-#define OUTPUTS (2 * SUMS)
-#define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
-#define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
-typedef int32_t sums __attribute__((vector_size(4 * SUMS), aligned(4)));
-typedef int16_t halves __attribute__((vector_size(4 * SUMS), aligned(4)));
+typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
 /* In each lane: sum + the dot product of four weights and four activations. UNSIGNED is the offset added to the weights,
@@ -28,112 +23,135 @@ typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
  * 2 * 127 * 127. */
 #if defined __AVX512VNNI__
 #define UNSIGNED 128
-inlined sums dot(sums sum, sums weights, sums four) {
-    return (sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)four);
+inlined ints dot(ints sum, ints weights, ints four) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)four);
 }
-#elif defined __AVXVNNI__
+#elif defined __AVXVNNI__ && !defined __AVX512F__
 #define UNSIGNED 128
-inlined sums dot(sums sum, sums weights, sums four) {
-    return (sums)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)four);
+inlined ints dot(ints sum, ints weights, ints four) {
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)four);
 }
-#elif defined __AVX2__
+#elif defined __AVX512BW__
 #define UNSIGNED 0
-inlined sums dot(sums sum, sums weights, sums four) {
+inlined ints dot(ints sum, ints weights, ints four) {
+    __m512i sizes = _mm512_abs_epi8((__m512i)weights);
+    __m512i signs = _mm512_mask_sub_epi8((__m512i)four, _mm512_movepi8_mask((__m512i)weights), (__m512i){}, (__m512i)four);
+    return sum + (ints)_mm512_madd_epi16(_mm512_maddubs_epi16(sizes, signs), _mm512_set1_epi16(1));
+}
+#elif defined __AVX2__ && !defined __AVX512F__
+#define UNSIGNED 0
+inlined ints dot(ints sum, ints weights, ints four) {
     __m256i signs = _mm256_sign_epi8((__m256i)four, (__m256i)weights), sizes = _mm256_abs_epi8((__m256i)weights);
-    return sum + (sums)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, signs), _mm256_set1_epi16(1));
+    return sum + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, signs), _mm256_set1_epi16(1));
 }
 #else
 #define UNSIGNED 0
-inlined sums dot(sums sum, sums weights, sums four) {
+inlined ints dot(ints sum, ints weights, ints four) {
     halves pairs = ((halves)weights << 8 >> 8) * ((halves)four << 8 >> 8) + ((halves)weights >> 8) * ((halves)four >> 8);
-    return sum + ((sums)pairs << 16 >> 16) + ((sums)pairs >> 16);
+    return sum + ((ints)pairs << 16 >> 16) + ((ints)pairs >> 16);
 }
 #endif
 
-/* Inputs and outputs of T tokens, and the quantized inputs. */
+/* What a token's quantized inputs are followed by. */
 typedef struct {
-    const float *input;
-    float *output;
-    int8_t *rounded;      /* [T + TOKENS, stride], of which the first ``depth`` columns are used */
-    float *scales;        /* [T] */
-    int32_t *starts;      /* [T]: initial values of the sums, which cancel the weights' offset */
-    int64_t tokens, input_stride, depth, stride;
-} Rows;
+    float scale;
+    int32_t start; /* to be added to the sums, from which it cancels the weights' offset */
+} Token;
 
-const int int8_outputs = OUTPUTS;
+const int int8_outputs = OUTPUTS, int8_multiple = INPUT_BYTES;
 
-inlined void round_row(const Rows *rows, int64_t inputs, int64_t token) {
-    const float *from = rows->input + token * rows->input_stride;
-    int8_t *to = rows->rounded + token * rows->stride;
+inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(int8_t)); }
+inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
+
+int64_t int8_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, row_of(linear->inputs)); }
+
+static void round_token(const float *from, void *to, int64_t inputs) {
     floats highest = splat(SMALLEST), strange = {}, total = {};
     for (int64_t i = 0; i < inputs; i += LANES) {
         floats x = load(from + i, inputs - i);
         highest = larger(choose(x > 0, x, -x), highest);
         strange += x * 0.0f; /* NaN if x is NaN or infinite */
     }
-    float maximum = largest_of(highest), factor = 127.0f / maximum;
-    for (int64_t i = 0; i < inputs; i += LANES) {
-        floats whole = load(from + i, inputs - i) * factor + ROUNDING;
-        bytes low = __builtin_convertvector((ints)whole, bytes);
+    float maximum = largest_of(highest), factor = 127.0f / maximum, odd = sum_of(strange);
+    for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
+        floats whole = (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
+        *(bytes *)((char *)to + i) = __builtin_convertvector((ints)whole, bytes);
         total += whole - ROUNDING;
-        memcpy(to + i, &low, least(LANES, rows->depth - i));
     }
-    float odd = sum_of(strange);
-    rows->scales[token] = maximum / 127.0f + odd;
-    rows->starts[token] = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+    Token *token = (Token *)((char *)to + depth_of(inputs));
+    token->scale = maximum / 127.0f + odd;
+    token->start = odd == 0 && !tiles_are_granted ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on. Results of tokens that don't exist are dropped. */
+/* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs. */
+static void keep_scaled(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
+                        int64_t count) {
+    const ints (*sum)[2] = sums;
+    int64_t column = panel * OUTPUTS, left = linear->outputs - column;
+    const Token *token = (const Token *)(rows->input + first * rows->stride + depth_of(linear->inputs));
+    float *outputs = rows->output + first * linear->outputs + column;
+    for (int half = 0; half < 2 && left > 0; half++, outputs += LANES, column += LANES, left -= LANES) {
+        floats scales = load(linear->scales + column, left);
+        floats bias = linear->bias ? load(linear->bias + column, left) : (floats){};
+        for (int64_t i = 0; i < count; i++) {
+            const Token *own = (const Token *)((const char *)token + i * rows->stride);
+            floats found = __builtin_convertvector(sum[i][half] + own->start, floats) * own->scale;
+            store(outputs + i * linear->outputs, found * scales + bias, left);
+        }
+    }
+}
+
+/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
-    /* a panel that is used several times leaves time to prefetch the whole next one */
-    int64_t size = OUTPUTS * rows->depth, ahead = rows->tokens > TOKENS ? size : AHEAD;
-    const int8_t *weights = (const int8_t *)linear->panels + panel * size, *from = rows->rounded + first * rows->stride;
-    sums found[TOKENS][2];
-    for (int token = 0; token < count; token++) found[token][0] = found[token][1] = (sums){};
-    for (int64_t input = 0; input < rows->depth; input += 4, weights += 4 * OUTPUTS) {
-        sums low = ((const sums *)weights)[0], high = ((const sums *)weights)[1];
+    const int64_t line = OUTPUTS * 4;
+    int64_t depth = depth_of(linear->inputs);
+    const char *weights = (const char *)linear->panels + panel * OUTPUTS * depth;
+    const char *input = rows->input + first * rows->stride;
+    ints sums[TOKENS][2];
+    for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (ints){};
+    for (int64_t i = 0; i < depth; i += 4, weights += line) {
+        ints low = ((const ints *)weights)[0], high = ((const ints *)weights)[1];
         if (UNSIGNED) {
             low ^= (int32_t)0x80808080;
             high ^= (int32_t)0x80808080;
         }
-        for (int64_t line = 0; line < 4 * OUTPUTS; line += 64) __builtin_prefetch(weights + ahead + line);
-#pragma GCC unroll 8
+        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at, 0, 2);
+#pragma GCC unroll 12
         for (int token = 0; token < count; token++) {
             int32_t four;
-            memcpy(&four, from + token * rows->stride + input, sizeof four);
-            found[token][0] = dot(found[token][0], low, four - (sums){});
-            found[token][1] = dot(found[token][1], high, four - (sums){});
+            memcpy(&four, input + token * rows->stride + i, sizeof four);
+            sums[token][0] = dot(sums[token][0], low, four - (ints){});
+            sums[token][1] = dot(sums[token][1], high, four - (ints){});
         }
     }
-    int64_t output = panel * OUTPUTS, outputs = least(OUTPUTS, linear->outputs - output);
-    const float *scales = linear->scales + output, *bias = linear->bias ? linear->bias + output : NULL;
-    for (int64_t token = 0; token < least(count, rows->tokens - first); token++) {
-        const int32_t *sum = (const int32_t *)found[token];
-        int32_t start = rows->starts[first + token];
-        float scale = rows->scales[first + token], *to = rows->output + (first + token) * linear->outputs + output;
-        for (int64_t i = 0; i < outputs; i++) to[i] = (float)(sum[i] + start) * scale * scales[i] + (bias ? bias[i] : 0);
+    keep_scaled(sums, linear, rows, panel, first, count);
+}
+
+static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
+    int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
+        switch (count) {
+#define SOME(n) case n: multiply(linear, rows, panel, first, n); break;
+            SOME(1) SOME(2) SOME(3) SOME(4)
+#if TOKENS > 4
+            SOME(5) SOME(6)
+#endif
+#if TOKENS > 6
+            SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
+#endif
+        }
     }
 }
 
-static int64_t depth_of(const Linear *linear) { return (linear->inputs + 3) / 4 * 4; }
-
-int64_t int8_room(const Linear *linear, int64_t tokens) {
-    return tokens * (sizeof(float) + sizeof(int32_t)) + (tokens + TOKENS) * (depth_of(linear) + LINE);
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
+    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_scaled);
 }
 
 void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
-    int64_t depth = depth_of(linear), panels = (linear->outputs + OUTPUTS - 1) / OUTPUTS;
-    float *scales = room;
-    int32_t *starts = (int32_t *)(scales + tokens);
-    Rows rows = {input, output, (int8_t *)(starts + tokens), scales, starts, tokens, stride, depth, depth + LINE};
-#pragma omp for
-    for (int64_t token = 0; token < tokens; token++) round_row(&rows, linear->inputs, token);
-#pragma omp for
-    for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t first = 0, left; (left = tokens - first) > 0; first += TOKENS) {
-            if (left > 4) multiply(linear, &rows, panel, first, TOKENS);
-            else if (left > 2) multiply(linear, &rows, panel, first, 4);
-            else if (left > 1) multiply(linear, &rows, panel, first, 2);
-            else multiply(linear, &rows, panel, first, 1);
-        }
+    int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
+    char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, round_token);
+    Rows rows = {rounded, output, apart, tokens, 0};
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, multiply_by_vectors);
 }

@@ -10,7 +10,7 @@
 
 int tiles_are_granted = 0;
 
-/* Asks when the library is loaded. Kernels before 5.16 and some sandboxes refuse; AVX-512 is used then. */
+/* Asks when the library is loaded. Linux before 5.16 and some sandboxes refuse; AVX-512 is used then. */
 static __attribute__((constructor)) void request_tiles(void) {
     tiles_are_granted = syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
 }

@@ -1,0 +1,86 @@
+/* Products with panels by AMX: a tile of up to 16 tokens times a tile of 16 outputs, 64 bytes of inputs at a time. A
+ * panel's lines of 128 bytes, 32 outputs with 4 bytes of inputs each, are two such tiles side by side.
+ *
+ * A tile's rows don't influence each other, and each of its sums is in the order of inputs. So a token's outputs are
+ * bit-identical wherever it is in a tile, and however many tokens there are.
+ */
+#pragma once
+#include "panels.h"
+#include "tiles.h"
+
+#define PAIR_ROWS (2 * TILE_ROWS) /* tokens of two tiles, which are multiplied together */
+#define TILE_LINE 128             /* bytes of a panel's 32 outputs with 4 bytes of inputs each */
+#define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
+
+/* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs. */
+typedef void Keep(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count);
+
+/* Multiplies a panel's weights by ``depth`` bytes of the inputs of one tile of tokens, ``low``, or of two. ``sums``
+ * [PAIR_ROWS, 32] are float or int32. Prefetches ``share`` bytes from ``later`` on for each step. */
+inlined void multiply_tiles(const char *weights, const char *low, const char *high, int64_t stride, int64_t depth,
+                            const char *later, int64_t share, char *sums, const int is_pair, const int in_int8) {
+#define ADD_PRODUCT(sum, tokens, weights) \
+    do { \
+        if (in_int8) _tile_dpbssd(sum, tokens, weights); \
+        else _tile_dpbf16ps(sum, tokens, weights); \
+    } while (0)
+#if defined __AMX_BF16__ && defined __AMX_INT8__
+    __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
+    _tile_zero(0);
+    _tile_zero(1);
+    if (is_pair) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t at = 0; at < depth; at += INPUT_BYTES, weights += TILE_STEP, later += share) {
+        _tile_loadd(4, low + at, stride);
+        _tile_loadd(6, weights, TILE_LINE);
+        for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
+        ADD_PRODUCT(0, 4, 6);
+        _tile_loadd(7, weights + TILE_LINE / 2, TILE_LINE);
+        ADD_PRODUCT(1, 4, 7);
+        if (is_pair) {
+            _tile_loadd(5, high + at, stride);
+            ADD_PRODUCT(2, 5, 6);
+            ADD_PRODUCT(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, TILE_LINE);
+    _tile_stored(1, sums + TILE_LINE / 2, TILE_LINE);
+    if (is_pair) {
+        _tile_stored(2, sums + TILE_ROWS * TILE_LINE, TILE_LINE);
+        _tile_stored(3, sums + TILE_ROWS * TILE_LINE + TILE_LINE / 2, TILE_LINE);
+    }
+#endif
+#undef ADD_PRODUCT
+}
+
+/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs. The last tiles begin early enough to be whole:
+ * some tokens are then computed twice, to the same bits. */
+inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
+                                     const int in_int8, Keep *keep_sums) {
+    char sums[PAIR_ROWS * TILE_LINE] __attribute__((aligned(64)));
+    int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, size = depth / 4 * TILE_LINE;
+    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
+    if (tokens <= TILE_ROWS) {
+        multiply_tiles(weights, rows->input, NULL, rows->stride, depth, later, TILE_STEP, sums, 0, in_int8);
+        keep_sums(sums, linear, rows, panel, 0, tokens);
+        return;
+    }
+    int64_t share = (TILE_STEP / pairs + 63) / 64 * 64; /* each pair prefetches its share of the next panel */
+    for (int64_t pair = 0; pair < pairs; pair++, later += size / TILE_STEP * share) {
+        int64_t low = most(0, least(pair * PAIR_ROWS, tokens - PAIR_ROWS)), high = least(low, tokens - PAIR_ROWS) + TILE_ROWS;
+        const char *first = rows->input + low * rows->stride, *second = rows->input + high * rows->stride;
+        multiply_tiles(weights, first, second, rows->stride, depth, later, share, sums, 1, in_int8);
+        keep_sums(sums, linear, rows, panel, low, TILE_ROWS);
+        keep_sums(sums + TILE_ROWS * TILE_LINE, linear, rows, panel, high, TILE_ROWS);
+    }
+}
+
+/* As ``multiply_together``. */
+inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes,
+                                        PanelProduct *multiply_panel) {
+    begin_tiles(most(1, least(rows->tokens, TILE_ROWS)));
+    multiply_together(linear, rows, bytes, PAIR_ROWS, multiply_panel);
+    end_tiles();
+}
