@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.blocks import DecoderLayer
-from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
 from triptych.layers.parallel import SINGLE_RANK
 from triptych.layers.tower_layer import TowerLayer
@@ -49,8 +50,8 @@ from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
-STAGES = ("encode", "prefill", "preprocess", "transfer", "fetch", "plan", "queue")
-"""The earlier one of two stages at work gets the time."""
+STAGES = ("encode", "preprocess", "prefill", "transfer", "fetch", "plan", "queue")
+"""The earlier one of two stages at work gets the time: the text before a picture is prefilled beside preprocessing."""
 BETWEEN = "between stages"
 CLIENT = "client, HTTP, parsing, first chunk of the answer"
 SPECIAL_TOKENS = 16
@@ -93,7 +94,7 @@ def by_stage(sample: Sample) -> Table:
     [end] = [one["start_ms"] for one in sample.timeline if one["stage"] == "decode"]
     times = sorted({0.0, end, *(min(end, one[key]) for one in intervals for key in ("start_ms", "end_ms"))})
     found = dict.fromkeys((*STAGES, BETWEEN), 0.0)
-    for start, stop in zip(times, times[1:], strict=False):
+    for start, stop in pairwise(times):
         active = {one["stage"] for one in intervals if one["start_ms"] <= start and stop <= one["end_ms"]}
         found[next((stage for stage in STAGES if stage in active), BETWEEN)] += stop - start
     return found | {CLIENT: 1e3 * sample.ttft - end}

@@ -86,9 +86,7 @@ class AttendLayer:
         set_caches(step, keys, values, self._window)
         return self._attend(hidden, cos, sin, step)
 
-    def over_segments(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float
-    ) -> Tensor:
+    def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
         """Return attention's output [T, heads * head_dim], where each token attends to all tokens of its segment.
 
         ``hidden``, ``cos`` and ``sin`` are as above; ``lengths`` and ``scale``, and errors, as in
@@ -111,7 +109,7 @@ class AttendLayer:
 class FinishLayer:
     """Second half of a dense layer in one call: output projection, residual, norm, MLP, residual."""
 
-    def __init__(  # noqa: PLR0917 (a kernel's operands)
+    def __init__(
         self,
         norm: RMSNorm | LayerNorm,
         output: CompiledProduct,

@@ -129,8 +129,8 @@ def load_module(
 def _pack_linears(
     module: nn.Module, tensors: Mapping[str, Tensor], weights: WeightFormat, device: torch.device
 ) -> set[str]:
-    """Replace a module's linear layers by those of a weight format, gates and their factors by one. Returns the names of
-    their tensors. Raises as ``load_module`` does."""
+    """Replace a module's linear layers by those of a weight format, gates and their factors by one layer. Returns the
+    names of their tensors. Raises as ``load_module`` does."""
     linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv3d)}
     gates = gates_with_factors(module)
     for name, linear in linears.items():

@@ -3,7 +3,8 @@
  *
  * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
  * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
- * outputs. A pair has the size of a float, so that tiles and loops are the same.
+ * outputs. A pair has the size of a float, so that tiles and loops are the same. Where the operating system grants AMX,
+ * its tiles multiply them.
  *
  * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
  * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
@@ -177,7 +178,8 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
 /* As ``attend_tiles``, by AMX. */
 inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
                            const int is_half) {
-    float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64))), columns[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
+    float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
+    float columns[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
     int64_t depth = whole(step->dim), end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
     const char *keys = from_head(step->keys, kv_head, step, is_half);

@@ -29,11 +29,12 @@ void rotate(float *values, const float *cos, const float *sin, int64_t tokens, i
 }
 
 /* Applies ``layer_norm`` to vectors [count, dim]. */
-void layer_norms(const float *input, const float *weight, const float *bias, float *output, int64_t count, int64_t dim,
-                 float eps) {
+void layer_norms(const float *input, const float *weight, const float *bias, float *output, int64_t count,
+                 int64_t dim, float eps) {
     Norm by = {weight, bias, eps};
 #pragma omp parallel for if (count * dim > FEW)
-    for (int64_t vector = 0; vector < count; vector++) layer_norm(input + vector * dim, &by, output + vector * dim, dim);
+    for (int64_t vector = 0; vector < count; vector++)
+        layer_norm(input + vector * dim, &by, output + vector * dim, dim);
 }
 
 /* Applies ``activate`` to tokens with ``stride`` values each, of which the first ``width`` are activated; if there are as

@@ -198,7 +198,8 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
                 totals[half] += first + second;
                 scores[key / 2][half] = paired(first, second);
             }
-        for (int64_t pair = (count + 1) / 2; pair < whole(count) / 2; pair++) scores[pair][0] = scores[pair][1] = (floats){};
+        for (int64_t pair = (count + 1) / 2; pair < whole(count) / 2; pair++)
+            for (int half = 0; half < halves; half++) scores[pair][half] = (floats){};
     } else
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {
