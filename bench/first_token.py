@@ -35,7 +35,7 @@ from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.compiled import paged_attention
-from triptych.layers.blocks import DecoderLayer
+from triptych.layers.blocks import DecoderLayer, compiled
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
 from triptych.layers.parallel import SINGLE_RANK
@@ -153,17 +153,19 @@ def in_encode(model: ModelBundle, part: EncoderInput, rounds: int) -> tuple[Tabl
     tower = model.load_encoder()
     assert isinstance(tower, VisionTower)
     layers = [one for one in tower.module.modules() if isinstance(one, TowerLayer)]
-    mergers = [one for one in tower.module.modules() if type(one).__name__.endswith("PatchMerger")]
+    module: Any = tower.module
+    mergers = [one for one in module.modules() if type(one).__name__.endswith("PatchMerger")]
     found = measured(
         lambda: tower.encode([part]),
-        {"layers": list(layers), "patch projection": [tower.module.patch_embed], "mergers": mergers},
+        {"layers": list(layers), "patch projection": [module.patch_embed], "mergers": mergers},
         rounds,
     )
     layer, tokens = layers[0], len(part.patches)
     mlp = [one for one in layer.mlp.children() if hasattr(one, "product")]
     products = products_ms([layer.attention.inputs[0], layer.attention.output, *mlp], tokens, rounds)
-    heads = layer.attention.num_heads
-    query, key, value = torch.randn(tokens, 3, heads, layer.attention.output.product.inputs // heads).unbind(1)
+    heads, output = layer.attention.num_heads, compiled(layer.attention.output)
+    assert output is not None
+    query, key, value = torch.randn(tokens, 3, heads, output.inputs // heads).unbind(1)
     kernel = paged_attention(layer.attention.in_bf16)
     assert kernel is not None
     attention = 1e3 * median_seconds(lambda: kernel.over_segments(query, key, value, [tokens]), rounds)
@@ -179,7 +181,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     cache = KVTensors.allocate(config, pages, model.page_size, model.kv_dtype, model.device)
     attention = AttentionBatch([tokens], [tokens], [torch.arange(pages)], torch.arange(tokens))
     layers = [one for one in decoder.layers if isinstance(one, DecoderLayer)]
-    head = [one for one in decoder.modules() if isinstance(one, LMHead)]
+    head: list[nn.Module] = [one for one in decoder.modules() if isinstance(one, LMHead)]
     batch = ForwardBatch(
         tokens=torch.arange(tokens),
         positions=torch.arange(tokens, dtype=torch.float64).expand(3, -1),
@@ -258,7 +260,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=15, help="repetitions inside the stages")
-    parser.add_argument("--topologies", nargs="*", default=["1EPD", "1E1PD"])
+    parser.add_argument("--topologies", nargs="+", default=["1EPD", "1E1PD"])
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     engine = EngineConfig(threads=options.threads)

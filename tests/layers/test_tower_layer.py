@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoint_folder: Callabl
 def load(folder: Path, weights: PlainFormat | Any) -> tuple[Any, list[TowerLayer]]:
     """Return the vision tower and its layers."""
     encoder: Any = load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
-    vision = encoder.towers["vision"] if isinstance(encoder, MultiTowerEncoder) else encoder
+    vision: Any = encoder.towers["vision"] if isinstance(encoder, MultiTowerEncoder) else encoder
     return vision, [one for one in vision.module.modules() if isinstance(one, TowerLayer)]
 
 

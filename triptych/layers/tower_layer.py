@@ -3,6 +3,8 @@
 Modules are recognised by their classes and the names of their children. Those that aren't remain transformers'.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from triptych.layers.attention.compiled import paged_attention
@@ -130,18 +132,18 @@ def use_our_modules(module: nn.Module, in_bf16: bool) -> None:
 
 
 def _equivalent(module: nn.Module, in_bf16: bool) -> nn.Module | None:
-    name = type(module).__name__
+    name, settings = type(module).__name__, vars(module)
     if name in ACTIVATIONS:
         return Activate(ACTIVATIONS[name])
     if isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None:
         return LayerNorm(module.weight, module.bias, module.eps)
     if name.endswith("RMSNorm"):
-        return RMSNorm(module.weight, module.variance_epsilon)
+        return RMSNorm(module.get_parameter("weight"), settings["variance_epsilon"])
     return _mlp(module) or TowerAttention.in_place_of(module, in_bf16) or _layer(module)
 
 
 def _mlp(module: nn.Module) -> nn.Module | None:
-    children = dict(module.named_children())
+    children: dict[str, Any] = dict(module.named_children())
     if children.keys() == {GATE, DOWN, GATED_ACTIVATION}:
         return GatedMLP(children[GATE], children[DOWN])
     for up, activation, down in MLPS:
