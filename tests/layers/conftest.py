@@ -38,8 +38,8 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
 @pytest.fixture(scope="session", params=["native", "cooperlake", "alderlake", "haswell", "x86-64"])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The compiled kernels for this processor, for AVX-512 with bfloat16 but without AMX, for AVX2 with and without VNNI,
-    and for any x86, since the machine that runs the tests may have more."""
+    """The compiled kernels for this processor, for AVX-512 with bfloat16 but without AMX, for AVX2 with and without
+    VNNI, and for any x86, since the machine that runs the tests may have more."""
     if request.param != "native" and platform.machine() != "x86_64":
         pytest.skip("only x86 has vectors of several widths")
     flag = {"cooperlake": "amx_tile", "alderlake": "avx_vnni", "haswell": "avx2"}.get(request.param)

@@ -83,8 +83,8 @@ class CompiledProduct:
 
 @dataclass(frozen=True)
 class PanelLayout:
-    """How the compiled kernels take weights [N, K]: [ceil(N / outputs), depth / inputs, outputs, inputs], where depth is
-    the smallest multiple of ``multiple`` that holds K. The rest are zeros."""
+    """How the compiled kernels take weights [N, K]: [ceil(N / outputs), depth / inputs, outputs, inputs], padded with
+    zeros. The depth is K, rounded up to a multiple of ``multiple``."""
 
     outputs: int
     inputs: int

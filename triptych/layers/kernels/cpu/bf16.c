@@ -114,5 +114,5 @@ void bf16_together(const Linear *linear, const float *input, int64_t stride, flo
     char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, bf16_round);
     Rows rows = {rounded, output, apart, tokens, 0};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, multiply_by_vectors);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);
 }

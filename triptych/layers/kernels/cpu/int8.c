@@ -3,7 +3,7 @@
  *
  * Weights are in panels of OUTPUTS outputs with groups of four inputs, [ceil(outputs / OUTPUTS), depth / 4, OUTPUTS, 4],
  * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX
- * multiply by tiles.
+ * multiply more than a few tokens by tiles.
  */
 #include "tile_products.h"
 
@@ -16,7 +16,7 @@
 #endif
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef int8_t bytes __attribute__((vector_size(4 * LANES), aligned(1)));
 
 /* In each lane: sum + the dot product of four weights and four activations. UNSIGNED is the offset added to the weights,
  * because VNNI multiplies unsigned by signed values. Without VNNI two products are added in 16 bits, which hold
@@ -65,6 +65,16 @@ inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
 
 int64_t int8_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, row_of(linear->inputs)); }
 
+/* Stores the lowest byte of each lane. Compilers convert vectors to bytes one lane at a time. */
+inlined void store_lowest(char *to, ints value) {
+#if defined __AVX512F__
+    *(__m128i_u *)to = _mm512_cvtepi32_epi8((__m512i)value);
+#else
+    bytes first = __builtin_shuffle((bytes)value, (bytes){0, 4, 8, 12, 16, 20, 24, 28});
+    memcpy(to, &first, LANES);
+#endif
+}
+
 static void round_token(const float *from, void *to, int64_t inputs) {
     floats highest = splat(SMALLEST), strange = {}, total = {};
     for (int64_t i = 0; i < inputs; i += LANES) {
@@ -75,30 +85,45 @@ static void round_token(const float *from, void *to, int64_t inputs) {
     float maximum = largest_of(highest), factor = 127.0f / maximum, odd = sum_of(strange);
     for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
         floats whole = (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
-        *(bytes *)((char *)to + i) = __builtin_convertvector((ints)whole, bytes);
+        store_lowest((char *)to + i, (ints)whole);
         total += whole - ROUNDING;
     }
     Token *token = (Token *)((char *)to + depth_of(inputs));
     token->scale = maximum / 127.0f + odd;
-    token->start = odd == 0 && !tiles_are_granted ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+    token->start = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
-/* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs. */
-static void keep_scaled(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
-                        int64_t count) {
+/* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs.
+ * ``is_offset``: whether weights had the offset. */
+inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
+                         int64_t count, const int is_offset) {
     const ints (*sum)[2] = sums;
-    int64_t column = panel * OUTPUTS, left = linear->outputs - column;
-    const Token *token = (const Token *)(rows->input + first * rows->stride + depth_of(linear->inputs));
+    int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
+    const char *tokens = rows->input + first * rows->stride + depth_of(linear->inputs);
     float *outputs = rows->output + first * linear->outputs + column;
-    for (int half = 0; half < 2 && left > 0; half++, outputs += LANES, column += LANES, left -= LANES) {
-        floats scales = load(linear->scales + column, left);
-        floats bias = linear->bias ? load(linear->bias + column, left) : (floats){};
-        for (int64_t i = 0; i < count; i++) {
-            const Token *own = (const Token *)((const char *)token + i * rows->stride);
-            floats found = __builtin_convertvector(sum[i][half] + own->start, floats) * own->scale;
-            store(outputs + i * linear->outputs, found * scales + bias, left);
-        }
+    floats scales[2] = {load(linear->scales + column, left)}, bias[2] = {};
+    if (second) scales[1] = load(linear->scales + column + LANES, second);
+    if (linear->bias) bias[0] = load(linear->bias + column, left);
+    if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
+    for (int64_t i = 0; i < count; i++, tokens += rows->stride, outputs += linear->outputs) {
+        Token own = *(const Token *)tokens;
+        if (!is_offset) own.start = 0;
+        floats low = __builtin_convertvector(sum[i][0] + own.start, floats) * own.scale * scales[0] + bias[0];
+        floats high = __builtin_convertvector(sum[i][1] + own.start, floats) * own.scale * scales[1] + bias[1];
+        store(outputs, low, left);
+        if (second) store(outputs + LANES, high, second);
     }
+}
+
+static void keep_signed(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
+                        int64_t count) {
+    keep_scaled(sums, linear, rows, panel, first, count, 0);
+}
+
+/* Not inlined, because copies for each number of tokens would take long to compile. */
+static __attribute__((noinline)) void keep_offset(const void *sums, const Linear *linear, const Rows *rows,
+                                                  int64_t panel, int64_t first, int64_t count) {
+    keep_scaled(sums, linear, rows, panel, first, count, 1);
 }
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
@@ -124,7 +149,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
             sums[token][1] = dot(sums[token][1], high, four - (ints){});
         }
     }
-    keep_scaled(sums, linear, rows, panel, first, count);
+    keep_offset(sums, linear, rows, panel, first, count);
 }
 
 static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
@@ -145,13 +170,13 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t 
 }
 
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
-    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_scaled);
+    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_signed);
 }
 
 void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
     char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, round_token);
     Rows rows = {rounded, output, apart, tokens, 0};
-    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, multiply_by_vectors);
+    if (tiles_are_granted && tokens > FEW) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);
 }

@@ -10,6 +10,7 @@
 
 #define PAIR_ROWS (2 * TILE_ROWS) /* tokens of two tiles, which are multiplied together */
 #define TILE_LINE 128             /* bytes of a panel's 32 outputs with 4 bytes of inputs each */
+#define KEPT (1088 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
 #define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
 
 /* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs. */
@@ -35,7 +36,10 @@ inlined void multiply_tiles(const char *weights, const char *low, const char *hi
     for (int64_t at = 0; at < depth; at += INPUT_BYTES, weights += TILE_STEP, later += share) {
         _tile_loadd(4, low + at, stride);
         _tile_loadd(6, weights, TILE_LINE);
-        for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
+        for (int64_t line = 0; line < share; line += 64) {
+            if (is_pair) __builtin_prefetch(later + line, 0, 2);
+            else __builtin_prefetch(later + line); /* into the L1 cache, since they are next */
+        }
         ADD_PRODUCT(0, 4, 6);
         _tile_loadd(7, weights + TILE_LINE / 2, TILE_LINE);
         ADD_PRODUCT(1, 4, 7);
@@ -77,10 +81,11 @@ inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int
     }
 }
 
-/* As ``multiply_together``. */
+/* As ``multiply_together``, in blocks that stay in the L2 cache. */
 inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes,
                                         PanelProduct *multiply_panel) {
+    int64_t block = most(2 * PAIR_ROWS, least(BLOCK, KEPT / rows->stride) / PAIR_ROWS * PAIR_ROWS);
     begin_tiles(most(1, least(rows->tokens, TILE_ROWS)));
-    multiply_together(linear, rows, bytes, PAIR_ROWS, multiply_panel);
+    multiply_together(linear, rows, bytes, PAIR_ROWS, block, multiply_panel);
     end_tiles();
 }
