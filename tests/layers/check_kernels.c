@@ -9,6 +9,7 @@
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
 int paged_attention(const Step *step);
 extern const int float_outputs, bf16_outputs, int8_outputs, attention_rows;
+extern const int float_multiple, bf16_multiple, int8_multiple; /* of inputs, padded with zeros */
 
 static int failures;
 
@@ -24,7 +25,8 @@ static float whole(int largest) { return rand() % (2 * largest + 1) - largest; }
 /* Packs weights [outputs, inputs] as in_panels of triptych/layers/products.py. */
 static void *packed(const float *weights, int64_t outputs, int64_t inputs, int kind) {
     int64_t rows = kind == INT8 ? int8_outputs : kind == BF16 ? bf16_outputs : float_outputs;
-    int64_t group = kind == INT8 ? 4 : kind == BF16 ? 2 : 1, multiple = group; /* of inputs, padded with zeros */
+    int64_t group = kind == INT8 ? 4 : kind == BF16 ? 2 : 1;
+    int64_t multiple = kind == INT8 ? int8_multiple : kind == BF16 ? bf16_multiple : float_multiple;
     int64_t groups = (inputs + multiple - 1) / multiple * multiple / group;
     int64_t panels = (outputs + rows - 1) / rows;
     void *made = aligned_alloc(64, (panels * groups * group * rows * sizeof(float) + 63) / 64 * 64);

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from triptych.layers import pointwise
-from triptych.layers.pointwise import GeluTanh, argmax_rows, rms_norm, rotate, silu_and_mul
+from triptych.layers.pointwise import Activation, argmax_rows, layer_norm, rms_norm, rotate, silu_and_mul
 
 TOKENS = (1, 3, 700)
 """Numbers of tokens for a single thread and for several."""
@@ -65,11 +65,32 @@ def test_silu_and_mul(num_tokens: int, width: int) -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (1, 700, 33)])
 @pytest.mark.parametrize("scale", [0.01, 3, 1000])
-def test_gelu_tanh(shape: tuple[int, ...], scale: float) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_activations(shape: tuple[int, ...], scale: float, activation: Activation) -> None:
     torch.manual_seed(0)
-    activations = scale * torch.randn(shape)
-    expected = F.gelu(activations.double(), approximate="tanh").float()
-    torch.testing.assert_close(GeluTanh()(activations), expected, atol=1e-6, rtol=1e-5)
+    values = scale * torch.randn(shape)
+    wide = values.double()
+    expected = {
+        Activation.SILU: F.silu(wide),
+        Activation.GELU_TANH: F.gelu(wide, approximate="tanh"),
+        Activation.QUICK_GELU: wide * torch.sigmoid(1.702 * wide),
+    }[activation].float()
+    found = activation(values)
+    assert found is values
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 37), (700, 5), (2, 300, 20)])
+def test_layer_norm(shape: tuple[int, ...]) -> None:
+    """Also of values whose mean is far from zero, and of equal ones."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(2, shape[-1])
+    for activations in (5 * torch.randn(shape), 20 + torch.randn(shape), torch.full(shape, 7.0)):
+        expected = F.layer_norm(activations.double(), weight.shape, weight.double(), bias.double(), 1e-6).float()
+        found = layer_norm(activations, weight, bias, 1e-6)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        strided = layer_norm(activations.repeat_interleave(2, dim=-1)[..., ::2], weight, bias, 1e-6)
+        torch.testing.assert_close(strided, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
@@ -78,7 +99,8 @@ def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
     assert silu_and_mul(activations).dtype == torch.bfloat16
     columns = torch.randn(8, 3).T
     torch.testing.assert_close(silu_and_mul(columns), silu_and_mul(columns.contiguous()))
-    torch.testing.assert_close(GeluTanh()(columns), GeluTanh()(columns.contiguous()))
+    for activation in Activation:
+        torch.testing.assert_close(activation(columns), activation(columns.contiguous()))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 151_936), (8, 1_003), (3, 5)])

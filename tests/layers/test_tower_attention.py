@@ -42,12 +42,13 @@ def test_each_token_attends_to_its_segment(
             torch.testing.assert_close(found, expected([query, key, value], lengths, scale), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("dim", [8, 64, 72, 80, 256])
 @pytest.mark.parametrize("lengths", SEGMENTS)
 def test_in_bf16_where_the_processor_can(
-    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], dim: int
 ) -> None:
     monkeypatch.setattr(tower, "paged_attention", lambda in_bf16=False: PagedAttention(kernels, in_bf16))
-    query, key, value = operands(sum(lengths), 2, 72)
+    query, key, value = operands(sum(lengths), 2, dim)
     brief, whole = (attend(query, key, value, lengths, 0.125, in_bf16) for in_bf16 in (True, False))
     assert (brief - whole).norm() < 2**-7 * whole.norm()
     can = bool(ctypes.c_int.in_dll(kernels, "attention_has_bf16").value)

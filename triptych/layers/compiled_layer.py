@@ -1,65 +1,75 @@
-"""A decoder layer in two calls of the compiled kernels.
+"""A layer of a decoder or of a tower in two calls of the compiled kernels.
 
-For a single token, the overhead of separate calls exceeds the work between a layer's products. Results are
-bit-identical to separate calls. Weights must not move, because the kernels hold their addresses.
+For a single token, the overhead of separate calls exceeds the work between a layer's products; for many, separate calls
+read all values from memory more often. Results are bit-identical to separate calls. Weights must not move, because the
+kernels hold their addresses.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_caches
-from triptych.layers.linear import RMSNorm
+from triptych.layers.linear import LayerNorm, RMSNorm
+from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
+
+
+class NormOperands(ctypes.Structure):
+    """``Norm`` in ``kernels/cpu/pointwise.h``."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+    @classmethod
+    def of(cls, norm: RMSNorm | LayerNorm) -> "NormOperands":
+        """``norm`` must outlive the result."""
+        bias = norm.bias.data_ptr() if isinstance(norm, LayerNorm) else None
+        return cls(norm.weight.data_ptr(), bias, norm.eps)
 
 
 class AttendLayerOperands(ctypes.Structure):
     """``Before`` in ``kernels/cpu/layer.c``."""
 
-    _fields_ = (
-        ("qkv", LinearOperands),
-        ("norm", ctypes.c_void_p),
-        ("heads_norm", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-    )
+    _fields_ = (("qkv", LinearOperands), ("norm", NormOperands), ("heads_norm", ctypes.c_void_p))
 
 
 class FinishLayerOperands(ctypes.Structure):
     """``After`` in ``kernels/cpu/layer.c``."""
 
     _fields_ = (
-        *((name, LinearOperands) for name in ("output", "gate_up", "down")),
-        ("norm", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
+        *((name, LinearOperands) for name in ("output", "up", "down")),
+        ("norm", NormOperands),
+        ("activation", ctypes.c_int64),
     )
 
 
 class AttendLayer:
     """First half of a layer in one call: norm, query, key and value projections, their norms and rotation, and
-    attention over the paged cache."""
+    attention."""
 
     def __init__(  # noqa: PLR0917 (a kernel's operands)
         self,
         kernel: PagedAttention,
-        norm: RMSNorm,
+        norm: RMSNorm | LayerNorm,
         qkv: CompiledProduct,
         heads_norm: RMSNorm | None,
         shape: tuple[int, int, int],
-        window: int | None,
+        window: int | None = None,
     ) -> None:
-        """``heads_norm`` is the norm of queries and keys, if any; ``shape`` is (heads, kv heads, head_dim); ``window``
-        as in ``AttentionBackend``."""
+        """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
+        heads, head_dim); ``window`` as in ``AttentionBackend``."""
         self.takes = kernel.takes
         self._kernel, self._shape, self._window = kernel, shape, window
-        weights = [norm.weight, None if heads_norm is None else heads_norm.weight]
-        self._keep_alive = qkv, weights
-        pointers = [None if weight is None else weight.data_ptr() for weight in weights]
-        self._operands = AttendLayerOperands(qkv.operands, *pointers, norm.eps)
+        self._keep_alive = qkv, norm, heads_norm
+        of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
+        self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
         self._run = kernel.library.attend_layer
         self._run.argtypes = [
             ctypes.POINTER(AttendLayerOperands),
             *[ctypes.c_void_p] * 3,
+            ctypes.c_int64,
             ctypes.POINTER(AttentionOperands),
         ]
         self._run.restype = ctypes.c_int
@@ -72,22 +82,45 @@ class AttendLayer:
         ``hidden`` [T, hidden], ``cos`` and ``sin`` [T, 1, head_dim] are contiguous float32. Raises as
         ``PagedAttention`` does.
         """
-        heads, _, head_dim = self._shape
-        output = hidden.new_empty((len(hidden), heads * head_dim))
         step = self._kernel.shared_operands(batch, self._shape)
         set_caches(step, keys, values, self._window)
+        return self._attend(hidden, cos, sin, step)
+
+    def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+        """Return attention's output [T, heads * head_dim], where each token attends to all tokens of its segment.
+
+        ``hidden``, ``cos`` and ``sin`` are as above; ``lengths`` and ``scale``, and errors, as in
+        ``PagedAttention.over_segments``.
+        """
+        step, tables = self._kernel.segment_operands(len(hidden), lengths, self._shape, scale)
+        output = self._attend(hidden, cos, sin, step)
+        del tables  # the step points to them
+        return output
+
+    def _attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: AttentionOperands) -> Tensor:
+        heads, _, head_dim = self._shape
+        output = hidden.new_empty((len(hidden), heads * head_dim))
         step.output = output.data_ptr()
-        raise_failure(self._run(self._operands, hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), step), step)
+        pointers = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        raise_failure(self._run(self._operands, *pointers, len(hidden), step), step)
         return output
 
 
 class FinishLayer:
     """Second half of a dense layer in one call: output projection, residual, norm, MLP, residual."""
 
-    def __init__(self, norm: RMSNorm, output: CompiledProduct, gate_up: CompiledProduct, down: CompiledProduct) -> None:
-        self._keep_alive = output, norm.weight, gate_up, down
-        products = (product.operands for product in (output, gate_up, down))
-        self._operands = FinishLayerOperands(*products, norm.weight.data_ptr(), norm.eps)
+    def __init__(
+        self,
+        norm: RMSNorm | LayerNorm,
+        output: CompiledProduct,
+        up: CompiledProduct,
+        down: CompiledProduct,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        """The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: the gates, then their factors."""
+        self._keep_alive = output, norm, up, down
+        products = (product.operands for product in (output, up, down))
+        self._operands = FinishLayerOperands(*products, NormOperands.of(norm), activation)
         self._run = output.library.finish_layer
         self._run.argtypes = [ctypes.POINTER(FinishLayerOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
         self._run.restype = ctypes.c_int

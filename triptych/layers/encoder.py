@@ -13,11 +13,10 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError
 from triptych.layers import native
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.decoder import Decoder, DecoderConfig
 from triptych.layers.linear import Linear, WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group
-from triptych.layers.pointwise import GeluTanh
+from triptych.layers.tower_layer import gates_with_factors, use_our_modules
 
 if TYPE_CHECKING:  # importing transformers costs time and memory that a language instance saves
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -95,14 +94,13 @@ def load_module(
     weights: WeightFormat,
     device: torch.device,
 ) -> Module:
-    """Load a transformers module for inference, with linear layers of a weight format and our attention and GELU.
+    """Load a transformers module for inference, with linear layers of a weight format and our own modules in place of
+    those that have equivalents (``tower_layer``).
 
     ``keys`` maps the module's parameter names to the checkpoint's. Weights aren't initialised first, nor copied if the
     format uses them unchanged: those stay memory-mapped. Raises CheckpointError, naming one, for missing, misshapen or
     unknown weights, and ConfigError for a format that the device doesn't support.
     """
-    from transformers.activations import GELUTanh
-
     if device.type == "cpu":
         native.library()  # builds the kernels now, if necessary, rather than while the first item waits
     dtype = weights.activations
@@ -119,27 +117,40 @@ def load_module(
                 f"{checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
             )
     tensors = checkpoint.read(keys.values())
+    read = {name: tensors[key] for name, key in keys.items()}
+    packed = _pack_linears(module, read, weights, device)
+    state = {name: tensor.to(device, dtype) for name, tensor in read.items() if name not in packed}
+    module.load_state_dict(state, assign=True, strict=False)
+    _materialise_buffers(module, device)
+    use_our_modules(module, weights.bf16_attention)
+    return module.eval().requires_grad_(False)
+
+
+def _pack_linears(
+    module: nn.Module, tensors: Mapping[str, Tensor], weights: WeightFormat, device: torch.device
+) -> set[str]:
+    """Replace a module's linear layers by those of a weight format, gates and their factors by one layer. Returns the
+    names of their tensors. Raises as ``load_module`` does."""
     linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv3d)}
-    within = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
-    state = {name: tensors[key].to(device, dtype) for name, key in keys.items() if name not in within}
+    gates = gates_with_factors(module)
     for name, linear in linears.items():
-        bias = None if linear.bias is None else tensors[keys[f"{name}.bias"]]
+        if name in gates.values():
+            continue
+        weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+        if name in gates:
+            weight = torch.cat((weight, tensors[f"{gates[name]}.weight"]))
+            bias = None if bias is None else torch.cat((bias, tensors[f"{gates[name]}.bias"]))
         if isinstance(linear, nn.Conv3d) and (linear.kernel_size != linear.stride or any(linear.padding)):
-            raise CheckpointError(f"{module_class.__name__}'s {name} is not a projection of patches")
-        weight = tensors[keys[f"{name}.weight"]]
+            raise CheckpointError(f"{type(module).__name__}'s {name} is not a projection of patches")
         if isinstance(linear, nn.Linear):
             module.set_submodule(name, weights.linear(weight, bias, device))
         else:
             projection = weights.high_precision(weight.flatten(1), bias, device)
-            module.set_submodule(name, PatchProjection(projection, dtype))
-    for name, one in list(module.named_modules()):
-        in_bf16 = weights.bf16_attention
-        replacement = GeluTanh() if isinstance(one, GELUTanh) else TowerAttention.in_place_of(one, in_bf16)
-        if replacement is not None:
-            module.set_submodule(name, replacement)
-    module.load_state_dict(state, assign=True, strict=False)
-    _materialise_buffers(module, device)
-    return module.eval().requires_grad_(False)
+            module.set_submodule(name, PatchProjection(projection, weights.activations))
+    for name in gates.values():
+        parent, _, child = name.rpartition(".")
+        delattr(module.get_submodule(parent), child)
+    return {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
 
 
 class PatchProjection(nn.Module):

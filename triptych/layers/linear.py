@@ -12,7 +12,7 @@ from triptych.errors import ConfigError
 from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.int4 import int4_product
 from triptych.layers.int8 import int8_product
-from triptych.layers.pointwise import rms_norm
+from triptych.layers.pointwise import layer_norm, rms_norm
 from triptych.layers.products import Product
 from triptych.layers.pruned_head import PrunedHead, pruned_head_of
 
@@ -198,6 +198,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, activations: Tensor) -> Tensor:
         return rms_norm(activations, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """``pointwise.layer_norm`` with a ``weight`` and a ``bias`` [D]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = frozen(weight)
+        self.bias = frozen(bias)
+        self.eps = eps
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return layer_norm(activations, self.weight, self.bias, self.eps)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

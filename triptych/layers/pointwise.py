@@ -5,19 +5,21 @@ token, the overhead of a PyTorch call exceeds the work.
 """
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache, partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers import native
 
 _OPERANDS = {
     "rms_norm": (3, 4, 1),
+    "layer_norms": (4, 2, 1),
     "rotate": (3, 4, 0),
-    "silu_and_mul": (2, 2, 0),
-    "gelu_tanh": (1, 1, 0),
+    "activations": (2, 4, 0),
     "argmax_rows": (2, 3, 0),
 }
 """Number of pointers, integers and floats that each kernel of ``kernels/cpu/pointwise.c`` takes."""
@@ -58,6 +60,45 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads
 
 
+def layer_norm(activations: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the layer normalisation (arXiv:1607.06450) of [..., D]; ``weight`` and ``bias`` are [D]."""
+    kernels = _kernels(activations, weight, bias)
+    if kernels is None or not activations.is_contiguous():
+        return F.layer_norm(activations, weight.shape, weight, bias, eps)
+    output = torch.empty_like(activations)
+    pointers = (tensor.data_ptr() for tensor in (activations, weight, bias, output))
+    width = len(weight)
+    kernels.layer_norms(*pointers, activations.numel() // width, width, eps)
+    return output
+
+
+class Activation(IntEnum):
+    """What an MLP applies to its first product: ``Activation`` in ``kernels/cpu/pointwise.h``."""
+
+    SILU = 0
+    GELU_TANH = 1
+    """GELU in its tanh approximation (arXiv:1606.08415, section 2)."""
+    QUICK_GELU = 2
+    """GELU as ``x * sigmoid(1.702 * x)``."""
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        """Return the function of each value, of any shape. The kernel works in place: don't use ``activations``
+        afterwards."""
+        kernels = _kernels(activations)
+        if kernels is None or not activations.is_contiguous():
+            return _BY_PYTORCH[self](activations)
+        where, width = activations.data_ptr(), activations.shape[-1]
+        kernels.activations(where, where, activations.numel() // max(1, width), width, width, self)
+        return activations
+
+
+_BY_PYTORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.QUICK_GELU: lambda activations: activations * torch.sigmoid(1.702 * activations),
+}
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, [T, n], for [T, 2 n], whose first half are the gates."""
     kernels = _kernels(gate_up)
@@ -66,7 +107,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return F.silu(gate) * up
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, width))
-    kernels.silu_and_mul(gate_up.data_ptr(), output.data_ptr(), num_tokens, width)
+    kernels.activations(gate_up.data_ptr(), output.data_ptr(), num_tokens, width, 2 * width, Activation.SILU)
     return output
 
 
@@ -83,18 +124,6 @@ def argmax_rows(logits: Tensor) -> Tensor:
     found = torch.empty(len(logits), dtype=torch.int64)
     kernels.argmax_rows(logits.data_ptr(), found.data_ptr(), *logits.shape, logits.stride(0))
     return found
-
-
-class GeluTanh(nn.Module):
-    """GELU in its tanh approximation (arXiv:1606.08415, section 2), for any shape. The kernel works in place: don't use
-    the activations afterwards."""
-
-    def forward(self, activations: Tensor) -> Tensor:
-        kernels = _kernels(activations)
-        if kernels is None or not activations.is_contiguous():
-            return F.gelu(activations, approximate="tanh")
-        kernels.gelu_tanh(activations.data_ptr(), activations.numel())
-        return activations
 
 
 def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:

@@ -92,6 +92,24 @@ class PagedAttention:
         nothing_new = key[:0], value[:0], tables.pages[:0]
         return self._attend(query, (pages[0], pages[1]), nothing_new, tables, causal=False, scale=scale)
 
+    def segment_operands(
+        self, num_tokens: int, lengths: Sequence[int], shape: tuple[int, int, int], scale: float
+    ) -> tuple[AttentionOperands, PagedTables]:
+        """Return the operands of attention within segments, except for queries, keys, values and output, and the tables
+        to which they point.
+
+        ``lengths`` and ``scale`` are as in ``over_segments``, ``shape`` as in ``shared_operands``. Raises ValueError if
+        the segments don't add up to ``num_tokens`` > 0.
+        """
+        if not num_tokens == sum(lengths) > 0:
+            raise ValueError(f"segments of {sum(lengths)} tokens for {num_tokens} tokens")
+        tables = _of_segments(tuple(lengths), self._tile(*shape[:2]))
+        step = _operands(tables, tables.pages[:0], shape, causal=False, scale=scale, in_bf16=self._in_bf16)
+        step.page_size = gcd(*lengths)
+        step.num_pages = num_tokens // step.page_size
+        step.window = NO_WINDOW
+        return step, tables
+
     def shared_operands(self, batch: AttentionBatch, shape: tuple[int, int, int]) -> AttentionOperands:
         """Return a copy of the operands that all layers of a step share, valid as long as ``batch`` exists.
 

@@ -49,8 +49,18 @@ class TowerAttention(nn.Module):
     ) -> Tensor:
         """Attend from each token to all tokens of its segment: [T, hidden] → [T, hidden].
 
+        Arguments are as in ``attended``; ``max_seqlen`` is unused.
+        """
+        output: Tensor = self.output(self.attended(hidden_states, cu_seqlens, position_embeddings))
+        return output
+
+    def attended(
+        self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Return the input of ``output``, [T, hidden], for ``hidden_states`` [T, hidden].
+
         ``cu_seqlens`` [segments + 1] are the segments' boundaries; ``position_embeddings`` are cos and sin, float32
-        [T, head_dim], by which queries and keys are rotated; ``max_seqlen`` is unused.
+        [T, head_dim], by which queries and keys are rotated.
         """
         count = 3 // len(self.inputs)
         projected = [part for linear in self.inputs for part in linear(hidden_states).chunk(count, dim=1)]
@@ -58,9 +68,7 @@ class TowerAttention(nn.Module):
         if position_embeddings is not None:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
             query, key = (rotate(part, cos, sin).to(part.dtype) for part in (query, key))
-        attended = attend(query, key, value, cu_seqlens.diff().tolist(), self.scale, self.in_bf16)
-        output: Tensor = self.output(attended.flatten(1))
-        return output
+        return attend(query, key, value, cu_seqlens.diff().tolist(), self.scale, self.in_bf16).flatten(1)
 
 
 def attend(  # noqa: PLR0917 (a kernel's operands)

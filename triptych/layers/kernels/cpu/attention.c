@@ -3,7 +3,8 @@
  *
  * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
  * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
- * outputs. A pair has the size of a float, so that tiles and loops are the same.
+ * outputs. A pair has the size of a float, so that tiles and loops are the same. Where the operating system grants AMX,
+ * its tiles multiply them.
  *
  * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
  * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
@@ -15,17 +16,13 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "query_tile.h"
 #include "vectors.h"
 
 #define MAX_GROUP 16      /* query heads per kv head */
-#define MAX_DIM 256       /* values per head */
 #define MAX_HEADS 32      /* query heads of a single token that are processed together */
 #define SPAN 1024         /* keys of a single token that one thread processes */
 #define AHEAD 4           /* rows that are prefetched while others are processed */
-#define NEVER -1e30f      /* a score below all others; finite, so that the difference of two is a number */
-#define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
-#define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
-#define TILE 64           /* keys that are scored before their values are summed */
 #define TOGETHER 8        /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
 #define LINE 64           /* bytes of a cache line */
 
@@ -35,52 +32,6 @@ const int attention_has_bf16 = 1;
 const int attention_has_bf16 = 0;
 #endif
 const int attention_group = MAX_GROUP, attention_dim = MAX_DIM, attention_rows = ROWS;
-
-/* sum + scalar * vector; or with pairs, of which scalar is one and vector has one per lane, their dot product */
-inlined floats plus_product(floats sum, float scalar, floats vector, const int in_pairs) {
-#ifdef __AVX512BF16__
-    if (in_pairs) {
-        int32_t pair;
-        memcpy(&pair, &scalar, sizeof pair);
-        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)vector, (__m512bh)_mm512_set1_epi32(pair));
-    }
-#endif
-    (void)in_pairs;
-    return sum + scalar * vector;
-}
-
-/* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], summed
- * over i, for the first ``halves`` halves of the rows. Without ``shrink``, previous sums are overwritten. */
-inlined void multiply(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
-                      const float *vectors, int64_t count, const int blocks, const int halves, const int in_pairs) {
-    floats found[BLOCK][2];
-    for (int block = 0; block < blocks; block++)
-        for (int half = 0; half < halves; half++)
-            found[block][half] = shrink ? *(floats *)(sums + block * ROWS + half * LANES) * shrink[half] : (floats){};
-    for (int64_t i = 0; i < count; i++) {
-        const floats *vector = (const floats *)(vectors + i * ROWS);
-        floats low = vector[0], high = halves > 1 ? vector[1] : low;
-#pragma GCC unroll 8
-        for (int block = 0; block < blocks; block++) {
-            float scalar = scalars[block * step + i * across];
-            found[block][0] = plus_product(found[block][0], scalar, low, in_pairs);
-            if (halves > 1) found[block][1] = plus_product(found[block][1], scalar, high, in_pairs);
-        }
-    }
-    for (int block = 0; block < blocks; block++)
-        for (int half = 0; half < halves; half++) *(floats *)(sums + block * ROWS + half * LANES) = found[block][half];
-}
-
-inlined void multiply_all(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
-                          const float *vectors, int64_t count, int64_t blocks, const int halves, const int in_pairs) {
-    if (blocks == BLOCK) {
-        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves, in_pairs);
-    } else {
-        for (int64_t block = 0; block < blocks; block++)
-            multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves,
-                     in_pairs);
-    }
-}
 
 inlined int64_t bytes_of(int64_t elements, const int is_half) {
     return elements * (is_half ? sizeof(uint16_t) : sizeof(float));
@@ -119,46 +70,19 @@ inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_
     }
 }
 
-/* Pairs of a and b, rounded to bfloat16. Never called on processors without instructions for it. */
-inlined floats paired(floats a, floats b) {
-#ifdef __AVX512BF16__
-    __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                     20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (floats)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-#else
-    (void)b;
-    return a;
-#endif
-}
-
-/* e^x for x <= 0 to a relative error of 2^-14, which rounding to bfloat16 hides: 2^n 2^f, where f is at most one half and
- * 2^f a Taylor series. */
-inlined floats brief_exponential(floats x) {
-#ifdef __AVX512BF16__
-    floats power = x * 1.44269504f, whole = (floats)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT);
-    floats rest = power - whole, sum = splat(0.00961813f);
-    sum = sum * rest + 0.05550411f;
-    sum = sum * rest + 0.24022651f;
-    sum = sum * rest + 0.69314718f;
-    sum = sum * rest + 1.0f;
-    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
-#else
-    return exponential(x);
-#endif
-}
-
-/* As ``gather``, with pairs of dimensions: [count, dim / 2]. */
-inlined void gather_keys(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
-                         const Step *step, const int is_half) {
+/* As ``gather``, with pairs of dimensions: [count, depth / 2], padded with zeros. */
+inlined void gather_keys(float *rows, int64_t depth, const char *cache, const int64_t *pages, int64_t start,
+                         int64_t count, const Step *step, const int is_half) {
 #ifdef __AVX512BF16__
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
         const char *row = row_of(cache, pages, start + key, step, is_half);
-        uint16_t *to = (uint16_t *)rows + key * dim;
+        uint16_t *to = (uint16_t *)rows + key * depth;
         for (int64_t i = 0; i < dim; i += LANES) {
             __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)load_any(row, i, dim - i, is_half));
             memcpy(to + i, &rounded, least(LANES, dim - i) * sizeof(uint16_t));
         }
+        for (int64_t i = dim; i < depth; i++) to[i] = 0;
     }
 #endif
 }
@@ -177,100 +101,30 @@ inlined void gather_values(float *rows, const char *cache, const int64_t *pages,
     }
 }
 
-/* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
- * keys in the same order whatever the other tiles are. */
-typedef struct {
-    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
-    floats maxima[2], totals[2], shrink[2];
-    ints position[2];          /* position of each row's token in the sequence */
-    int64_t place, tokens;     /* index of the first token in the step; number of tokens */
-    int64_t first, last;       /* positions of the first and the last token */
-    int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
-} __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
-
-inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head,
-                        const int in_pairs) {
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
-    int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
-    tile->tokens = tokens;
-    tile->place = step->query_starts[sequence] + first_token;
-    tile->first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
-    tile->last = step->causal ? tile->first + tokens - 1 : tile->first;
-    tile->begin = most(0, tile->first - step->window + 1) / TILE * TILE;
-    tile->end = tile->last + 1;
-    const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
-    for (int row = 0; row < ROWS; row++) {
-        int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
-        rows[row] = query + token * step->query_stride + row % group * dim;
-        tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
-    }
-    for (int64_t i = 0; i < dim * ROWS; i++) tile->sums[i] = 0;
-    for (int half = 0; half < 2; half++) {
-        tile->maxima[half] = splat(NEVER);
-        tile->totals[half] = (floats){};
-        for (int64_t i = 0; i < dim; i += LANES) {
-            floats square[LANES];
-            for (int lane = 0; lane < LANES; lane++)
-                square[lane] = load(rows[half * LANES + lane] + i, dim - i) * step->scale;
-            transpose(square);
-            if (in_pairs) for (int64_t at = i; at < least(i + LANES, dim); at += 2)
-                *(floats *)(tile->queries + at / 2 * ROWS + half * LANES) = paired(square[at - i], square[at - i + 1]);
-            else for (int64_t at = i; at < least(i + LANES, dim); at++)
-                *(floats *)(tile->queries + at * ROWS + half * LANES) = square[at - i];
-        }
-    }
-}
-
-/* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
-inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
-                        const int in_pairs) {
-    floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
-    if (start + count - 1 > tile->first || start <= tile->last - step->window) {
-        for (int64_t key = 0; key < count; key++)
-            for (int half = 0; half < halves; half++) {
-                int32_t at = (int32_t)(start + key);
-                ints position = tile->position[half], seen = (at <= position) & (at > position - (int32_t)step->window);
-                scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
+/* As ``gather``, transposed: [depth, TILE] in bfloat16, padded with zeros. */
+inlined void gather_columns(float *columns, int64_t depth, const char *cache, const int64_t *pages, int64_t start,
+                            int64_t count, const Step *step, const int is_half) {
+#ifdef __AVX512BF16__
+    for (int64_t key = 0; key < count; key += 2 * LANES) {
+        int64_t left = count - key;
+        const char *rows[2 * LANES];
+        for (int64_t i = 0; i < 2 * LANES; i++)
+            rows[i] = row_of(cache, pages, start + key + least(i, left - 1), step, is_half);
+        for (int64_t i = 0; i < depth; i += LANES) {
+            floats low[LANES] = {}, high[LANES] = {};
+            for (int64_t lane = 0; lane < LANES && i < step->dim; lane++) {
+                if (lane < left) low[lane] = load_any(rows[lane], i, step->dim - i, is_half);
+                if (lane + LANES < left) high[lane] = load_any(rows[lane + LANES], i, step->dim - i, is_half);
             }
-    }
-    for (int64_t key = 0; key < count; key++)
-        for (int half = 0; half < halves; half++) highest[half] = larger(scores[key][half], highest[half]);
-    for (int half = 0; half < halves; half++) {
-        tile->shrink[half] = exponential(tile->maxima[half] - highest[half]);
-        tile->maxima[half] = highest[half];
-        totals[half] = tile->totals[half] * tile->shrink[half];
-    }
-    if (in_pairs)
-        for (int64_t key = 0; key < count; key += 2)
-            for (int half = 0; half < halves; half++) {
-                floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
-                if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
-                totals[half] += first + second;
-                scores[key / 2][half] = paired(first, second);
-            }
-    else
-        for (int64_t key = 0; key < count; key++)
-            for (int half = 0; half < halves; half++) {
-                scores[key][half] = exponential(scores[key][half] - highest[half]);
-                totals[half] += scores[key][half];
-            }
-    for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
-}
-
-inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, rows = tile->tokens * group;
-    for (int64_t first = 0; first < rows; first += LANES)
-        for (int64_t i = 0; i < dim; i += LANES) {
-            floats square[LANES] = {};
-            for (int64_t at = i; at < least(i + LANES, dim); at++)
-                square[at - i] = *(const floats *)(tile->sums + at * ROWS + first) / tile->totals[first / LANES];
-            transpose(square);
-            for (int64_t row = first; row < least(first + LANES, rows); row++) {
-                int64_t head = kv_head * group + row % group;
-                store(step->output + ((tile->place + row / group) * step->heads + head) * dim + i, square[row - first],
-                      dim - i);
+            transpose(low);
+            transpose(high);
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)high[lane], (__m512)low[lane]);
+                memcpy((uint16_t *)columns + (i + lane) * TILE + key, &rounded, sizeof rounded);
             }
         }
+    }
+#endif
 }
 
 /* Number of keys, from ``start`` on and at most TILE, that a tile processes. */
@@ -289,7 +143,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
     const char *values = from_head(step->values, kv_head, step, is_half);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
-        if (in_pairs) gather_keys(gathered, keys, pages, start, all, step, is_half);
+        if (in_pairs) gather_keys(gathered, dim, keys, pages, start, all, step, is_half);
         else gather(gathered, keys, pages, start, all, step, is_half);
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
@@ -321,13 +175,44 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
     }
 }
 
+/* As ``attend_tiles``, by AMX. */
+inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
+                           const int is_half) {
+    float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
+    float columns[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
+    int64_t depth = whole(step->dim), end = tiles[num_tiles - 1].end;
+    const int64_t *pages = step->pages + step->page_starts[sequence];
+    const char *keys = from_head(step->keys, kv_head, step, is_half);
+    const char *values = from_head(step->values, kv_head, step, is_half);
+    begin_tiles(WHOLE / 2);
+    for (int64_t start = tiles[0].begin; start < end; start += TILE) {
+        int64_t all = least(TILE, end - start);
+        gather_keys(gathered, depth, keys, pages, start, all, step, is_half);
+        gather_columns(columns, depth, values, pages, start, all, step, is_half);
+        prefetch(keys, pages, start + TILE, least(start + 2 * TILE, end), step, is_half);
+        prefetch(values, pages, start + TILE, least(start + 2 * TILE, end), step, is_half);
+        for (Tile *tile = tiles; tile < tiles + num_tiles; tile++) {
+            int64_t count = keys_for(tile, start);
+            if (!count) continue;
+            multiply_by_amx(tile->scores, (uint16_t *)gathered, depth, tile->queries, whole(count), depth, 0);
+            weigh_tile(tile, step, start, count, 2, 1);
+            shrink_sums(tile, depth);
+            multiply_by_amx(tile->sums, (uint16_t *)columns, TILE, tile->scores, depth, whole(count), 1);
+        }
+    }
+    end_tiles();
+}
+
 inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head,
                        const int in_pairs) {
     Tile tiles[TOGETHER];
     int64_t group = step->heads / step->kv_heads, sequence = first[0];
     for (int64_t which = 0; which < num_tiles; which++)
         begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head, in_pairs);
-    if (num_tiles * tiles->tokens * group <= LANES) {
+    if (in_pairs && tiles_are_granted) {
+        if (step->is_half) attend_by_amx(tiles, num_tiles, step, sequence, kv_head, 1);
+        else attend_by_amx(tiles, num_tiles, step, sequence, kv_head, 0);
+    } else if (num_tiles * tiles->tokens * group <= LANES) {
         if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 1, in_pairs);
         else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 0, in_pairs);
     } else {

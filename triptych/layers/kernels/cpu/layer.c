@@ -1,5 +1,6 @@
-/* A decoder layer for a step's T tokens, in two calls: up to attention's output, and the rest. For a single token, the
- * overhead of separate calls would exceed the work between products. */
+/* A layer of a decoder or of a tower for T tokens, in two calls: up to attention's output, and the rest. For a single
+ * token, the overhead of separate calls would exceed the work between products; for many, separate calls would read all
+ * values from memory more often. */
 #include <stdlib.h>
 
 #include "attention.h"
@@ -9,16 +10,16 @@
 /* Weights of the first half, up to and including attention. */
 typedef struct {
     Linear qkv;
-    const float *norm;       /* [hidden] */
-    const float *heads_norm; /* norm of queries and keys, [heads + kv_heads, dim], or NULL */
-    float eps;
+    Norm norm;
+    const float *heads_norm; /* RMSNorm of queries and keys, [heads + kv_heads, dim], or NULL */
 } Before;
 
-/* Weights of the second half. */
+/* Weights of the second half. The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: first the values
+ * to activate, then their factors. */
 typedef struct {
-    Linear output, gate_up, down;
-    const float *norm; /* [hidden] */
-    float eps;
+    Linear output, up, down;
+    Norm norm;
+    int64_t activation;
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
@@ -54,9 +55,11 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
 }
 
 /* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
- * queries, keys and values. Returns the same as paged_attention. */
-int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, const Step *given) {
-    int64_t tokens = given->num_tokens, width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
+ * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
+ * Returns the same as paged_attention. */
+int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
+                 const Step *given) {
+    int64_t width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
     int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
     if (bytes < 0) return 0;
     bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
@@ -68,17 +71,22 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     step.key = qkv + step.heads * dim;
     step.value = qkv + heads * dim;
     step.query_stride = step.key_stride = step.value_stride = stride;
+    if (!step.keys) {
+        step.keys = (void *)step.key;
+        step.values = (void *)step.value;
+        step.cache_stride = stride;
+    }
 #pragma omp parallel
     {
 #pragma omp for
         for (int64_t token = 0; token < tokens; token++)
-            norm(hidden + token * width, layer->norm, normed + token * width, width, layer->eps);
+            normalise(hidden + token * width, &layer->norm, normed + token * width, width);
         multiply(&layer->qkv, normed, qkv, tokens, room);
 #pragma omp for
         for (int64_t vector = 0; vector < tokens * heads; vector++) {
             int64_t token = vector / heads, head = vector % heads;
             float *own = qkv + token * stride + head * dim;
-            if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->eps);
+            if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
             turn(own, cos + token * dim, sin + token * dim, dim);
         }
         attend_together(&step, room);
@@ -90,13 +98,13 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
 /* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
  * memory. */
 int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
-    int64_t width = layer->output.outputs, both = layer->gate_up.outputs, inner = both / 2;
-    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->gate_up, tokens));
+    int64_t width = layer->output.outputs, first = layer->up.outputs, inner = layer->down.inputs;
+    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
     bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
-    void *room = memory(bytes + tokens * (2 * width + both + inner) * sizeof(float));
+    void *room = memory(bytes + tokens * (2 * width + first + inner) * sizeof(float));
     if (!room) return 0;
     float *added = (float *)((char *)room + bytes), *normed = added + tokens * width;
-    float *gate_up = normed + tokens * width, *gated = gate_up + tokens * both;
+    float *up = normed + tokens * width, *inputs = first == inner ? up : up + tokens * first;
 #pragma omp parallel
     {
         multiply(&layer->output, attended, added, tokens, room);
@@ -104,12 +112,15 @@ int finish_layer(const After *layer, const float *hidden, const float *attended,
         for (int64_t token = 0; token < tokens; token++) {
             int64_t own = token * width;
             for (int64_t i = 0; i < width; i++) output[own + i] = hidden[own + i] + added[own + i];
-            norm(output + own, layer->norm, normed + own, width, layer->eps);
+            normalise(output + own, &layer->norm, normed + own, width);
         }
-        multiply(&layer->gate_up, normed, gate_up, tokens, room);
+        multiply(&layer->up, normed, up, tokens, room);
 #pragma omp for
-        for (int64_t token = 0; token < tokens; token++) gate(gate_up + token * both, gated + token * inner, inner);
-        multiply(&layer->down, gated, added, tokens, room);
+        for (int64_t token = 0; token < tokens; token++) {
+            const float *own = up + token * first, *factors = first == inner ? NULL : own + inner;
+            activate(own, factors, inputs + token * inner, inner, layer->activation);
+        }
+        multiply(&layer->down, inputs, added, tokens, room);
 #pragma omp for
         for (int64_t i = 0; i < tokens * width; i++) output[i] += added[i];
     }

@@ -28,26 +28,23 @@ void rotate(float *values, const float *cos, const float *sin, int64_t tokens, i
     }
 }
 
-/* Applies ``gate`` to tokens [gate, up] with ``width`` values each: [tokens, 2 width] to [tokens, width]. */
-void silu_and_mul(const float *gate_up, float *output, int64_t tokens, int64_t width) {
+/* Applies ``layer_norm`` to vectors [count, dim]. */
+void layer_norms(const float *input, const float *weight, const float *bias, float *output, int64_t count,
+                 int64_t dim, float eps) {
+    Norm by = {weight, bias, eps};
+#pragma omp parallel for if (count * dim > FEW)
+    for (int64_t vector = 0; vector < count; vector++)
+        layer_norm(input + vector * dim, &by, output + vector * dim, dim);
+}
+
+/* Applies ``activate`` to tokens with ``stride`` values each, of which the first ``width`` are activated; if there are as
+ * many more, these are their factors. Output [tokens, width]. */
+void activations(const float *input, float *output, int64_t tokens, int64_t width, int64_t stride, int64_t activation) {
 #pragma omp parallel for if (tokens * width > FEW)
-    for (int64_t token = 0; token < tokens; token++)
-        gate(gate_up + token * 2 * width, output + token * width, width);
-}
-
-/* x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)). */
-void gelu_tanh(float *values, int64_t count) {
-#pragma omp parallel for if (count > FEW)
-    for (int64_t i = 0; i < count; i += LANES) {
-        floats x = load(values + i, count - i);
-        store(values + i, x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x)), count - i);
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *from = input + token * stride;
+        activate(from, stride == 2 * width ? from + width : NULL, output + token * width, width, activation);
     }
-}
-
-inlined int any_of(ints which) {
-    int found = 0;
-    for (int lane = 0; lane < LANES; lane++) found |= which[lane];
-    return found;
 }
 
 /* Finds the index of each row's first maximum: first the span that has it, then the value. A NaN exceeds any number, so

@@ -26,10 +26,59 @@ inlined void turn(float *values, const float *cos, const float *sin, int64_t dim
     }
 }
 
-/* silu(gate) * up for [gate, up] with ``width`` values each. */
-inlined void gate(const float *gate_up, float *to, int64_t width) {
+/* Parameters of a norm over vectors: LayerNorm (arXiv:1607.06450), or without a bias RMSNorm (arXiv:1910.07467). */
+typedef struct {
+    const float *weight, *bias; /* [dim]; bias may be NULL */
+    float eps;
+} Norm;
+
+/* (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; may work in place */
+inlined void layer_norm(const float *from, const Norm *norm, float *to, int64_t dim) {
+    floats sums = {}, squares = {};
+    for (int64_t i = 0; i < dim; i += LANES) sums += load(from + i, dim - i);
+    float mean = sum_of(sums) / dim;
+    for (int64_t i = 0; i < dim; i += LANES) {
+        floats x = load(from + i, dim - i) - mean;
+        if (dim - i < LANES) x = choose(lanes_below(dim - i), x, (floats){});
+        squares += x * x;
+    }
+    float factor = 1.0f / sqrtf(sum_of(squares) / dim + norm->eps);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        floats x = (load(from + i, dim - i) - mean) * factor;
+        store(to + i, x * load(norm->weight + i, dim - i) + load(norm->bias + i, dim - i), dim - i);
+    }
+}
+
+inlined void normalise(const float *from, const Norm *by, float *to, int64_t dim) {
+    if (by->bias) layer_norm(from, by, to, dim);
+    else norm(from, by->weight, to, dim, by->eps);
+}
+
+/* What an MLP applies to its first product, as in ``pointwise.Activation``. */
+enum Activation { SILU, GELU_TANH, QUICK_GELU };
+
+/* SiLU: x sigmoid(x). GELU in its tanh approximation (arXiv:1606.08415, section 2): x (1 + tanh(sqrt(2 / pi)
+ * (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)), and in its coarser one: x sigmoid(1.702 x). */
+inlined floats activated(floats x, const int activation) {
+    switch (activation) {
+    case GELU_TANH: return x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x));
+    case QUICK_GELU: return x * sigmoid(1.702f * x);
+    default: return x * sigmoid(x);
+    }
+}
+
+/* activated(from), [width], times ``factors`` [width] unless that is NULL; may work in place */
+inlined void activate_as(const float *from, const float *factors, float *to, int64_t width, const int activation) {
     for (int64_t i = 0; i < width; i += LANES) {
-        floats gate = load(gate_up + i, width - i);
-        store(to + i, gate * sigmoid(gate) * load(gate_up + width + i, width - i), width - i);
+        floats value = activated(load(from + i, width - i), activation);
+        store(to + i, factors ? value * load(factors + i, width - i) : value, width - i);
+    }
+}
+
+inlined void activate(const float *from, const float *factors, float *to, int64_t width, int64_t activation) {
+    switch (activation) {
+    case GELU_TANH: activate_as(from, factors, to, width, GELU_TANH); break;
+    case QUICK_GELU: activate_as(from, factors, to, width, QUICK_GELU); break;
+    default: activate_as(from, factors, to, width, SILU);
     }
 }

@@ -23,6 +23,19 @@ inlined int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inlined floats splat(float value) { return value - (floats){}; }
 inlined floats choose(ints which, floats yes, floats no) { return (floats)((which & (ints)yes) | (~which & (ints)no)); }
 
+/* Which lanes are below ``count``. */
+inlined ints lanes_below(int64_t count) {
+    ints lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane < (int32_t)count;
+}
+
+inlined int any_of(ints which) {
+    int found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= which[lane];
+    return found;
+}
+
 /* The larger of a and b; b if either is NaN. One instruction, which compilers don't generate for a comparison and a
  * choice. */
 inlined floats larger(floats a, floats b) {

@@ -1,0 +1,235 @@
+/* Tiles of queries in attention: their products with keys and values, and their softmax. Rows are lanes of vectors. */
+#pragma once
+#include "attention.h"
+#include "tiles.h"
+#include "vectors.h"
+
+#define MAX_DIM 256       /* values per head */
+#define NEVER -1e30f      /* a score below all others; finite, so that the difference of two is a number */
+#define TILE 64           /* keys that are scored before their values are summed */
+#define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
+#define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
+#define WHOLE 32          /* AMX multiplies whole tiles: keys and dimensions are padded to a multiple of it */
+
+/* sum + scalar * vector; or with pairs, of which scalar is one and vector has one per lane, their dot product */
+inlined floats plus_product(floats sum, float scalar, floats vector, const int in_pairs) {
+#ifdef __AVX512BF16__
+    if (in_pairs) {
+        int32_t pair;
+        memcpy(&pair, &scalar, sizeof pair);
+        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)vector, (__m512bh)_mm512_set1_epi32(pair));
+    }
+#endif
+    (void)in_pairs;
+    return sum + scalar * vector;
+}
+
+/* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], summed
+ * over i, for the first ``halves`` halves of the rows. Without ``shrink``, previous sums are overwritten. */
+inlined void multiply(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
+                      const float *vectors, int64_t count, const int blocks, const int halves, const int in_pairs) {
+    floats found[BLOCK][2];
+    for (int block = 0; block < blocks; block++)
+        for (int half = 0; half < halves; half++)
+            found[block][half] = shrink ? *(floats *)(sums + block * ROWS + half * LANES) * shrink[half] : (floats){};
+    for (int64_t i = 0; i < count; i++) {
+        const floats *vector = (const floats *)(vectors + i * ROWS);
+        floats low = vector[0], high = halves > 1 ? vector[1] : low;
+#pragma GCC unroll 8
+        for (int block = 0; block < blocks; block++) {
+            float scalar = scalars[block * step + i * across];
+            found[block][0] = plus_product(found[block][0], scalar, low, in_pairs);
+            if (halves > 1) found[block][1] = plus_product(found[block][1], scalar, high, in_pairs);
+        }
+    }
+    for (int block = 0; block < blocks; block++)
+        for (int half = 0; half < halves; half++) *(floats *)(sums + block * ROWS + half * LANES) = found[block][half];
+}
+
+inlined void multiply_all(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
+                          const float *vectors, int64_t count, int64_t blocks, const int halves, const int in_pairs) {
+    if (blocks == BLOCK) {
+        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves, in_pairs);
+    } else {
+        for (int64_t block = 0; block < blocks; block++)
+            multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves,
+                     in_pairs);
+    }
+}
+
+inlined int64_t whole(int64_t count) { return (count + WHOLE - 1) / WHOLE * WHOLE; }
+
+/* sums[rows][ROWS] = left[rows][depth] * right[depth / 2][ROWS], by AMX: bfloat16, right in pairs, both numbers whole.
+ * ``stride`` is that of left's rows. With ``adds``, products are added to previous sums. */
+inlined void multiply_by_amx(float *sums, const uint16_t *left, int64_t stride, const float *right, int64_t rows,
+                             int64_t depth, const int adds) {
+#ifdef __AMX_BF16__
+    const int64_t line = ROWS * sizeof(float), across = stride * sizeof(uint16_t), half = ROWS / 2;
+    __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
+    for (int64_t row = 0; row < rows; row += WHOLE) {
+        float *low = sums + row * ROWS, *high = low + WHOLE / 2 * ROWS;
+        const uint16_t *first = left + row * stride, *second = first + WHOLE / 2 * stride;
+        if (adds) {
+            _tile_loadd(0, low, line);
+            _tile_loadd(1, low + half, line);
+            _tile_loadd(2, high, line);
+            _tile_loadd(3, high + half, line);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t at = 0; at < depth; at += WHOLE) {
+            _tile_loadd(4, first + at, across);
+            _tile_loadd(6, right + at / 2 * ROWS, line);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, right + at / 2 * ROWS + half, line);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, second + at, across);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, low, line);
+        _tile_stored(1, low + half, line);
+        _tile_stored(2, high, line);
+        _tile_stored(3, high + half, line);
+    }
+#endif
+}
+
+/* Pairs of a and b, rounded to bfloat16. Never called on processors without instructions for it. */
+inlined floats paired(floats a, floats b) {
+#ifdef __AVX512BF16__
+    __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                     20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (floats)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+    (void)b;
+    return a;
+#endif
+}
+
+/* e^x for x <= 0 to a relative error of 2^-14, which rounding to bfloat16 hides: 2^n 2^f, where f is at most one half and
+ * 2^f a Taylor series. */
+inlined floats brief_exponential(floats x) {
+#ifdef __AVX512BF16__
+    floats power = x * 1.44269504f, whole = (floats)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT);
+    floats rest = power - whole, sum = splat(0.00961813f);
+    sum = sum * rest + 0.05550411f;
+    sum = sum * rest + 0.24022651f;
+    sum = sum * rest + 0.69314718f;
+    sum = sum * rest + 1.0f;
+    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+#else
+    return exponential(x);
+#endif
+}
+
+/* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
+ * keys in the same order whatever the other tiles are. */
+typedef struct {
+    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
+    floats maxima[2], totals[2], shrink[2];
+    ints position[2];          /* position of each row's token in the sequence */
+    int64_t place, tokens;     /* index of the first token in the step; number of tokens */
+    int64_t first, last;       /* positions of the first and the last token */
+    int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
+} __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
+
+inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head,
+                        const int in_pairs) {
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
+    int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
+    tile->tokens = tokens;
+    tile->place = step->query_starts[sequence] + first_token;
+    tile->first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
+    tile->last = step->causal ? tile->first + tokens - 1 : tile->first;
+    tile->begin = most(0, tile->first - step->window + 1) / TILE * TILE;
+    tile->end = tile->last + 1;
+    const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
+    for (int row = 0; row < ROWS; row++) {
+        int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
+        rows[row] = query + token * step->query_stride + row % group * dim;
+        tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
+    }
+    for (int64_t i = 0; i < whole(dim) * ROWS; i++) tile->sums[i] = 0;
+    for (int64_t i = dim / 2 * ROWS; i < whole(dim) / 2 * ROWS && in_pairs; i++) tile->queries[i] = 0;
+    for (int half = 0; half < 2; half++) {
+        tile->maxima[half] = splat(NEVER);
+        tile->totals[half] = (floats){};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            floats square[LANES];
+            for (int lane = 0; lane < LANES; lane++)
+                square[lane] = load(rows[half * LANES + lane] + i, dim - i) * step->scale;
+            transpose(square);
+            if (in_pairs) for (int64_t at = i; at < least(i + LANES, dim); at += 2)
+                *(floats *)(tile->queries + at / 2 * ROWS + half * LANES) = paired(square[at - i], square[at - i + 1]);
+            else for (int64_t at = i; at < least(i + LANES, dim); at++)
+                *(floats *)(tile->queries + at * ROWS + half * LANES) = square[at - i];
+        }
+    }
+}
+
+/* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
+inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
+                        const int in_pairs) {
+    floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
+    if (start + count - 1 > tile->first || start <= tile->last - step->window) {
+        for (int64_t key = 0; key < count; key++)
+            for (int half = 0; half < halves; half++) {
+                int32_t at = (int32_t)(start + key);
+                ints position = tile->position[half], seen = (at <= position) & (at > position - (int32_t)step->window);
+                scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
+            }
+    }
+    for (int64_t key = 0; key < count; key++)
+        for (int half = 0; half < halves; half++) highest[half] = larger(scores[key][half], highest[half]);
+    for (int half = 0; half < halves; half++) {
+        tile->shrink[half] = exponential(tile->maxima[half] - highest[half]);
+        tile->maxima[half] = highest[half];
+        totals[half] = tile->totals[half] * tile->shrink[half];
+    }
+    if (in_pairs) {
+        for (int64_t key = 0; key < count; key += 2)
+            for (int half = 0; half < halves; half++) {
+                floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
+                if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
+                totals[half] += first + second;
+                scores[key / 2][half] = paired(first, second);
+            }
+        for (int64_t pair = (count + 1) / 2; pair < whole(count) / 2; pair++)
+            for (int half = 0; half < halves; half++) scores[pair][half] = (floats){};
+    } else
+        for (int64_t key = 0; key < count; key++)
+            for (int half = 0; half < halves; half++) {
+                scores[key][half] = exponential(scores[key][half] - highest[half]);
+                totals[half] += scores[key][half];
+            }
+    for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
+}
+
+inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
+    int64_t group = step->heads / step->kv_heads, dim = step->dim, rows = tile->tokens * group;
+    for (int64_t first = 0; first < rows; first += LANES)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            floats square[LANES] = {};
+            for (int64_t at = i; at < least(i + LANES, dim); at++)
+                square[at - i] = *(const floats *)(tile->sums + at * ROWS + first) / tile->totals[first / LANES];
+            transpose(square);
+            for (int64_t row = first; row < least(first + LANES, rows); row++) {
+                int64_t head = kv_head * group + row % group;
+                store(step->output + ((tile->place + row / group) * step->heads + head) * dim + i, square[row - first],
+                      dim - i);
+            }
+        }
+}
+
+/* Multiplies a tile's sums by ``shrink``, which is 1 once the rows' largest scores have been seen. */
+inlined void shrink_sums(Tile *tile, int64_t depth) {
+    floats (*sums)[2] = (floats (*)[2])tile->sums;
+    ints changed = (tile->shrink[0] != 1) | (tile->shrink[1] != 1);
+    if (!any_of(changed)) return;
+    for (int64_t i = 0; i < depth; i++)
+        for (int half = 0; half < 2; half++) sums[i][half] *= tile->shrink[half];
+}

@@ -1,0 +1,165 @@
+"""Our modules in place of transformers' ones, for towers: norms, activations, attention and whole layers.
+
+Modules are recognised by their classes and the names of their children. Those that aren't remain transformers'.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.attention.tower import TowerAttention
+from triptych.layers.blocks import GatedMLP, compiled
+from triptych.layers.compiled_layer import AttendLayer, FinishLayer
+from triptych.layers.linear import LayerNorm, RMSNorm
+from triptych.layers.pointwise import Activation
+
+ACTIVATIONS = {
+    "GELUTanh": Activation.GELU_TANH,
+    "QuickGELUActivation": Activation.QUICK_GELU,
+    "SiLUActivation": Activation.SILU,
+    "SiLU": Activation.SILU,
+}
+"""By the names of classes in ``transformers.activations`` and PyTorch."""
+MLPS = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"))
+"""Names of the first product, the activation and the second product in the MLPs of transformers' towers."""
+GATE, UP, DOWN, GATED_ACTIVATION = "gate_proj", "up_proj", "down_proj", "act_fn"
+"""Names of the children of gated MLPs. ``load_module`` has put both the gates and their factors into the first."""
+
+
+class Activate(nn.Module):
+    """An ``Activation`` as a module."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return self.activation(activations)
+
+
+class MLP(nn.Module):
+    """``down(activation(up(x)))``."""
+
+    def __init__(self, up: nn.Module, activation: Activation, down: nn.Module) -> None:
+        super().__init__()
+        self.up = up
+        self.activation = activation
+        self.down = down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]."""
+        output: Tensor = self.down(self.activation(self.up(hidden)))
+        return output
+
+
+class TowerLayer(nn.Module):
+    """One layer of a tower: attention and MLP, each preceded by a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm | RMSNorm,
+        attention: TowerAttention,
+        mlp_norm: LayerNorm | RMSNorm,
+        mlp: MLP | GatedMLP,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
+
+    def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
+        """Return the layer's two halves as compiled calls, each None if the kernels don't support it."""
+        attention, mlp, attend, finish = self.attention, self.mlp, None, None
+        first, activation = (mlp.up, mlp.activation) if isinstance(mlp, MLP) else (mlp.gate_up, Activation.SILU)
+        output, up, down = compiled(attention.output), compiled(first), compiled(mlp.down)
+        if output is not None and up is not None and down is not None:
+            finish = FinishLayer(self.mlp_norm, output, up, down, activation)
+        kernel, heads = paged_attention(attention.in_bf16), attention.num_heads
+        qkv = compiled(attention.inputs[0]) if len(attention.inputs) == 1 else None
+        if kernel is not None and qkv is not None and qkv.library is kernel.library:
+            head_dim = qkv.outputs // 3 // heads
+            if kernel.suits_heads(heads, heads, head_dim):
+                attend = AttendLayer(kernel, self.attention_norm, qkv, None, (heads, heads, head_dim))
+        return attend, finish
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Return a new tensor [T, hidden] for ``hidden_states`` [T, hidden]; other arguments as in
+        ``TowerAttention``."""
+        if self.compiled_attend is not None:
+            cos, sin = (table.contiguous() for table in position_embeddings)
+            lengths = cu_seqlens.diff().tolist()
+            attended = self.compiled_attend.over_segments(hidden_states, cos, sin, lengths, self.attention.scale)
+        else:
+            normed = self.attention_norm(hidden_states)
+            attended = self.attention.attended(normed, cu_seqlens, position_embeddings)
+        if self.compiled_finish is not None:
+            return self.compiled_finish(hidden_states, attended)
+        hidden = hidden_states + self.attention.output(attended)
+        layer_output: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return layer_output
+
+
+def gates_with_factors(module: nn.Module) -> dict[str, str]:
+    """Return the names of the gates' linear layers in ``module``, and those of their factors, for all MLPs that
+    ``GatedMLP`` can replace."""
+    found = {}
+    for name, one in module.named_modules():
+        children = dict(one.named_children())
+        if children.keys() == {GATE, UP, DOWN, GATED_ACTIVATION}:
+            activation = type(children[GATED_ACTIVATION]).__name__
+            if ACTIVATIONS.get(activation) == Activation.SILU:
+                found[f"{name}.{GATE}"] = f"{name}.{UP}"
+    return found
+
+
+def use_our_modules(module: nn.Module, in_bf16: bool) -> None:
+    """Put our modules in place of those in ``module`` that have equivalents, after its weights have been loaded.
+
+    ``in_bf16`` is as in ``TowerAttention``.
+    """
+    for name, one in reversed(list(module.named_modules())):  # children first
+        if name and (ours := _equivalent(one, in_bf16)) is not None:
+            module.set_submodule(name, ours)
+
+
+def _equivalent(module: nn.Module, in_bf16: bool) -> nn.Module | None:
+    name, settings = type(module).__name__, vars(module)
+    if name in ACTIVATIONS:
+        return Activate(ACTIVATIONS[name])
+    if isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None:
+        return LayerNorm(module.weight, module.bias, module.eps)
+    if name.endswith("RMSNorm"):
+        return RMSNorm(module.get_parameter("weight"), settings["variance_epsilon"])
+    return _mlp(module) or TowerAttention.in_place_of(module, in_bf16) or _layer(module)
+
+
+def _mlp(module: nn.Module) -> nn.Module | None:
+    children: dict[str, Any] = dict(module.named_children())
+    if children.keys() == {GATE, DOWN, GATED_ACTIVATION}:
+        return GatedMLP(children[GATE], children[DOWN])
+    for up, activation, down in MLPS:
+        if children.keys() == {up, activation, down} and isinstance(found := children[activation], Activate):
+            return MLP(children[up], found.activation, children[down])
+    return None
+
+
+def _layer(module: nn.Module) -> TowerLayer | None:
+    children = dict(module.named_children())
+    if children.keys() != {"norm1", "attn", "norm2", "mlp"}:
+        return None
+    norms, attention, mlp = (children["norm1"], children["norm2"]), children["attn"], children["mlp"]
+    if not isinstance(attention, TowerAttention) or not isinstance(mlp, MLP | GatedMLP):
+        return None
+    first, second = norms
+    if not isinstance(first, LayerNorm | RMSNorm) or not isinstance(second, LayerNorm | RMSNorm):
+        return None
+    return TowerLayer(first, attention, second, mlp)
