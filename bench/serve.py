@@ -110,7 +110,6 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
     except httpx.HTTPError as error:
         sample.error = f"{type(error).__name__}: {error}"
     sample.total = time.perf_counter() - began
-    sample.tokens = sample.tokens or len(sample.token_times)  # not every engine counts them
     if not sample.token_times and not sample.error:
         sample.error = "no token came"
     return sample
