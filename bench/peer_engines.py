@@ -4,6 +4,7 @@ the files that they need.
 A peer that can't be prepared raises ``MissingPeer``; one that doesn't start raises ``NotStarted``.
 """
 
+import argparse
 import asyncio
 import importlib.metadata
 import os
@@ -19,10 +20,17 @@ from pathlib import Path
 
 import httpx
 import psutil
+import torch
+
+from bench.language_limits import weight_bytes_read
+from triptych.checkpoint.safetensors_header import read_folder
+from triptych.config import EngineConfig
+from triptych.errors import TriptychError
+from triptych.layers.devices import weight_format
+from triptych.layers.linear import WeightFormat
 
 ROOT = Path(__file__).parents[1]
 MODEL = "m"
-START_TIMEOUT = 600.0
 END_TIMEOUT = 30.0
 TOKENS_PER_SEQUENCE = 1024
 """Context of each sequence in llama.cpp, which divides its cache evenly."""
@@ -48,6 +56,13 @@ class Server:
     ready: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def shown(self) -> str:
+        """The command with its variables, and with names in place of absolute paths."""
+        variables = [f"{name}={value}" for name, value in self.environment.items() if name != "PYTHONPATH"]
+        words = [Path(word).name if word.startswith("/") else word for word in self.command]
+        return shlex.join([*variables, *words]).replace("'{port}'", "PORT")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -59,6 +74,8 @@ class Row:
     weights: str
     """Format of the weights, as the engine names it; empty if it is unknown."""
     server: Server | None
+    weight_bytes: int | None = None
+    """Bytes of weights that a token's step reads; known of Triptych alone."""
 
     @property
     def name(self) -> str:
@@ -69,11 +86,28 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def triptych(model: Path, topology: str, flags: str, weights: str) -> Row:
+def triptych(model: Path, topology: str, flags: str) -> Row:
     """A service of this checkout with the given flags."""
     command = [sys.executable, "-m", "triptych", "serve", str(model), "--topology", topology, "--port", "{port}"]
     command += ["--threads", str(len(cores())), "--served-model-name", MODEL, *shlex.split(flags)]
-    return Row("Triptych", flags, weights, Server(tuple(command), "/ready", {"PYTHONPATH": str(ROOT)}))
+    server = Server(tuple(command), "/ready", {"PYTHONPATH": str(ROOT)})
+    weights = _format(model, flags)
+    if weights is None:
+        return Row("Triptych", flags, "", server)
+    return Row("Triptych", flags or "defaults", weights.linear_dtype, server, weight_bytes_read(model, weights))
+
+
+def _format(model: Path, flags: str) -> WeightFormat | None:
+    """Return the format that ``triptych serve`` with these flags stores weights in; None for flags that it refuses."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
+    given = parser.parse_known_args(shlex.split(flags))[0]
+    try:
+        engine = EngineConfig(dtype=given.dtype, quantization=given.quantization)
+        return weight_format(engine, torch.device("cpu"), read_folder(model))
+    except TriptychError:
+        return None
 
 
 def vllm(environment: Path, model: Path, dtype: str, sequences: int) -> Row:
@@ -177,18 +211,19 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running(server: Server, port: int, log: Path) -> AsyncIterator[str]:
-    """Run a server, with its output in ``log``, until it is ready. Yields its URL. Raises NotStarted."""
+async def running(server: Server, port: int, log: Path, limit: float) -> AsyncIterator[str]:
+    """Run a server with its output in ``log``. Yields its URL once it is ready; raises NotStarted if that takes more
+    than ``limit`` seconds."""
     command = [word.replace("{port}", str(port)) for word in server.command]
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output, _process(command, output.fileno(), server.environment) as process:
-        deadline = time.monotonic() + START_TIMEOUT
+        deadline = time.monotonic() + limit
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while not await _answers(client, server.ready):
                 if process.poll() is not None:
                     raise NotStarted(f"it ended with {process.returncode}: {last_line(log.read_text())}")
                 if time.monotonic() > deadline:
-                    raise NotStarted(f"it wasn't ready within {START_TIMEOUT:g} s: {last_line(log.read_text())}")
+                    raise NotStarted(f"it wasn't ready within {limit:g} s: {last_line(log.read_text())}")
                 await asyncio.sleep(0.1)
         yield url
 

@@ -130,7 +130,12 @@ def _best(figures: dict[str, Any], names: Sequence[str], figure: str) -> str | N
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the whole report."""
-    return "\n".join([*_heading(found), *_figures(found), *_stages(found), *_ratios(found), *_goals(found)]) + "\n"
+    return (
+        "\n".join(
+            [*_heading(found), *_figures(found), *_stages(found), *_ratios(found), *_goals(found), *_commands(found)]
+        )
+        + "\n"
+    )
 
 
 def _heading(found: dict[str, Any]) -> Iterator[str]:
@@ -241,6 +246,13 @@ def _goals(found: dict[str, Any]) -> Iterator[str]:
         cells += [f"{sign} {goal['bound']:g}", "yes" if goal["met"] else "no"]
         yield f"| {' | '.join(cells)} |"
     yield ""
+
+
+def _commands(found: dict[str, Any]) -> Iterator[str]:
+    yield from ["## Commands", ""]
+    for row in found["rows"].values():
+        if "command" in row:
+            yield f"- {_code(row['command'])}"
 
 
 def _header(names: Sequence[str]) -> Iterator[str]:

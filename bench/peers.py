@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import re
-import shlex
 import signal
 import socket
 import statistics
@@ -35,32 +34,24 @@ import httpx
 import torch
 
 from bench import peer_engines as engines
-from bench.language_limits import read_bandwidth, weight_bytes_read
+from bench.language_limits import read_bandwidth
 from bench.peer_report import goals, markdown, summary
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
 from triptych.checkpoint.safetensors_header import read_folder
-from triptych.config import EngineConfig
-from triptych.errors import TriptychError
-from triptych.layers.devices import stored_dtype, weight_format
-from triptych.layers.linear import WeightFormat
+from triptych.layers.devices import stored_dtype
 from triptych.transfer_bench.measure import machine
 
 TRIPTYCH = ("--dtype float32", "--dtype float16", "--dtype bfloat16", "--quantization int8")
 VLLM = ("float32", "bfloat16")
 GGUF = ("F16", "Q8_0", "Q4_0", "Q4_K_M")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-ROW_LIMIT = 1200.0
-"""Seconds that a row may take in a round after its start."""
 WARM_UP = 2
 
 
 async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> list[engines.Row]:
     """All rows that can be measured. Says in ``left_out`` what can't, and why."""
     sequences = max(options.at_a_time, default=1)
-    found = [
-        engines.triptych(options.model, options.topology, flags, weights_name(options.model, flags))
-        for flags in options.triptych
-    ]
+    found = [engines.triptych(options.model, options.topology, flags) for flags in options.triptych]
     try:
         if not options.vllm:
             raise engines.MissingPeer("--vllm isn't given")
@@ -80,32 +71,14 @@ async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> l
     return found
 
 
-def format_of(model: Path, flags: str) -> WeightFormat | None:
-    """Return the format that ``triptych serve`` with these flags stores weights in; None for flags that it refuses."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
-    given = parser.parse_known_args(shlex.split(flags))[0]
-    try:
-        engine = EngineConfig(dtype=given.dtype, quantization=given.quantization)
-        return weight_format(engine, torch.device("cpu"), read_folder(model))
-    except TriptychError:
-        return None
-
-
-def weights_name(model: Path, flags: str) -> str:
-    weights = format_of(model, flags)
-    return weights.linear_dtype if weights else ""
-
-
 async def measure(row: engines.Row, options: argparse.Namespace, number: int, log: Path) -> dict[str, Any]:
     """One round's figures of a row. Raises NotStarted, TimeoutError, and MissingPeer for transformers."""
     if row.server is None:
         return await of_transformers(options, number, log)
     began = time.monotonic()
-    async with engines.running(row.server, free_port(), log) as url:
+    async with engines.running(row.server, free_port(), log, options.limit) as url:
         ready = time.monotonic() - began
-        async with asyncio.timeout(ROW_LIMIT), client_of(url) as client:
+        async with asyncio.timeout(options.limit), client_of(url) as client:
             found = await served(client, options, number, with_bandwidth=row.engine == "Triptych")
     if not found["ttft_ms"]:
         raise engines.NotStarted(f"{found['errors'][0]}; its log: {engines.last_line(log.read_text())}")
@@ -209,7 +182,7 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     all_rows = await rows(options, found["left_out"], logs / "convert.log")
     for note in found["left_out"]:
         show(note)
-    found["rows"] = {row.name: described(row, options.model) for row in all_rows}
+    found["rows"] = {row.name: described(row) for row in all_rows}
     for number in range(options.rounds):
         for row in rotated(all_rows, number, options.rounds):
             began = time.monotonic()
@@ -220,7 +193,7 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
             except (engines.NotStarted, engines.MissingPeer) as failure:
                 run["failed"] = str(failure)
             except TimeoutError:
-                run["failed"] = f"not done within {ROW_LIMIT:g} s: {engines.last_line(log.read_text())}"
+                run["failed"] = f"not done within {options.limit:g} s: {engines.last_line(log.read_text())}"
             run["seconds"] = round(time.monotonic() - began, 1)
             found["runs"].append(run)
             show(f"{number + 1}/{options.rounds} {row.name}, {run['seconds']} s: {told(run)}")
@@ -262,11 +235,13 @@ def description(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def described(row: engines.Row, model: Path) -> dict[str, Any]:
+def described(row: engines.Row) -> dict[str, Any]:
     """What the tables need to know of a row."""
     found: dict[str, Any] = {"engine": row.engine, "settings": row.settings, "weights": row.weights}
-    if row.engine == "Triptych" and (weights := format_of(model, row.settings)):
-        found["weight_bytes_read"] = weight_bytes_read(model, weights)
+    if row.server:
+        found["command"] = row.server.shown
+    if row.weight_bytes:
+        found["weight_bytes_read"] = row.weight_bytes
     return found
 
 
@@ -308,6 +283,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1, help="of 448 x 448 pixels; 0: text alone")
     parser.add_argument("--words", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a row to start, and to be measured")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, alone and 8 at a time")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")

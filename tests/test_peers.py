@@ -27,7 +27,7 @@ def result() -> dict[str, Any]:
     rows = {
         "Triptych --dtype bfloat16": {"engine": "Triptych", "settings": "--dtype bfloat16", "weights": "bfloat16"},
         "vLLM --dtype bfloat16": {"engine": "vLLM", "settings": "--dtype bfloat16", "weights": "bfloat16"},
-        "llama.cpp F16": {"engine": "llama.cpp", "settings": "F16", "weights": "F16"},
+        "llama.cpp F16": {"engine": "llama.cpp", "settings": "F16", "weights": "F16", "command": "llama-server -m F16"},
         "llama.cpp Q8_0": {"engine": "llama.cpp", "settings": "Q8_0", "weights": "Q8_0"},
     }
     ours, vllm, half, _ = rows
@@ -87,6 +87,7 @@ def test_report(tmp_path: Path) -> None:
         "| `--dtype bfloat16` | output tokens/s, 8 at a time | vLLM --dtype bfloat16 | 2.10 | ≥ 1.3 | yes |",
         "| `--dtype bfloat16` | time to first token (ms) | llama.cpp F16 | 0.55 | ≤ 0.5 | no |",
         "| `--dtype bfloat16` | weight bytes read ÷ bandwidth | – | 0.80 | ≥ 0.75 | yes |",
+        "- `llama-server -m F16`",
     ):
         assert line in text.splitlines(), line
 
@@ -129,7 +130,9 @@ def test_rows_that_fail_leave_the_others(model: Path, tmp_path: Path) -> None:
     figures = good["figures"]
     assert (len(figures["ttft_ms"]), len(figures["tpot_ms"]), figures["short"], figures["errors"]) == (2, 2, 0, [])
     assert all(figures[name] > 0 for name in ("tokens_per_second_8", "encode_ms", "prefill_ms", "read_share"))
-    assert found["rows"]["Triptych --dtype float32 --threads 1"]["weights"] == "float32"
+    row = found["rows"]["Triptych --dtype float32 --threads 1"]
+    assert row["weights"] == "float32"
+    assert row["command"].endswith("--served-model-name m --dtype float32 --threads 1")
     assert found["left_out"] == [
         f"vLLM is left out: there is no {tmp_path}/bin/python",
         "llama.cpp is left out: --llama-cpp isn't given",
