@@ -175,8 +175,8 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Measure all rows, round after round; saves after each one."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)  # so that servers are ended
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(ending, task.cancel)  # so that servers are ended
     found = description(options)
     found["versions"] = await engines.versions(options.vllm, options.llama_cpp, logs / "versions.log")
     all_rows = await rows(options, found["left_out"], logs / "convert.log")

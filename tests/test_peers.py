@@ -121,7 +121,7 @@ def comparison(model: Path, *more: str | Path) -> list[str]:
 
 def test_rows_that_fail_leave_the_others(model: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "peers.json", tmp_path / "peers.md"
-    rows = ["--triptych", "--no-such-flag 1", "--dtype float32 --threads 1", "--vllm", tmp_path]
+    rows: list[str | Path] = ["--triptych", "--no-such-flag 1", "--dtype float32 --threads 1", "--vllm", tmp_path]
     with running(comparison(model, *rows, "--out", out, "--markdown", page), ROOT, {"OMP_NUM_THREADS": "1"}) as command:
         assert command.end(120.0) == 0, command.text
     found = json.loads(out.read_text())
