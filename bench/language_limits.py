@@ -1,23 +1,18 @@
-"""Limits of the language engine on this machine: memory bandwidth, and the speed of matrix products of the model's
-shapes."""
+"""Limits of the language engine on this machine: the memory's bandwidth, and the weights that a token's step reads."""
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from bench.measuring import median_seconds
-from bench.serve import Load
 from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.safetensors_header import read_folder
-from triptych.layers import native
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.pruned_head import is_faster
+from triptych.layers.linear import WeightFormat
 from triptych.models.registry import family_of, resolve
 
 READ_BYTES = 2**30
+BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Of a weight in each format."""
 
 
 def read_bandwidth(threads: int) -> float:
@@ -27,44 +22,17 @@ def read_bandwidth(threads: int) -> float:
     return READ_BYTES / median_seconds(memory.sum, 7) / 1e9
 
 
-def linear_ms(folder: Path, load: Load, prompt_tokens: int, threads: int) -> float:
-    """What F.linear in float32 takes for all products of encoding and prefilling one such request. Attention isn't
-    counted."""
-    torch.set_num_threads(threads)
-    products = request_products(folder, load, prompt_tokens)
-    return 1e3 * sum(count * _linear(*shape) for shape, count in products.items())
-
-
-def request_products(folder: Path, load: Load, prompt_tokens: int) -> Counter[tuple[int, int, int]]:
-    """How often there is a product of (rows, outputs, inputs) in encoding a request's pictures and prefilling it. What
-    a decoder reads together (queries, keys and values; gate and up) is one product, as in ``models/layers.py``."""
-    config: dict[str, Any] = load_config(folder)
-    vision = config["vision_config"]
-    patches = load.images * (load.height // vision["patch_size"]) * (load.width // vision["patch_size"])
-    products: Counter[tuple[int, int, int]] = Counter()
-    for name, info in read_folder(folder).items():
-        if ".visual." in name and name.endswith(".weight") and len(info.shape) > 1 and "pos_embed" not in name:
-            out, inner = info.shape[0], torch.Size(info.shape[1:]).numel()
-            rows = patches // vision["spatial_merge_size"] ** 2 if "merger" in name else patches
-            products[rows, out, inner] += 1
+def weight_bytes_read(folder: Path, weights: WeightFormat) -> int | None:
+    """Return the bytes of weights that a greedy token's step reads; of the head's those in int8 where it is a
+    ``PrunedHead``. Scales aren't counted. None for a mixture of experts and for unknown formats."""
     decoder = decoder_config(folder)
-    for out, inner in decoder_shapes(folder).values():
-        products[prompt_tokens, out, inner] += decoder.num_layers
-    products[1, decoder.vocab_size, decoder.hidden_size] += 1
-    return products
-
-
-def weight_bytes_read(folder: Path) -> int:
-    """Of the weights that a greedy token's step reads in fp16, of the head's in int8 where there is a pruned_head."""
-    decoder, library = decoder_config(folder), native.library()
+    sample = weights.head(torch.randn(64, decoder.hidden_size), torch.device("cpu"))
+    head = "int8" if sample.pruned_head is not None else weights.high_precision_dtype
+    if decoder.moe is not None or not {head, weights.linear_dtype} <= BYTES.keys():
+        return None
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
-    head = 1 if library is not None and is_faster(library) else 2
-    return 2 * layer * decoder.num_layers + head * decoder.vocab_size * decoder.hidden_size
-
-
-def _linear(rows: int, out: int, inner: int) -> float:
-    weight, tokens = torch.randn(out, inner), torch.randn(rows, inner)
-    return median_seconds(lambda: F.linear(tokens, weight), 3)
+    read = BYTES[weights.linear_dtype] * layer * decoder.num_layers
+    return int(read + BYTES[head] * decoder.vocab_size * decoder.hidden_size)
 
 
 def decoder_config(folder: Path) -> DecoderConfig:

@@ -2,19 +2,30 @@
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.make_checkpoint /tmp/wide --preset mid --hidden 2048 --layers 24 --dtype float32
+    python -m bench.make_checkpoint /tmp/mid --tokenizer package/models    # a published tokenizer's files
 
 Files and names follow the published Hub folders. The tokenizer is byte-level without merges. The rest of a large
-vocabulary is filled with invented words, so that every token decodes to text.
+vocabulary is filled with invented words, so that every token decodes to text. ``--tokenizer`` takes a published one
+instead, with the ids of ``SPECIAL_TOKENS``: converters of other engines accept no invented tokenizer.
 """
 
 import argparse
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
-from tests.support.random_checkpoint import Sizes, write_settings, write_tokenizer, write_weights
+from tests.support.random_checkpoint import (
+    SPECIAL_TOKENS,
+    Sizes,
+    write_json,
+    write_settings,
+    write_tokenizer,
+    write_weights,
+)
 
 PRESETS = {
     "mid": Sizes(),
@@ -33,8 +44,24 @@ PRESETS = {
         vision_intermediate=1536,
         deepstack=(2, 4, 6),
     ),
+    "qwen2-vl-2b": Sizes(
+        hidden=1536,
+        layers=28,
+        heads=12,
+        kv_heads=2,
+        intermediate=8960,
+        vision_depth=32,
+        vision_hidden=1280,
+        vision_heads=16,
+        vision_intermediate=5120,
+        deepstack=(8, 16, 24),
+    ),
 }
-"""``mid`` answers in seconds on a laptop, ``small`` in fractions of one: for loads of many requests."""
+"""``mid`` answers in seconds on a laptop, ``small`` in fractions of one: for loads of many requests.
+
+``qwen2-vl-2b`` has the sizes of Qwen2-VL-2B's decoder and tower, from its config.json on the Hub, in Qwen3-VL's
+architecture.
+"""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--tokenizer", type=Path, help="a folder with a published Qwen tokenizer; default: made up")
     for field in fields(Sizes):
         flag = f"--{field.name.replace('_', '-')}"
         if isinstance(field.default, tuple):
@@ -54,6 +82,17 @@ def parse_arguments() -> argparse.Namespace:
         else:
             parser.add_argument(flag, type=type(field.default))
     return parser.parse_args()
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Replaces the tokenizer, but not the chat template. Exits if the special tokens have other ids."""
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    if wrong := [token for token, number in SPECIAL_TOKENS.items() if tokenizer.token_to_id(token) != number]:
+        raise SystemExit(f"{source}: other ids than Qwen's for {', '.join(wrong)}")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def main() -> None:
@@ -66,6 +105,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_settings(folder, sizes)
     write_tokenizer(folder, sizes.vocabulary)
+    if arguments.tokenizer:
+        copy_tokenizer(arguments.tokenizer, folder)
     count = write_weights(folder, sizes, arguments.seed, getattr(torch, arguments.dtype), arguments.shards)
     print(f"{folder}: {count / 1e6:.1f} M parameters, {arguments.dtype}")
 

@@ -30,13 +30,14 @@ WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", 
 @dataclass(frozen=True)
 class Load:
     """Contents of a request. ``text_length`` is in characters: the tokens of random checkpoints, and about four times
-    the tokens of a real tokenizer."""
+    the tokens of a real tokenizer. With ``words`` the text is that many words, whatever their length."""
 
     images: int = 1
     width: int = 448
     height: int = 448
     text_length: int = 128
     output_tokens: int = 32
+    words: int = 0
 
 
 @dataclass
@@ -71,7 +72,8 @@ def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
         {"type": "image_url", "image_url": {"url": random_jpeg(load.width, load.height, rng.randrange(2**32))}}
         for _ in range(load.images)
     ]
-    parts.append({"type": "text", "text": " ".join(rng.choices(WORDS, k=load.text_length))[: load.text_length]})
+    text = " ".join(rng.choices(WORDS, k=load.words or load.text_length))
+    parts.append({"type": "text", "text": text if load.words else text[: load.text_length]})
     return {
         "model": model,
         "messages": [{"role": "user", "content": parts}],

@@ -1,4 +1,4 @@
-"""Runs one round of ``bench/language.py``'s requests in transformers, in float32, and prints its figures as JSON.
+"""Runs one round of ``bench/peers.py``'s requests in transformers, in float32, and prints its figures as JSON.
 
 HTTP, template and tokenizer aren't counted, which favours transformers.
 """
@@ -6,7 +6,6 @@ HTTP, template and tokenizer aren't counted, which favours transformers.
 import argparse
 import base64
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,26 @@ from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PromptBuilder
 
 
-def inputs(folder: Path, builder: PromptBuilder, seed: int) -> dict[str, torch.Tensor]:
+def inputs(folder: Path, builder: PromptBuilder, load: Load, seed: int) -> dict[str, torch.Tensor]:
     """One request as the model takes it: planned and preprocessed as Triptych would, which is what transformers' own
     image processor makes of it, too (tests/models)."""
-    body = request_body("m", Load(), seed)
-    (picture, text) = body["messages"][0]["content"]
-    data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
-    content = [{"type": "image", "data": data}, {"type": "text", "text": text["text"]}]
+    *pictures, text = request_body("m", load, seed)["messages"][0]["content"]
+    data = [base64.b64decode(picture["image_url"]["url"].partition(",")[2]) for picture in pictures]
+    content = [*({"type": "image", "data": one} for one in data), {"type": "text", "text": text["text"]}]
     prompt = builder.build([{"role": "user", "content": content}])
+    tokens = torch.tensor([prompt.tokens])
+    text_alone = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if not prompt.items:
+        return text_alone
     config = load_config(folder)
     preprocessor = family_of(config).preprocessor
     assert preprocessor is not None
     preprocess = resolve(preprocessor)(config, load_preprocessor_config(folder), load_video_config(folder))
-    (item,) = prompt.items
-    (made,) = preprocess(item.data, item.plan)
-    tokens = torch.tensor([prompt.tokens])
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
+    made = [one for item in prompt.items for one in preprocess(item.data, item.plan)]
+    return text_alone | {
         "mm_token_type_ids": (tokens == builder.planner.placeholder_ids["image"]).int(),
-        "pixel_values": torch.from_numpy(made.patches),
-        "image_grid_thw": torch.tensor([made.grid]),
+        "pixel_values": torch.cat([torch.from_numpy(one.patches) for one in made]),
+        "image_grid_thw": torch.tensor([one.grid for one in made]),
     }
 
 
@@ -71,17 +69,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--load", type=json.loads, default={}, help="fields of bench.serve.Load, as JSON")
     options = parser.parse_args()
+    load = Load(**options.load)
     torch.set_num_threads(options.threads)
     model: Any = Qwen3VLForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     builder = PromptBuilder(options.model)
     figures = []
     for number in range(options.requests + 1):
-        request = inputs(options.model, builder, options.seed * 1_000_003 + number)
-        figures.append(ask(model, request, Load().output_tokens))
-    ttft, tpot = (statistics.median(values) for values in zip(*figures[1:], strict=True))  # the first warms up
-    print(json.dumps({"ttft_ms": round(ttft * 1e3, 1), "tpot_ms": round(tpot * 1e3, 1)}))
+        request = inputs(options.model, builder, load, options.seed * 1_000_003 + number)
+        figures.append(ask(model, request, load.output_tokens))
+    ttft, tpot = zip(*figures[1:], strict=True)  # the first warms up
+    found = {"ttft_ms": [round(1e3 * s, 1) for s in ttft], "tpot_ms": [round(1e3 * s, 2) for s in tpot]}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
