@@ -5,11 +5,11 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
@@ -26,6 +26,8 @@ from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import host_port_of, listen, listen_all, reserve, url_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
+
+T = TypeVar("T")
 
 LAST_RESPONSES = 3.0
 """Seconds that a frontend may take to end, after its drain."""
@@ -141,6 +143,19 @@ class LocalService:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise StartError(f"the instances weren't ready within {timeout:g} s") from None
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the work's result. Raises StartError, with an explanation, when the service is lost before."""
+        working = asyncio.ensure_future(work)
+        first: set[asyncio.Future[Any]] = {working, self.lost}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not working.done():
+                working.cancel()
+        if not working.done():
+            raise self.lost.result()
+        return await working
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Let running requests finish, until the drain timeout or until ``hurry`` is set."""
