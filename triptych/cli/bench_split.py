@@ -31,7 +31,7 @@ from triptych.split_bench.plan import (
 )
 from triptych.split_bench.run import run_split
 from triptych.split_bench.tables import EMBEDDINGS, KV, tables_of
-from triptych.split_bench.transfers import Geometry
+from triptych.split_bench.transfers import TransferSizes
 from triptych.split_bench.visit import SplitBench
 from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
@@ -93,17 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
     _write(Results([]), plan, about, arguments)
     console.print(f"about {plan.minutes:.0f} minutes if the model is as fast as {flags.DEMO}", highlight=False)
     needs_pairs = {"transfers", "resumes"} & set(plan.tables)
-    geometry = Geometry.of(config, KV, EMBEDDINGS) if needs_pairs else None
+    sizes = TransferSizes.of(config, KV, EMBEDDINGS) if needs_pairs else None
     cores = about.machine["cores"]
     threads = {topology: division(threads_of(config, topology), cores) for topology in plan.topologies}
-    results = Results(tables_of(plan, threads, geometry))
+    results = Results(tables_of(plan, threads, sizes))
     bench = SplitBench(config, name, plan, results, _print_error if arguments.verbose else lambda _: None)
 
     def done() -> None:
         _write(results, plan, about, arguments)  # each time, so that nothing is lost when the command is killed
 
     try:
-        run_split(bench, geometry, lambda line: console.print(line, markup=False, highlight=False), done)
+        run_split(bench, sizes, lambda line: console.print(line, markup=False, highlight=False), done)
     except KeyboardInterrupt:
         results.interrupted = True
         done()

@@ -10,7 +10,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProcessUsage:
     """What a process has used, with all processes that it started."""
 
     cpu_seconds: float
@@ -42,26 +42,26 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def usage(pid: int, *, alone: bool = False) -> Usage:
+def usage(pid: int, *, alone: bool = False) -> ProcessUsage:
     """Return what a process uses, with its descendants unless ``alone``. Those that have just ended count as zero."""
     used = [_usage(one) for one in ([pid] if alone else [pid, *descendants(pid)])]
-    return Usage(
+    return ProcessUsage(
         sum(one.cpu_seconds for one in used),
         sum(one.resident_bytes for one in used),
         sum(one.proportional_bytes for one in used),
     )
 
 
-def _usage(pid: int) -> Usage:
+def _usage(pid: int) -> ProcessUsage:
     folder = Path(f"/proc/{pid}")
     try:
         # proc(5): fields 14 to 17 are user and system time of the process and of its ended children, 24 is its memory
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         lines = (folder / "smaps_rollup").read_text().splitlines()
     except OSError:
-        return Usage(0.0, 0, 0)
+        return ProcessUsage(0.0, 0, 0)
     proportional = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
-    return Usage(sum(map(int, fields[11:15])) / _TICK, int(fields[21]) * _PAGE, proportional)
+    return ProcessUsage(sum(map(int, fields[11:15])) / _TICK, int(fields[21]) * _PAGE, proportional)
 
 
 def _children() -> dict[int, list[int]]:

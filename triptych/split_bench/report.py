@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +54,7 @@ def versions() -> dict[str, str]:
 
 def _page(results: Results, plan: SplitPlan, about: About, drawings: list[str]) -> Iterator[str]:
     machine = about.machine
+    rounds = "one round" if plan.rounds == 1 else f"{plan.rounds} rounds"
     yield "# Splitting, measured\n"
     yield f"Command: `{about.command}` · model: {about.model} · date: {_today()}\n"
     yield (
@@ -60,7 +62,7 @@ def _page(results: Results, plan: SplitPlan, about: About, drawings: list[str]) 
         f"{machine['kernel']}, Python {machine['python']}; {', '.join(f'{n} {v}' for n, v in versions().items())}\n"
     )
     yield (
-        f"Each cell is the median of {plan.rounds} rounds, with the lowest and the highest in brackets if they "
+        f"Each cell is the median of {rounds}, with the lowest and the highest in brackets if they "
         "differ; topologies take turns within a round. A p50 or p99 is first taken over the requests of one round. "
         f"A request with a picture has one of 448 × 448 pixels; all answers have {plan.output_tokens} tokens."
     )
@@ -101,8 +103,12 @@ def _cells(results: Results, table: Table, row: Row) -> list[str]:
 
 
 def _missing(results: Results) -> Iterator[str]:
+    """Yield one line for each reason in each table, with its rows."""
+    rows: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for table, row, reason in results.missing():
-        yield f"- {table.title}, {', '.join(row)}: {_one_line(reason)}"
+        rows[table.title, _one_line(reason)].append(" · ".join(row))
+    for (title, reason), named in rows.items():
+        yield f"- {title}: {reason} ({'; '.join(named)})"
 
 
 def _one_line(text: str) -> str:

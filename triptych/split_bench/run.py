@@ -6,11 +6,11 @@ from collections.abc import Callable
 from triptych.errors import TriptychError
 from triptych.split_bench.plan import Setup
 from triptych.split_bench.tables import rows_of
-from triptych.split_bench.transfers import Geometry, Show, measure_transfers
+from triptych.split_bench.transfers import Show, TransferSizes, measure_transfers
 from triptych.split_bench.visit import SplitBench, visit
 
 
-def run_split(bench: SplitBench, geometry: Geometry | None, show: Show, done: Callable[[], None]) -> None:
+def run_split(bench: SplitBench, sizes: TransferSizes | None, show: Show, done: Callable[[], None]) -> None:
     """Fill the tables. ``show`` gets a line for each step, and ``done`` is called after it. What fails is a reason in
     its rows, and the rest is measured."""
     rounds = bench.plan.rounds
@@ -22,8 +22,8 @@ def run_split(bench: SplitBench, geometry: Geometry | None, show: Show, done: Ca
             except TriptychError as error:
                 _fail(bench, setup, f"round {number + 1}: {error}")
             done()
-    if geometry is not None:
-        measure_transfers(bench.plan, geometry, bench.results, show)
+    if sizes is not None:
+        measure_transfers(bench.plan, sizes, bench.results, show)
         done()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from triptych.split_bench.figures import Column, Row, Table
 from triptych.split_bench.plan import SLO_TPOT, SLO_TTFT, Setup, SplitPlan
-from triptych.split_bench.transfers import Geometry
+from triptych.split_bench.transfers import TransferSizes
 from triptych.transfer_bench.measure import FABRICS
 
 LATENCY = (
@@ -19,8 +19,8 @@ ON, OFF = "on", "off"
 KV, EMBEDDINGS = "KV", "embeddings"
 
 
-def tables_of(plan: SplitPlan, threads: Mapping[str, str], geometry: Geometry | None) -> list[Table]:
-    """Return the tables of a plan. ``threads`` are those of each topology, in words; without a ``geometry`` no transfer
+def tables_of(plan: SplitPlan, threads: Mapping[str, str], sizes: TransferSizes | None) -> list[Table]:
+    """Return the tables of a plan. ``threads`` are those of each topology, in words; without a ``sizes`` no transfer
     is measured."""
     found: list[Table] = []
     if "throughput" in plan.tables:
@@ -31,10 +31,10 @@ def tables_of(plan: SplitPlan, threads: Mapping[str, str], geometry: Geometry | 
         found.append(_cache(plan))
     if "first-use" in plan.tables:
         found.append(_first_use(plan))
-    if "transfers" in plan.tables and geometry is not None:
-        found.append(_transfers(plan, geometry))
-    if "resumes" in plan.tables and geometry is not None:
-        found.append(_resumes(plan, geometry))
+    if "transfers" in plan.tables and sizes is not None:
+        found.append(_transfers(plan, sizes))
+    if "resumes" in plan.tables and sizes is not None:
+        found.append(_resumes(plan, sizes))
     return found
 
 
@@ -125,7 +125,7 @@ def _processes(plan: SplitPlan) -> Table:
         "Processor time and memory of each process",
         "Processor time is that of the closed loop above, divided by its requests; memory is that after it. A process "
         "includes those that it starts, such as those that decode pictures. Shared pages count whole in the resident "
-        "set (RSS), and in equal parts in the proportional one (PSS). The load generator's memory is its requests.",
+        "set (RSS), and in equal parts in the proportional one (PSS).",
         ("request", "topology", "process", "stages"),
         (
             Column("cpu", "processor time per request (ms)"),
@@ -204,12 +204,12 @@ def _first_use(plan: SplitPlan) -> Table:
     )
 
 
-def _transfers(plan: SplitPlan, geometry: Geometry) -> Table:
+def _transfers(plan: SplitPlan, sizes: TransferSizes) -> Table:
     return Table(
         "transfers",
         "Transfers, by tokens and fabric",
         "Two processes with an instance's real sender and receiver, over loopback; the rows have the model's sizes and "
-        f"no meaning, so that also lengths past the model's context are measured. {geometry}. Time is from the offer "
+        f"no meaning, so that also lengths past the model's context are measured. {sizes}. Time is from the offer "
         "until all rows have landed. The first transfer of a size also maps or registers memory. NIXL chooses its "
         "own way between processes; Mooncake uses TCP.",
         ("rows", "tokens", "fabric"),
@@ -220,16 +220,16 @@ def _transfers(plan: SplitPlan, geometry: Geometry) -> Table:
             Column("of_memcpy", "memcpy's time ÷ time"),
             Column("first", "first (ms)"),
         ),
-        tuple((kind, f"{tokens:,}", fabric) for kind in geometry.kinds for tokens in plan.tokens for fabric in FABRICS),
+        tuple((kind, f"{tokens:,}", fabric) for kind in sizes.kinds for tokens in plan.tokens for fabric in FABRICS),
     )
 
 
-def _resumes(plan: SplitPlan, geometry: Geometry) -> Table:
+def _resumes(plan: SplitPlan, sizes: TransferSizes) -> Table:
     return Table(
         "resumes",
         f"Resumed transfers: KV through a pool of {plan.pool_tokens:,} tokens",
         "The same processes; the receiver's pool holds fewer tokens than are sent, so the sender waits for blocks that "
-        f"are consumed, and resumes. Time is until all rows are copied out, beside a pool that holds all. {geometry}.",
+        f"are consumed, and resumes. Time is until all rows are copied out, beside a pool that holds all. {sizes}.",
         ("tokens", "fabric"),
         (
             Column("resumes", "resumes"),

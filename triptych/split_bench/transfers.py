@@ -42,7 +42,7 @@ Piece = tuple[Row, RowsPerToken, int]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class TransferSizes:
     """The sizes of what a model sends between its stages."""
 
     kinds: dict[str, RowsPerToken]
@@ -51,7 +51,7 @@ class Geometry:
     """Rows of a block of a receive pool."""
 
     @classmethod
-    def of(cls, config: ServeConfig, kv: str, embeddings: str) -> "Geometry":
+    def of(cls, config: ServeConfig, kv: str, embeddings: str) -> "TransferSizes":
         """Read the sizes from a checkpoint. The names are those of the two kinds. Raises CheckpointError and
         StartError."""
         from triptych.checkpoint.reader import Checkpoint
@@ -72,7 +72,7 @@ class Geometry:
         return f"A token's rows: {sizes}"
 
 
-def measure_transfers(plan: SplitPlan, geometry: Geometry, results: Results, show: Show) -> None:
+def measure_transfers(plan: SplitPlan, sizes: TransferSizes, results: Results, show: Show) -> None:
     """Fill the table of transfers, and that of resumes, where they are measured. A fabric that can't be used is a
     reason in each of its rows."""
     for fabric in FABRICS:
@@ -80,26 +80,26 @@ def measure_transfers(plan: SplitPlan, geometry: Geometry, results: Results, sho
         try:
             with Pair(fabric) as pair:
                 for _ in range(plan.rounds):
-                    for row, rows, tokens in _transfers(fabric, plan, geometry, results):
+                    for row, rows, tokens in _transfers(fabric, plan, sizes, results):
                         if _fits(results, "transfers", row, rows.payload(tokens)):
-                            results.add("transfers", row, **_transfer(pair, geometry, rows.payload(tokens)))
-                    for row, rows, tokens in _resumes(fabric, plan, geometry, results):
+                            results.add("transfers", row, **_transfer(pair, sizes, rows.payload(tokens)))
+                    for row, rows, tokens in _resumes(fabric, plan, sizes, results):
                         if _fits(results, "resumes", row, rows.payload(tokens)):
-                            results.add("resumes", row, **_resume(pair, geometry, rows, tokens, plan.pool_tokens))
+                            results.add("resumes", row, **_resume(pair, sizes, rows, tokens, plan.pool_tokens))
         except StartError as error:
             for table in results.tables:
                 results.fail(str(error), table.name, [row for row in table.rows if fabric in row])
 
 
-def _transfers(fabric: str, plan: SplitPlan, geometry: Geometry, results: Results) -> Iterator[Piece]:
+def _transfers(fabric: str, plan: SplitPlan, sizes: TransferSizes, results: Results) -> Iterator[Piece]:
     if results.table("transfers") is not None:
-        for kind, rows in geometry.kinds.items():
+        for kind, rows in sizes.kinds.items():
             yield from (((kind, f"{tokens:,}", fabric), rows, tokens) for tokens in plan.tokens)
 
 
-def _resumes(fabric: str, plan: SplitPlan, geometry: Geometry, results: Results) -> Iterator[Piece]:
+def _resumes(fabric: str, plan: SplitPlan, sizes: TransferSizes, results: Results) -> Iterator[Piece]:
     if results.table("resumes") is not None:
-        kv = next(iter(geometry.kinds.values()))
+        kv = next(iter(sizes.kinds.values()))
         yield from (((f"{tokens:,}", fabric), kv, tokens) for tokens in plan.resumed)
 
 
@@ -112,8 +112,8 @@ def _fits(results: Results, table: str, row: Row, payload: Payload) -> bool:
     return needed <= available
 
 
-def _transfer(pair: Pair, geometry: Geometry, payload: Payload) -> dict[str, float]:
-    pair.configure(payload, geometry.pool(payload.rows))
+def _transfer(pair: Pair, sizes: TransferSizes, payload: Payload) -> dict[str, float]:
+    pair.configure(payload, sizes.pool(payload.rows))
     first = pair.transfer().landed
     for _ in range(WARM_UP):
         pair.memcpy()
@@ -132,9 +132,9 @@ def _transfer(pair: Pair, geometry: Geometry, payload: Payload) -> dict[str, flo
     }
 
 
-def _resume(pair: Pair, geometry: Geometry, rows: RowsPerToken, tokens: int, pool_tokens: int) -> dict[str, float]:
+def _resume(pair: Pair, sizes: TransferSizes, rows: RowsPerToken, tokens: int, pool_tokens: int) -> dict[str, float]:
     payload, consuming = rows.payload(tokens), ConsumeMode(STEP_TOKENS * rows.rows)
-    pools = {"limited": geometry.pool(pool_tokens * rows.rows), "whole": geometry.pool(payload.rows)}
+    pools = {"limited": sizes.pool(pool_tokens * rows.rows), "whole": sizes.pool(payload.rows)}
     seconds, resumes = {}, 0.0
     for name, blocks in pools.items():
         pair.configure(payload, blocks)

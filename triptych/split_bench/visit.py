@@ -14,7 +14,7 @@ from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.load_test.client import Sample, ask, closed_loop, open_loop, poisson_times
-from triptych.load_test.processes import Usage, named_children, usage
+from triptych.load_test.processes import ProcessUsage, named_children, usage
 from triptych.split_bench.figures import Results, Row
 from triptych.split_bench.loads import (
     MAX_REQUESTS,
@@ -96,8 +96,10 @@ class _Visit:
         StartError when it doesn't answer."""
         if self._measures("first-use"):
             await self._within("first-use", self._first_use(ready))
+        if not any(map(self._measures, ("closed", "cache", "images"))):
+            return
         for mix in self._plan.mixes:
-            await self._warm_up(mix)
+            await self._within("", self._warm_up(mix))
         if self._measures("closed"):
             for mix in self._plan.mixes:
                 await self._within("alone", self._alone(mix))
@@ -114,14 +116,16 @@ class _Visit:
         return table is not None and bool(rows_of(table, self.setup))
 
     async def _within(self, name: str, work: Awaitable[None]) -> None:
-        """Do the work, or record that it took too long."""
+        """Do the work, or record in the rows of its table that it took too long. Raises StartError where there is no
+        table, since nothing else can be measured then."""
         limit = 60.0 + PATIENCE * self._plan.seconds
         try:
             async with asyncio.timeout(limit):
                 await work
         except TimeoutError:
             table = self._results.table(name)
-            assert table is not None
+            if table is None:
+                raise StartError(f"the service doesn't answer the first requests within {limit:g} s") from None
             self._results.fail(f"given up after {limit:g} s", name, rows_of(table, self.setup))
 
     def _piece(self, piece: int, mix: Mix) -> int:
@@ -192,7 +196,7 @@ class _Visit:
             memory = {"rss": used.resident_bytes / MIB, "pss": used.proportional_bytes / MIB}
             self._results.add("processes", (*row, name, stages), cpu=cpu[name], **memory)
 
-    def _usage(self) -> dict[str, Usage]:
+    def _usage(self) -> dict[str, ProcessUsage]:
         pids = named_children(os.getpid())
         found = {name: usage(pids[name]) for name in self.setup.processes if name != CLIENT}
         return {CLIENT: usage(os.getpid(), alone=True), **found}
