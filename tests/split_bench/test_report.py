@@ -70,7 +70,7 @@ def test_what_failed_is_named_and_the_rest_is_written(tmp_path: Path) -> None:
     page = written(results, tmp_path)
     assert "The run was interrupted" in page
     assert "| text | 1E1P1D | round 1: instance d0 was killed / by SIGKILL | – |" in page
-    assert "| text | 1EPD | 4.00 | – |" in page
+    assert "| text | 1EPD | 4 | – |" in page
     assert "- Closed loop, 8 at a time: round 1: instance d0 was killed / by SIGKILL (text · 1E1P1D)" in page
     assert "- First use: interrupted before it was measured (picture · 1EPD; " in page
     assert list(findings(results, PLAN)) == []

@@ -50,9 +50,10 @@ class Spread:
         return min(self.rounds, other.rounds) > 1 and (self.low > other.high or other.low > self.high)
 
     def __str__(self) -> str:
-        size = abs(self.median)
-        digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-        median, low, high = (f"{value:,.{digits}f}" for value in (self.median, self.low, self.high))
+        size, values = abs(self.median), (self.median, self.low, self.high)
+        is_whole = all(float(value).is_integer() for value in values)
+        digits = 0 if is_whole or size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+        median, low, high = (f"{value:,.{digits}f}" for value in values)
         return median if low == high else f"{median} ({low}–{high})"
 
 
