@@ -1,6 +1,7 @@
 """Streams chat requests to an OpenAI-compatible server, and records when each piece of an answer came."""
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -18,9 +19,13 @@ TIMELINE = {"x-triptych-timeline": "true"}
 class ErrorAnswer(Exception):
     """The server answered with an error, or the stream of its answer ended with one."""
 
-    def __init__(self, status: int, code: str) -> None:
-        super().__init__(f"{status}: {code}")
-        self.code = code
+    def __init__(self, status: int, body: str) -> None:
+        """``body`` is the error in OpenAI's form; of anything else the beginning is the message."""
+        self.code, message = "", body[:200]
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = json.loads(body)["error"]
+            self.code, message = str(error["code"]), str(error["message"])
+        super().__init__(f"{status}: {message}")
 
 
 @dataclass
@@ -56,7 +61,7 @@ async def chunks(
     sent = {"content-type": "application/json", **(headers or {})}
     async with http.stream("POST", "/v1/chat/completions", content=body, headers=sent) as response:
         if response.status_code != httpx.codes.OK:
-            raise ErrorAnswer(response.status_code, _code(await response.aread()))
+            raise ErrorAnswer(response.status_code, (await response.aread()).decode(errors="replace"))
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 return
@@ -64,7 +69,7 @@ async def chunks(
                 text = line.removeprefix("data: ")
                 chunk = json.loads(text)
                 if "error" in chunk:
-                    raise ErrorAnswer(response.status_code, _code(text))
+                    raise ErrorAnswer(response.status_code, text)
                 yield chunk
     raise httpx.RemoteProtocolError("the stream ended early")
 
@@ -131,11 +136,3 @@ def _take(sample: Sample, chunk: dict[str, Any], now: float) -> None:
     if usage := chunk.get("usage"):
         sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
     sample.timeline = chunk.get("timeline", sample.timeline)
-
-
-def _code(body: str | bytes) -> str:
-    """Return the code of an error in OpenAI's form, or else the beginning of the body."""
-    try:
-        return str(json.loads(body)["error"]["code"])
-    except (ValueError, KeyError, TypeError):
-        return (body if isinstance(body, str) else body.decode(errors="replace"))[:200]
