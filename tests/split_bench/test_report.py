@@ -9,7 +9,7 @@ import pytest
 
 from triptych.split_bench import report
 from triptych.split_bench.figures import Results, Spread
-from triptych.split_bench.findings import compared, findings
+from triptych.split_bench.findings import changed, findings
 from triptych.split_bench.plan import QUICK
 from triptych.split_bench.plot import Axis
 from triptych.split_bench.tables import EMBEDDINGS, KV, tables_of
@@ -78,27 +78,31 @@ def test_what_failed_is_named_and_the_rest_is_written(tmp_path: Path) -> None:
 
 def test_sentences_say_only_what_figures_show(results: Results) -> None:
     said = list(findings(results, PLAN))
+    times = "processor time per request × 2.00, time to first token alone × 2.00, time per token alone × 2.00"
     assert (
-        "picture requests, output tokens/s in the closed loop, beside `1EPD`: `1E1PD` gained: 2.00 times as much; "
-        "`1E1P1D` no difference beyond the spread; `2EPD` no difference beyond the spread."
+        "picture requests, `1E1PD` beside `1EPD`: gained: output tokens/s in the closed loop × 2.00, goodput at rate 0.6 "
+        "× 2.00, goodput at rate 1 × 2.00; cost: time to first token in the closed loop (p50) × 2.00, time per token in "
+        f"the closed loop (p99) × 2.00, {times}."
     ) in said
     assert any(
-        line.startswith("text requests, time per token in the closed loop, p99, beside `1EPD`: `1E1PD` cost")
-        for line in said
+        line.startswith("text requests, `2EPD` beside `1EPD`: no difference beyond the spread: ") for line in said
     )
-    assert any(
-        line.startswith("text requests, goodput at a rate of 0.6, beside `1EPD`: `1E1PD` gained") for line in said
-    )
+    assert ("a request with 4 pictures of 448 × 448, `1E1PD` beside `1EPD`: cost: time to first token × 2.00.") in said
     assert "Memory of all processes (PSS): `1EPD` 21 MiB, `1E1PD` 63 MiB, `1E1P1D` 42 MiB, `2EPD` 32 MiB." in said
     assert "8,192 tokens of KV travel in: shm 10.5 ms, nixl 10.5 ms, mooncake 10.5 ms." in said
 
 
+def test_one_round_compares_nothing(results: Results) -> None:
+    first, *others = findings(results, replace(PLAN, rounds=1))
+    assert first == "One round shows no spread, so topologies aren't compared."
+    assert not any("beside" in line for line in others)
+
+
 def test_gains_and_costs_are_beyond_the_spread() -> None:
-    low, high = Spread.of([1.0, 1.2]), Spread.of([2.0, 2.2])
-    assert compared(low, high, more_is_better=True).startswith("gained: 1.91")
-    assert compared(low, high, more_is_better=False).startswith("cost: 1.91")
-    assert compared(high, low, more_is_better=False).startswith("gained: 0.52")
-    assert compared(low, Spread.of([1.1, 9.0]), more_is_better=True) == "no difference beyond the spread"
+    low, high, wide = Spread.of([1.0, 1.2]), Spread.of([2.0, 2.2]), Spread.of([1.1, 9.0])
+    assert changed({"a": (low, high, True), "b": (low, high, False)}) == "gained: a × 1.91; cost: b × 1.91"
+    assert changed({"a": (high, low, True), "b": (high, low, False)}) == "gained: b × 0.52; cost: a × 0.52"
+    assert changed({"a": (low, wide, True)}) == "no difference beyond the spread: a"
 
 
 def test_axes_have_round_numbers_or_the_values() -> None:

@@ -19,56 +19,83 @@ class Measure:
     column: str
     name: str
     more_is_better: bool
+    rate: str = ""
+    """Which rate of arrivals; empty for figures that have none."""
+
+    def row(self, mix: str, topology: str) -> Row:
+        return (mix, self.rate, topology) if self.rate else (mix, topology)
 
 
 COMPARED = (
     Measure("closed", "tokens_per_second", "output tokens/s in the closed loop", True),
-    Measure("closed", "ttft_p50", "time to first token in the closed loop, p50", False),
-    Measure("closed", "tpot_p99", "time per token in the closed loop, p99", False),
+    Measure("closed", "ttft_p50", "time to first token in the closed loop (p50)", False),
+    Measure("closed", "tpot_p99", "time per token in the closed loop (p99)", False),
     Measure("closed", "cpu", "processor time per request", False),
-    Measure("alone", "ttft", "time to first token of a request alone", False),
-    Measure("alone", "tpot", "time per token of a request alone", False),
+    Measure("alone", "ttft", "time to first token alone", False),
+    Measure("alone", "tpot", "time per token alone", False),
 )
 
 
 def findings(results: Results, plan: SplitPlan) -> Iterator[str]:
     """Yield one sentence for each thing that the figures show, none where figures are missing."""
-    for mix in plan.mixes:
-        for measure in COMPARED:
-            rows: dict[str, Row] = {topology: (mix.name, topology) for topology in plan.topologies}
-            yield from _compared(results, measure, rows, f"{mix.name} requests")
-        for share in plan.rates:
-            rows = {topology: (mix.name, f"{share:g}", topology) for topology in plan.topologies}
-            goodput = Measure("arrivals", "goodput", f"goodput at a rate of {share:g}", True)
-            yield from _compared(results, goodput, rows, f"{mix.name} requests")
+    if plan.rounds == 1:
+        yield "One round shows no spread, so topologies aren't compared."
+    else:
+        yield from _topologies(results, plan)
+        yield from _images(results, plan)
+        yield from _cache(results, plan)
     yield from _memory(results, plan)
-    yield from _largest_images(results, plan)
-    yield from _cache(results, plan)
     yield from _first_use(results, plan)
     yield from _transfers(results, plan)
     yield from _resumes(results)
 
 
-def compared(first: Spread, other: Spread, *, more_is_better: bool) -> str:
-    """Return in words what changed from the first figure to the other one."""
-    if not first.differs(other) or not first.median:
-        return "no difference beyond the spread"
-    word = "gained" if (other.median > first.median) == more_is_better else "cost"
-    return f"{word}: {other.median / first.median:.2f} times as much"
+def changed(compared: Mapping[str, tuple[Spread, Spread, bool]]) -> str:
+    """Return in words what changed from the first figure of each pair to the second, by name of the figure. The third
+    part is whether more is better."""
+    said: dict[str, list[str]] = {"gained": [], "cost": [], "no difference beyond the spread": []}
+    for name, (first, second, more_is_better) in compared.items():
+        if not first.differs(second) or not first.median:
+            said["no difference beyond the spread"].append(name)
+        else:
+            word = "gained" if (second.median > first.median) == more_is_better else "cost"
+            said[word].append(f"{name} × {second.median / first.median:.2f}")
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in said.items() if names)
 
 
-def _compared(results: Results, measure: Measure, rows: Mapping[str, Row], load: str) -> Iterator[str]:
-    spreads = {name: results.spread(measure.table, row, measure.column) for name, row in rows.items()}
-    (first, base), *others = spreads.items()
-    if base is None:
-        return
-    said = [
-        f"`{name}` {compared(base, spread, more_is_better=measure.more_is_better)}"
-        for name, spread in others
-        if spread is not None
+def _topologies(results: Results, plan: SplitPlan) -> Iterator[str]:
+    """Compare each topology with the first."""
+    goodput = [
+        Measure("arrivals", "goodput", f"goodput at rate {share:g}", True, rate=f"{share:g}") for share in plan.rates
     ]
-    if said:
-        yield f"{load}, {measure.name}, beside `{first}`: {'; '.join(said)}."
+    first, *others = plan.topologies
+    for mix in plan.mixes:
+        for topology in others:
+            compared = {}
+            for measure in (*COMPARED, *goodput):
+                one, two = (
+                    results.spread(measure.table, measure.row(mix.name, name), measure.column)
+                    for name in (first, topology)
+                )
+                if one is not None and two is not None:
+                    compared[measure.name] = (one, two, measure.more_is_better)
+            if compared:
+                yield f"{mix.name} requests, `{topology}` beside `{first}`: {changed(compared)}."
+
+
+def _images(results: Results, plan: SplitPlan) -> Iterator[str]:
+    """Compare the topologies with the first, for the most and largest pictures that both have figures for."""
+    first, *others = plan.topologies
+    table = results.table("images")
+    for topology in others if table else ():
+        for size, count in (
+            (str(size), str(count)) for size in plan.image_sizes[::-1] for count in plan.image_counts[::-1]
+        ):
+            one, two = (results.spread("images", (size, count, name), "ttft") for name in (first, topology))
+            if one is not None and two is not None:
+                said = changed({"time to first token": (one, two, False)})
+                yield f"a request with {count} pictures of {size}, `{topology}` beside `{first}`: {said}."
+                break
 
 
 def _memory(results: Results, plan: SplitPlan) -> Iterator[str]:
@@ -89,23 +116,13 @@ def _memory(results: Results, plan: SplitPlan) -> Iterator[str]:
         yield f"Memory of all processes (PSS): {', '.join(f'`{name}` {mib:,.0f} MiB' for name, mib in found.items())}."
 
 
-def _largest_images(results: Results, plan: SplitPlan) -> Iterator[str]:
-    table = results.table("images")
-    if table is None:
-        return
-    size, count = str(plan.image_sizes[-1]), str(plan.image_counts[-1])
-    rows = {topology: (size, count, topology) for topology in plan.topologies}
-    measure = Measure("images", "ttft", "time to first token", False)
-    yield from _compared(results, measure, rows, f"{count} pictures of {size} in a request")
-
-
 def _cache(results: Results, plan: SplitPlan) -> Iterator[str]:
     for topology in plan.cache_topologies:
         for pictures in (NEW, REPEATED):
             off, on = (results.spread("cache", (topology, state, pictures), "ttft_p50") for state in (OFF, ON))
             if off is not None and on is not None:
-                said = compared(off, on, more_is_better=False)
-                yield f"Encoder cache on `{topology}`, pictures {pictures}, time to first token, beside off: {said}."
+                said = changed({"time to first token": (off, on, False)})
+                yield f"encoder cache on `{topology}`, pictures {pictures}, on beside off: {said}."
 
 
 def _first_use(results: Results, plan: SplitPlan) -> Iterator[str]:
