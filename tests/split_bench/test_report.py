@@ -78,12 +78,15 @@ def test_what_failed_is_named_and_the_rest_is_written(tmp_path: Path) -> None:
 
 def test_sentences_say_only_what_figures_show(results: Results) -> None:
     said = list(findings(results, PLAN))
-    times = "processor time per request × 2.00, time to first token alone × 2.00, time per token alone × 2.00"
-    assert (
-        "picture requests, `1E1PD` beside `1EPD`: gained: output tokens/s in the closed loop × 2.00, goodput at rate 0.6 "
-        "× 2.00, goodput at rate 1 × 2.00; cost: time to first token in the closed loop (p50) × 2.00, time per token in "
-        f"the closed loop (p99) × 2.00, {times}."
-    ) in said
+    (line,) = (one for one in said if one.startswith("picture requests, `1E1PD` beside `1EPD`: "))
+    gained, cost = line.split("; ")
+    assert gained.endswith(
+        ": gained: output tokens/s in the closed loop × 2.00, goodput at rate 0.6 × 2.00, goodput at rate 1 × 2.00"
+    )
+    assert cost.startswith(
+        "cost: time to first token in the closed loop (p50) × 2.00, time per token in the closed loop"
+    )
+    assert cost.count("× 2.00") == 5
     assert any(
         line.startswith("text requests, `2EPD` beside `1EPD`: no difference beyond the spread: ") for line in said
     )
