@@ -45,6 +45,20 @@ def check_roles(model: Path, topology: Topology) -> None:
         )
 
 
+async def unless_lost(lost: asyncio.Future[ChildFailed], work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's result, or raise what ``LocalService.lost`` holds when the service is lost before."""
+    working = asyncio.ensure_future(work)
+    first: set[asyncio.Future[Any]] = {working, lost}
+    try:
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not working.done():
+            working.cancel()
+    if not working.done():
+        raise lost.result()
+    return await working
+
+
 class LocalService:
     """A service that starts when this async context manager is entered and can be used after ``wait_until_ready``.
 
@@ -143,19 +157,6 @@ class LocalService:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise StartError(f"the instances weren't ready within {timeout:g} s") from None
-
-    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the work's result. Raises StartError, with an explanation, when the service is lost before."""
-        working = asyncio.ensure_future(work)
-        first: set[asyncio.Future[Any]] = {working, self.lost}
-        try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not working.done():
-                working.cancel()
-        if not working.done():
-            raise self.lost.result()
-        return await working
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Let running requests finish, until the drain timeout or until ``hurry`` is set."""

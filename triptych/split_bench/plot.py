@@ -44,9 +44,12 @@ class Axis:
 
 
 def line_plot(title: str, x: Axis, y: Axis, lines: Mapping[str, Sequence[tuple[float, Spread]]]) -> str:
-    """Return an SVG drawing of lines through medians, with a bar from the lowest to the highest value at each point."""
-    parts = [*_grid(x, y), *legend(zip(COLOURS, lines, strict=False))]
-    for colour, points in zip(COLOURS, lines.values(), strict=False):
+    """Return an SVG drawing of lines through medians, with a bar from the lowest to the highest value at each point. A
+    line without points keeps its colour from others."""
+    shown = [(colour, name) for colour, name in zip(COLOURS, lines, strict=False) if lines[name]]
+    parts = [*_grid(x, y), *legend(shown)]
+    for colour, name in shown:
+        points = lines[name]
         placed = [(_x(x, at), _y(y, spread.median)) for at, spread in points]
         joined = " ".join(f"{one:.1f},{two:.1f}" for one, two in placed)
         parts.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='1.5'/>")
@@ -94,13 +97,12 @@ def plots(results: Results, plan: SplitPlan) -> Iterator[tuple[str, str, str]]:
 def _drawn(
     name: str, title: str, x: str, lines: Mapping[str, list[tuple[float, Spread]]], *, log_x: bool = False
 ) -> Iterator[tuple[str, str, str]]:
-    shown = {label: points for label, points in lines.items() if points}
-    if not shown:
+    points = [point for line in lines.values() for point in line]
+    if not points:
         return
-    points = [point for line in shown.values() for point in line]
     x_axis = Axis(x, [at for at, _ in points], log_x)
     y_axis = Axis("", [spread.high for _, spread in points])
-    yield name, title, line_plot(title, x_axis, y_axis, shown)
+    yield name, title, line_plot(title, x_axis, y_axis, lines)
 
 
 def _points(pairs: Iterable[tuple[Spread | None, Spread | None]]) -> list[tuple[float, Spread]]:

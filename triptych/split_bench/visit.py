@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from triptych.cluster.child import Print
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.load_test.client import Sample, ask, closed_loop, open_loop, poisson_times
@@ -78,7 +78,7 @@ async def visit(bench: SplitBench, setup: Setup, number: int) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None, limits=limits) as http:
             requests = Requests(bench.model, bench.plan.output_tokens, number)
-            await service.unless_lost(_Visit(bench, setup, requests, http).run(ready))
+            await unless_lost(service.lost, _Visit(bench, setup, requests, http).run(ready))
 
 
 @dataclass
