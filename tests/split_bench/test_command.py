@@ -71,6 +71,18 @@ def test_a_small_run_fills_its_tables(capsys: pytest.CaptureFixture[str], tmp_pa
     assert ("## What is missing" in page.read_text()) == missing
 
 
+def test_a_service_that_cannot_start_is_a_reason_in_its_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, data = tmp_path / "split.md", tmp_path / "split.json"
+    flags = ["--quick", "--rounds", "1", "--topologies", "1EPD", "--start-timeout", "0.01"]
+    code, _, _ = said(capsys, "demo", *flags, "--tables", "first-use", "--report", str(page), "--json", str(data))
+    assert code == 1
+    (table,) = json.loads(data.read_text())["tables"]
+    assert [row["missing"] for row in table["rows"]] == ["round 1: the instances weren't ready within 0.01 s"] * 2
+    assert "(picture · 1EPD; text · 1EPD)" in page.read_text()
+
+
 @pytest.mark.slow
 def test_a_quick_run_leaves_no_cell_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, data = tmp_path / "split.md", tmp_path / "split.json"
