@@ -104,10 +104,11 @@ async def closed_loop(http: httpx.AsyncClient, bodies: Sequence[bytes], concurre
 async def open_loop(http: httpx.AsyncClient, bodies: Sequence[bytes], times: Sequence[float]) -> list[Sample]:
     """Send each request at its time, in seconds from now, whether or not earlier ones are done."""
     began, running = time.perf_counter(), []
-    for body, at in zip(bodies, times, strict=True):
-        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        running.append(asyncio.create_task(ask(http, body)))
-    return list(await asyncio.gather(*running))
+    async with asyncio.TaskGroup() as group:  # a caller that is cancelled leaves no request behind
+        for body, at in zip(bodies, times, strict=True):
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            running.append(group.create_task(ask(http, body)))
+    return [one.result() for one in running]
 
 
 def poisson_times(rate: float, count: int, seed: int) -> list[float]:

@@ -198,6 +198,8 @@ class _Visit:
 
     def _usage(self) -> dict[str, ProcessUsage]:
         pids = named_children(os.getpid())
+        if gone := [name for name in self.setup.processes if name not in pids and name != CLIENT]:
+            raise StartError(f"process {gone[0]} has ended")
         found = {name: usage(pids[name]) for name in self.setup.processes if name != CLIENT}
         return {CLIENT: usage(os.getpid(), alone=True), **found}
 
