@@ -15,7 +15,8 @@ def run_split(bench: SplitBench, sizes: TransferSizes | None, show: Show, done: 
     its rows, and the rest is measured."""
     rounds = bench.plan.rounds
     for number in range(rounds):
-        for setup in bench.plan.setups:
+        # every other round backwards, so that a machine that slows down doesn't favour the first
+        for setup in bench.plan.setups[:: -1 if number % 2 else 1]:
             show(f"round {number + 1} of {rounds}: {setup}")
             try:
                 asyncio.run(visit(bench, setup, number))

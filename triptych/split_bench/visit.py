@@ -1,6 +1,7 @@
 """One service under all loads of a round."""
 
 import asyncio
+import math
 import os
 import statistics
 import time
@@ -27,7 +28,7 @@ from triptych.split_bench.loads import (
     stage_ms,
     throughput,
 )
-from triptych.split_bench.plan import ALONE, CLIENT, PICTURES, Mix, Setup, SplitPlan
+from triptych.split_bench.plan import ALONE, CLIENT, PICTURES, Mix, Setup, Size, SplitPlan
 from triptych.split_bench.tables import NEW, OFF, ON, REPEATED, rows_of
 from triptych.topology import Topology
 
@@ -90,6 +91,8 @@ class _Visit:
 
     def __post_init__(self) -> None:
         self._plan, self._results, self._topology = self.bench.plan, self.bench.results, self.setup.topology
+        self._too_large = math.inf
+        """Pixels of a request that took too long."""
 
     async def run(self, ready: float) -> None:
         """Measure all that the setup's rows need. ``ready`` is after how many seconds the service was. Raises
@@ -109,15 +112,15 @@ class _Visit:
         if self._measures("cache"):
             await self._within("cache", self._cache())
         if self._measures("images"):
-            await self._within("images", self._images())
+            await self._images()
 
     def _measures(self, name: str) -> bool:
         table = self._results.table(name)
         return table is not None and bool(rows_of(table, self.setup))
 
-    async def _within(self, name: str, work: Awaitable[None]) -> None:
-        """Do the work, or record in the rows of its table that it took too long. Raises StartError where there is no
-        table, since nothing else can be measured then."""
+    async def _within(self, name: str, work: Awaitable[None], row: Row | None = None) -> None:
+        """Do the work for a row of a table, or for all of this setup's, or record there that it took too long. Raises
+        StartError where there is no table, since nothing else can be measured then."""
         limit = 60.0 + PATIENCE * self._plan.seconds
         try:
             async with asyncio.timeout(limit):
@@ -126,7 +129,7 @@ class _Visit:
             table = self._results.table(name)
             if table is None:
                 raise StartError(f"the service doesn't answer the first requests within {limit:g} s") from None
-            self._results.fail(f"given up after {limit:g} s", name, rows_of(table, self.setup))
+            self._results.fail(f"given up after {limit:g} s", name, [row] if row else rows_of(table, self.setup))
 
     def _piece(self, piece: int, mix: Mix) -> int:
         return piece + self._plan.mixes.index(mix)
@@ -144,8 +147,8 @@ class _Visit:
         """Let all processes connect and use their memory for the first time. Measure the basis of the loads, if this is
         the first service."""
         concurrency = self._plan.concurrency
-        bodies = self.requests.of(mix, self._piece(WARM_UP, mix), 4 * concurrency + ALONE)
-        alone, warm, timed = bodies[:ALONE], bodies[ALONE : ALONE + 2 * concurrency], bodies[-2 * concurrency :]
+        bodies = self.requests.of(mix, self._piece(WARM_UP, mix), 3 * concurrency + ALONE)
+        alone, warm, timed = bodies[:ALONE], bodies[ALONE : ALONE + concurrency], bodies[-2 * concurrency :]
         samples = await closed_loop(self.http, warm, concurrency)
         if mix.name not in self.bench.bases:
             lonely = await self._one_by_one(alone)
@@ -225,21 +228,24 @@ class _Visit:
             self._record("cache", row, samples, **shown)
 
     async def _images(self) -> None:
-        limit, too_large = SLOW * self._plan.seconds, float("inf")
+        """Measure from the smallest size and count to the largest, unless that would take too long."""
         sizes = [(size, count) for size in self._plan.image_sizes for count in self._plan.image_counts]
         for number, (size, count) in enumerate(sizes):
             row = (str(size), str(count), self._topology)
-            pixels = size.width * size.height * count
-            if pixels >= too_large:
-                self._results.fail(f"not sent, since a smaller request took more than {limit:g} s", "images", [row])
-                continue
-            for repeat in range(2):  # the first one is not counted: memory of this size is used for the first time
-                sample = await ask(self.http, self.requests.images(size, count, IMAGES + 2 * number + repeat))
-                if sample.error or sample.total > limit:
-                    break
-            if sample.total > limit:
-                too_large = pixels
-            times = {}
-            if not sample.error:
-                times = {"tokens": sample.prompt_tokens, "ttft": 1e3 * sample.ttft, "total": 1e3 * sample.total}
-            self._record("images", row, [sample], **times)
+            await self._within("images", self._image(row, size, count, IMAGES + 2 * number), row)
+
+    async def _image(self, row: Row, size: Size, count: int, piece: int) -> None:
+        limit, pixels = SLOW * self._plan.seconds, size.width * size.height * count
+        if pixels >= self._too_large:
+            self._results.fail(f"not sent, since a smaller request took more than {limit:g} s", "images", [row])
+            return
+        for repeat in range(2):  # the first one is not counted: memory of this size is used for the first time
+            sample = await ask(self.http, self.requests.images(size, count, piece + repeat))
+            if sample.error or sample.total > limit:
+                break
+        if sample.total > limit:
+            self._too_large = pixels
+        times = {}
+        if not sample.error:
+            times = {"tokens": sample.prompt_tokens, "ttft": 1e3 * sample.ttft, "total": 1e3 * sample.total}
+        self._record("images", row, [sample], **times)
