@@ -94,7 +94,7 @@ def _images(results: Results, plan: SplitPlan) -> Iterator[str]:
             one, two = (results.spread("images", (size, count, name), "ttft") for name in (first, topology))
             if one is not None and two is not None:
                 said = changed({"time to first token": (one, two, False)})
-                yield f"a request with {count} pictures of {size}, `{topology}` beside `{first}`: {said}."
+                yield f"pictures of {size}, {count} in a request, `{topology}` beside `{first}`: {said}."
                 break
 
 

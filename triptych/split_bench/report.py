@@ -76,7 +76,7 @@ def _page(results: Results, plan: SplitPlan, about: About, drawings: list[str]) 
     yield "\n## What splitting gained or cost here\n"
     yield (
         "Drawn from the figures above. “No difference beyond the spread” is said where the ranges of the rounds "
-        "overlap.\n"
+        "overlap; with few rounds, ranges may also differ by chance.\n"
     )
     yield from (f"- {one[0].upper()}{one[1:]}" for one in findings(results, plan))
     if missing := list(_missing(results)):
