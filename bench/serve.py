@@ -16,13 +16,17 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 import numpy as np
 from PIL import Image
+
+from triptych.load_test import client as load_client
+from triptych.load_test.client import Sample
+
+__all__ = ["Load", "Sample", "ask", "closed_loop", "open_loop", "random_jpeg", "report", "request_body", "run"]
 
 WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", "green", "north", "wheel", "salt")
 
@@ -38,31 +42,6 @@ class Load:
     text_length: int = 128
     output_tokens: int = 32
     words: int = 0
-
-
-@dataclass
-class Sample:
-    """One answer as the client saw it. Times in seconds since the request began; ``token_times`` has one per chunk."""
-
-    token_times: list[float] = field(default_factory=list)
-    tokens: int = 0
-    prompt_tokens: int = 0
-    total: float = 0.0
-    error: str = ""
-    timeline: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def ttft(self) -> float:
-        return self.token_times[0]
-
-    @property
-    def tpot(self) -> float:
-        """Time per output token after the first."""
-        return (self.token_times[-1] - self.token_times[0]) / max(1, self.tokens - 1)
-
-    @property
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
 def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
@@ -94,56 +73,23 @@ def random_jpeg(width: int, height: int, seed: int) -> str:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Sample:
-    """Sends one request and takes note of when each piece of its answer came."""
-    sample = Sample()
-    began = time.perf_counter()
-    try:
-        async with client.stream(
-            "POST", "/v1/chat/completions", json=body, headers={"X-Triptych-Timeline": "true"}
-        ) as response:
-            if response.status_code != httpx.codes.OK:
-                sample.error = f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                return sample
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    _take(sample, json.loads(line.removeprefix("data: ")), time.perf_counter() - began)
-    except httpx.HTTPError as error:
-        sample.error = f"{type(error).__name__}: {error}"
-    sample.total = time.perf_counter() - began
-    if not sample.token_times and not sample.error:
-        sample.error = "no token came"
-    return sample
-
-
-def _take(sample: Sample, chunk: dict[str, Any], now: float) -> None:
-    if "error" in chunk:
-        sample.error = str(chunk["error"])
-    deltas = [choice["delta"] for choice in chunk.get("choices", ())]
-    if any("content" in delta and "role" not in delta for delta in deltas):
-        sample.token_times.append(now)
-    if usage := chunk.get("usage"):
-        sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
-    sample.timeline = chunk.get("timeline", sample.timeline)
+    """Send one request and return its answer."""
+    return await load_client.ask(client, _json(body))
 
 
 async def closed_loop(client: httpx.AsyncClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Sample]:
-    """Keeps ``concurrency`` requests running until all are done."""
-    waiting: Iterator[dict[str, Any]] = iter(bodies)
-
-    async def worker() -> list[Sample]:
-        return [await ask(client, body) for body in waiting]
-
-    return [sample for samples in await asyncio.gather(*(worker() for _ in range(concurrency))) for sample in samples]
+    """Keep ``concurrency`` requests running until all are done."""
+    return await load_client.closed_loop(client, [_json(body) for body in bodies], concurrency)
 
 
 async def open_loop(client: httpx.AsyncClient, bodies: list[dict[str, Any]], rate: float, seed: int) -> list[Sample]:
-    """Starts requests at Poisson times, ``rate`` a second on average."""
-    rng = random.Random(seed)
-    running = []
-    for body in bodies:
-        running.append(asyncio.create_task(ask(client, body)))
-        await asyncio.sleep(rng.expovariate(rate))
-    return list(await asyncio.gather(*running))
+    """Start requests at Poisson times, ``rate`` a second on average."""
+    times = load_client.poisson_times(rate, len(bodies), seed)
+    return await load_client.open_loop(client, [_json(body) for body in bodies], times)
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
 
 
 def report(samples: list[Sample], seconds: float) -> dict[str, Any]:

@@ -11,17 +11,18 @@ import pytest
 from triptych.chaos import report
 from triptych.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder, nothing, signals
 from triptych.chaos.load import End, Kind, Outcome, Question
-from triptych.chaos.measure import compare, percentile
-from triptych.chaos.pictures import picture
+from triptych.chaos.measure import compare
 from triptych.chaos.target import Held, Mark
 from triptych.config import ServeConfig
+from triptych.load_test.client import percentile
+from triptych.load_test.pictures import picture
 from triptych.topology import Topology
 
 FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", nothing, {Kind.PICTURE: 3.0})
 
 
 def outcome(number: int, seconds: float = 1.0, **fields: Any) -> Outcome:
-    made = Outcome(Question(number, Kind.PICTURE), 0.0, End.WHOLE, seconds / 2, seconds, status=200, text=f"a {number}")
+    made = Outcome(Question(number, Kind.PICTURE), 0.0, End.WHOLE, seconds / 2, seconds, text=f"a {number}")
     return replace(made, **fields)
 
 

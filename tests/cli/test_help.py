@@ -46,7 +46,7 @@ def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def test_the_walk_finds_every_command() -> None:
     found = {parser.prog for parser in PARSERS}
     assert {"triptych", *(f"triptych {name}" for name in COMMANDS)} < found
-    assert "triptych bench transfer" in found
+    assert {"triptych bench transfer", "triptych bench split"} < found
 
 
 @EVERY_PARSER
@@ -112,6 +112,12 @@ def test_numbers_have_units() -> None:
         (["trace"], "triptych trace: the following arguments are required: --log"),
         (["bench"], "triptych bench: the following arguments are required: BENCH"),
         (["bench", "fly"], "triptych bench: argument BENCH: invalid choice: 'fly'"),
+        (["bench", "split"], "triptych bench split: the following arguments are required: MODEL, --report"),
+        (["bench", "split", "demo"], "triptych bench split: the following arguments are required: --report"),
+        (
+            ["bench", "split", "demo", "--seconds", "x"],
+            "triptych bench split: argument --seconds: invalid number value",
+        ),
         (["bench", "transfer", "--fabric", "rdma"], "triptych bench transfer: argument --fabric: invalid choice"),
         (["chaos"], "triptych chaos: the following arguments are required: MODEL"),
         (["chaos", "demo", "--requests", "many"], "triptych chaos: argument --requests: invalid int value: 'many'"),

@@ -1,16 +1,16 @@
 """Sends questions to a service over HTTP, many at once, and records what came when."""
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import httpx
 
-from triptych.chaos.pictures import data_url, picture
+from triptych.load_test.client import ErrorAnswer, chunks, text_of
+from triptych.load_test.pictures import picture
+from triptych.load_test.questions import chat_body, content
 
 QUESTION = "What is in the picture?"
 MAX_TOKENS = 32
@@ -54,21 +54,8 @@ class Question:
     def body(self, model: str, salt: str) -> bytes:
         """Return the request's JSON. Every answer has the same length."""
         if self.kind is Kind.PICTURE:
-            url = {"type": "image_url", "image_url": {"url": data_url(picture(self.number))}}
-            content: object = [url, {"type": "text", "text": QUESTION}]
-        else:
-            content = f"What comes after the number {self.number}?"
-        return json.dumps(
-            {
-                "model": model,
-                "messages": [{"role": "user", "content": content}],
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "stream": True,
-                "cache_salt": salt,
-            }
-        ).encode()
+            return chat_body(model, content([picture(self.number)], QUESTION), MAX_TOKENS, salt)
+        return chat_body(model, f"What comes after the number {self.number}?", MAX_TOKENS, salt)
 
 
 @dataclass
@@ -82,8 +69,6 @@ class Outcome:
     ended: float = 0.0
     longest_gap: float = 0.0
     """Seconds between two pieces of the answer, at most."""
-    status: int = 0
-    """0 if no response began."""
     error: str = ""
     """The error's code, or what the client noticed."""
     text: str = ""
@@ -157,27 +142,16 @@ async def _attempts(run: _Run, outcome: Outcome, body: bytes) -> None:
         if not run.settings.retries or outcome.broken >= RETRIES:
             return
         outcome.broken += 1
-        outcome.text, outcome.status, outcome.first_token = "", 0, None
+        outcome.text, outcome.first_token = "", None
         await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
     """Send a request and read its answer. Raises httpx.TransportError when the connection ends first."""
-    headers = {"content-type": "application/json"}
-    async with run.client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
-        outcome.status = response.status_code
-        if response.status_code != httpx.codes.OK:
-            outcome.end, outcome.error = End.ERROR, _code(json.loads(await response.aread()))
-            return
-        last = run.now
-        async for chunk in _chunks(response):
-            if chunk is None:
-                outcome.end, outcome.error = End.WHOLE, ""
-                return
-            if "error" in chunk:
-                outcome.end, outcome.error = End.ERROR, _code(chunk)
-                return
-            if text := "".join(choice["delta"].get("content") or "" for choice in chunk["choices"]):
+    last = run.now
+    try:
+        async for chunk in chunks(run.client, body):
+            if text := text_of(chunk):
                 now = run.now
                 if outcome.first_token is None:
                     outcome.first_token = now
@@ -185,18 +159,7 @@ async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
                     outcome.longest_gap = max(outcome.longest_gap, now - last)
                 last = now
                 outcome.text += text
-    raise httpx.RemoteProtocolError("the stream ended early")
-
-
-async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
-    """Yield the stream's objects, then None if it ends as it must."""
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            yield None
-            return
-        if line:
-            yield json.loads(line.removeprefix("data: "))
-
-
-def _code(body: dict[str, Any]) -> str:
-    return str(body["error"]["code"])
+    except ErrorAnswer as error:
+        outcome.end, outcome.error = End.ERROR, error.code
+        return
+    outcome.end, outcome.error = End.WHOLE, ""

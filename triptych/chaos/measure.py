@@ -20,6 +20,7 @@ from triptych.cluster.child import Print
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.errors import StartError, TriptychError
+from triptych.load_test.client import percentile
 from triptych.topology import Topology
 
 WHOLE_TIMEOUT = 120.0
@@ -56,11 +57,6 @@ class FaultResult:
     def num_allowed(self) -> int:
         """Requests that ended without an answer, as the fault allows."""
         return sum(one.end not in (End.WHOLE, End.LEFT) for one in self.outcomes) - len(self.lost)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the least value that at least that share of the values doesn't exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def compare(fault: Fault, calm: list[Outcome], outcomes: list[Outcome], marks: list[Mark]) -> FaultResult:

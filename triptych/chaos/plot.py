@@ -5,14 +5,18 @@ from html import escape
 
 from triptych.chaos.load import End, Outcome
 from triptych.chaos.target import Mark
+from triptych.load_test.svg import GRID, INK, MARGIN, WIDTH, drawing, legend
 
-WIDTH, MARGIN, TOP = 860, 44, 56
+TOP = 56
 ROW, MAX_ROWS_HEIGHT = 5.0, 640.0
 """Height of a request's line, and of all of them together, at most."""
-FONT = "font-family='system-ui, sans-serif' font-size='12'"
-INK, GRID, WAITING, ANSWERING, FAILED, CALM, MARKED = (
-    "#1f2937", "#e5e7eb", "#cbd5e1", "#4f46e5", "#dc2626", "#16a34a", "#d97706",
-)  # fmt: skip
+WAITING, ANSWERING, FAILED, CALM, MARKED = "#cbd5e1", "#4f46e5", "#dc2626", "#16a34a", "#d97706"
+LEGEND = (
+    (WAITING, "until the first token"),
+    (ANSWERING, "until the end"),
+    (FAILED, "ended without an answer"),
+    (CALM, "ends without the fault"),
+)
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 """Seconds between two ticks of the time axis."""
 MAX_TICKS = 12
@@ -28,7 +32,7 @@ def latency_plot(title: str, calm: Iterable[Outcome], outcomes: Sequence[Outcome
     height = round(TOP + row * len(shown) + 40)
     scale = (WIDTH - 2 * MARGIN) / seconds
     step = next((tick for tick in TICKS if seconds / tick <= MAX_TICKS), TICKS[-1])
-    parts = [*_axis(seconds, step, scale, height), *_legend(title)]
+    parts = [*_axis(seconds, step, scale, height), *legend(LEGEND)]
     for index, one in enumerate(shown):
         parts += _request(one, TOP + row * index, scale, 0.8 * row)
     points = " ".join(
@@ -37,12 +41,7 @@ def latency_plot(title: str, calm: Iterable[Outcome], outcomes: Sequence[Outcome
     )
     parts.append(f"<polyline points='{points}' fill='none' stroke='{CALM}' stroke-width='1.5'/>")
     parts += _marks(marks, scale, seconds, height)
-    body = "\n".join(parts)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' "
-        f"{FONT} role='img' aria-label='{escape(title, quote=True)}'>\n<rect width='{WIDTH}' height='{height}' rx='8' "
-        f"fill='#ffffff'/>\n{body}\n</svg>\n"
-    )
+    return drawing(title, height, parts)
 
 
 def _request(one: Outcome, y: float, scale: float, height: float) -> Iterator[str]:
@@ -67,17 +66,3 @@ def _axis(seconds: float, step: float, scale: float, height: int) -> Iterator[st
         x = MARGIN + number * step * scale
         yield f"<line x1='{x:.1f}' y1='{TOP}' x2='{x:.1f}' y2='{height - 34}' stroke='{GRID}'/>"
         yield f"<text x='{x:.1f}' y='{height - 18}' text-anchor='middle' fill='{INK}'>{number * step:g} s</text>"
-
-
-def _legend(title: str) -> Iterator[str]:
-    yield f"<text x='{MARGIN}' y='22' font-weight='600' fill='{INK}'>{escape(title)}</text>"
-    x = MARGIN
-    for colour, meaning in (
-        (WAITING, "until the first token"),
-        (ANSWERING, "until the end"),
-        (FAILED, "ended without an answer"),
-        (CALM, "ends without the fault"),
-    ):
-        yield f"<rect x='{x}' y='34' width='14' height='8' fill='{colour}'/>"
-        yield f"<text x='{x + 18}' y='43' fill='{INK}'>{meaning}</text>"
-        x += 34 + 7 * len(meaning)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from triptych.chaos.load import Kind
-from triptych.chaos.measure import FaultResult, percentile
+from triptych.chaos.measure import FaultResult
 from triptych.chaos.plot import latency_plot
+from triptych.load_test.client import percentile
 
 HEADINGS = (
     "fault", "topology", "requests", "lost", "wrong", "allowed to fail", "p99 (s)", "added p99 (s)", "limit (s)",

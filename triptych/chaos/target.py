@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import StartError
+from triptych.load_test.processes import descendants, named_children
 from triptych.observe.metrics import PREFIX
 
 SUPERVISOR = "serve"
@@ -62,7 +63,7 @@ class Target:
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to the process of that name. Raises StartError when there is none."""
-        pid = _named_children(self.supervisor).get(name)
+        pid = named_children(self.supervisor).get(name)
         if pid is None:
             raise StartError(f"no process {name} runs that could be sent {number.name}")
         self.mark(f"{number.name} {name}")
@@ -86,11 +87,11 @@ class Target:
     @property
     def ending(self) -> list[str]:
         """The processes that a signal must end and that still run, by name."""
-        return [name for name, pid in _named_children(self.supervisor).items() if pid in self._ending]
+        return [name for name, pid in named_children(self.supervisor).items() if pid in self._ending]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the running processes that consist of this prefix and a number, or nothing else."""
-        names = sorted(_named_children(self.supervisor))
+        names = sorted(named_children(self.supervisor))
         return [name for name in names if name.startswith(prefix) and not name.removeprefix(prefix).strip("0123456789")]
 
 
@@ -135,7 +136,7 @@ async def _busy(url: str) -> dict[str, float]:
 
 def _counts(supervisor: int) -> dict[str, int]:
     found = {"names in /dev/shm": len(list(_SHARED_MEMORY.iterdir()))}
-    named = {SUPERVISOR: supervisor} | _named_children(supervisor)
+    named = {SUPERVISOR: supervisor} | named_children(supervisor)
     for name, pid in named.items():
         try:
             links = [_link(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
@@ -145,7 +146,7 @@ def _counts(supervisor: int) -> dict[str, int]:
         links = [link for link in links if link]
         sockets = sum(link.startswith("socket:") for link in links)
         found |= {f"sockets of {name}": sockets, f"files of {name}": len(links) - sockets}
-        found |= {f"shared memory of {name}": maps, f"processes of {name}": len(_descendants(pid))}
+        found |= {f"shared memory of {name}": maps, f"processes of {name}": len(descendants(pid))}
     return found
 
 
@@ -154,36 +155,3 @@ def _link(path: Path) -> str:
         return os.readlink(path)
     except OSError:  # it has just been closed
         return ""
-
-
-def _named_children(supervisor: int) -> dict[str, int]:
-    """Return the process ids of a supervisor's children by the names that it gave them."""
-    found = {}
-    for pid in _children().get(supervisor, ()):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "--name" in words:
-            found[words[words.index("--name") + 1]] = pid
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    children, found = _children(), [pid]
-    for one in found:
-        found += children.get(one, ())
-    return found[1:]
-
-
-def _children() -> dict[int, list[int]]:
-    """Return the children of all processes that haven't ended."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent, *_ = (path / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if state != "Z":
-            found[int(parent)].append(int(path.name))
-    return found

@@ -1,56 +1,22 @@
-"""``triptych bench``: reproduces measurements of the documentation on this machine."""
+"""``triptych bench``: measurements of the documentation, on this machine and with this machine's models."""
 
 import argparse
-import json
-from pathlib import Path
 
-from rich.console import Console
+from triptych.cli import bench_split, bench_transfer
 
-from triptych.errors import StartError
-from triptych.transfer_bench import report
-from triptych.transfer_bench.measure import FABRICS, FULL, QUICK, measure
+SUMMARY = "measure transfers between processes, or one process beside split ones, on this machine"
 
-SUMMARY = "measure how fast embedding rows are transferred between processes on this machine"
+BENCHES = {"transfer": bench_transfer, "split": bench_split}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    transfer = benches.add_parser("transfer", help=SUMMARY, description=SUMMARY, allow_abbrev=False)
-    transfer.usage = "%(prog)s [OPTIONS]"
-    transfer.set_defaults(parser=transfer)
-    transfer.add_argument(
-        "--fabric",
-        nargs="+",
-        choices=FABRICS,
-        default=[],
-        metavar="FABRIC",
-        help=f"fabrics to measure, of {', '.join(FABRICS)} (default: all that are installed)",
-    )
-    transfer.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path(),
-        help="folder for transfer.json and transfer.png (default: the working directory)",
-    )
-    transfer.add_argument("--quick", action="store_true", help="small payloads and few repeats: takes about 30 seconds")
+    for name, module in BENCHES.items():
+        bench = benches.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False)
+        bench.set_defaults(parser=bench)
+        module.add_arguments(bench)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = Console()
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartError(f"--out {arguments.out}: {error.strerror}") from None
-    results = measure(arguments.fabric, QUICK if arguments.quick else FULL, console.print)
-    for table in report.tables(results):
-        console.print(table)
-    written = arguments.out / "transfer.json"
-    written.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"wrote {written}")
-    picture = arguments.out / "transfer.png"
-    if report.plot(results, picture):
-        console.print(f"wrote {picture}")
-    else:
-        console.print("no plot without matplotlib: pip install '.[bench]' in a checkout", markup=False)
-    return 0
+    code: int = BENCHES[arguments.bench].run(arguments)
+    return code

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
-from triptych.cli.starting import started, unless_lost
-from triptych.cluster.service import LocalService
+from triptych.cli.starting import started
+from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
 from triptych.errors import ConfigError
@@ -76,4 +76,4 @@ async def _ask(service: LocalService, entry: dict[str, Any], console: Console) -
     console.print(f"\n[bold]{', '.join(entry['pictures'])}[/]: {entry['question']}")
     pictures = [PICTURES_DIR / name for name in entry["pictures"]]
     body = request_body(flags.DEMO, pictures, entry["question"])
-    return await unless_lost(service, show_answer(service.url, body, console))
+    return await unless_lost(service.lost, show_answer(service.url, body, console))

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
-from triptych.cli.starting import started, unless_lost
+from triptych.cli.starting import started
+from triptych.cluster.service import unless_lost
 from triptych.config import ServeConfig
 from triptych.errors import ConfigError
 from triptych.topology import Topology
@@ -51,5 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
 async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:
     console = Console(stderr=True)
     async with started(config, topology, console, verbose) as service:
-        answer = await unless_lost(service, show_answer(service.url, body, console))
+        answer = await unless_lost(service.lost, show_answer(service.url, body, console))
         return 1 if answer is None else 0

@@ -1,11 +1,9 @@
 """Starts a service for a command that sends requests to it, and shows the logs when that fails."""
 
-import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -14,8 +12,6 @@ from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
-
-T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -39,17 +35,6 @@ async def started(
                 _print_error(line)
             raise
         yield service
-
-
-async def unless_lost(service: LocalService, work: Coroutine[Any, Any, T]) -> T:
-    """Return the work's result. Raises StartError, with an explanation, when an instance ends before."""
-    working = asyncio.ensure_future(work)
-    first: set[asyncio.Future[Any]] = {working, service.lost}
-    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-    if not working.done():
-        working.cancel()
-        raise service.lost.result()
-    return await working
 
 
 def _print_error(line: str) -> None:

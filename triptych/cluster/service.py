@@ -5,11 +5,11 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
@@ -27,6 +27,8 @@ from triptych.server.http_socket import host_port_of, listen, listen_all, reserv
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Topology
 
+T = TypeVar("T")
+
 LAST_RESPONSES = 3.0
 """Seconds that a frontend may take to end, after its drain."""
 REPORT_SECONDS = 0.02
@@ -41,6 +43,20 @@ def check_roles(model: Path, topology: Topology) -> None:
             f"topology {topology} has instances that encode ({encoding[0]}), and {model} is a text-only model: "
             "try 1PD or 1P1D"
         )
+
+
+async def unless_lost(lost: asyncio.Future[ChildFailed], work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's result, or raise what ``LocalService.lost`` holds when the service is lost before."""
+    working = asyncio.ensure_future(work)
+    first: set[asyncio.Future[Any]] = {working, lost}
+    try:
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not working.done():
+            working.cancel()
+    if not working.done():
+        raise lost.result()
+    return await working
 
 
 class LocalService:

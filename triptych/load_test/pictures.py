@@ -1,4 +1,4 @@
-"""Draws pictures of which each is unique, without an imaging library."""
+"""Draws pictures of which each is unique, without an imaging library. Sizes are in pixels."""
 
 import base64
 import random
@@ -10,19 +10,18 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 448, 384
 COLOURS = ((220, 35, 35), (245, 215, 25), (40, 160, 60), (35, 85, 215), (135, 50, 165), (20, 20, 20))
-SHAPE_RADIUS = 52
-"""Pixels from a shape's centre to its edge."""
 
 
-def picture(seed: int) -> bytes:
+def picture(seed: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
     """Return a PNG file with some coloured discs and squares on a light background, at random by ``seed``."""
     rng = random.Random(seed)
-    pixels = np.full((HEIGHT, WIDTH, 3), 235 + seed % 20, dtype=np.uint8)
-    rows, columns = np.ogrid[:HEIGHT, :WIDTH]
+    pixels = np.full((height, width, 3), 235 + seed % 20, dtype=np.uint8)
+    rows, columns = np.ogrid[:height, :width]
+    radius = 2 * min(width, height) // 15
     for place in rng.sample(range(9), rng.randint(1, 4)):
-        x, y = WIDTH * (1 + 2 * (place % 3)) // 6, HEIGHT * (1 + 2 * (place // 3)) // 6
+        x, y = width * (1 + 2 * (place % 3)) // 6, height * (1 + 2 * (place // 3)) // 6
         far_x, far_y = np.abs(columns - x), np.abs(rows - y)
-        disc, square = far_x**2 + far_y**2 < SHAPE_RADIUS**2, np.maximum(far_x, far_y) < SHAPE_RADIUS
+        disc, square = far_x**2 + far_y**2 < radius**2, np.maximum(far_x, far_y) < radius
         pixels[disc if rng.random() < 0.5 else square] = rng.choice(COLOURS)
     pixels[0, :4] = np.frombuffer(struct.pack(">3L", seed, seed, seed), np.uint8).reshape(4, 3)  # no two are equal
     return _png(pixels)
