@@ -20,7 +20,7 @@ SOURCES = Path(__file__).with_name("kernels") / "cpu"
 COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
 # what every processor of the kind can do: a compiler's own default may be more
 BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
-TIMEOUT = 60
+TIMEOUT = 300
 """Seconds after which compiling a file is aborted."""
 SEAL_BYTES = 32
 
