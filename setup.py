@@ -44,6 +44,10 @@ class BuildPy(build_py):
 class BdistWheel(bdist_wheel):
     """Names the platform if there are kernels. They are for any Python."""
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.kernels: list[Path] = []  # an editable installation never runs this command
+
     def run(self) -> None:
         self.run_command("build")
         self.kernels = sorted(self.get_finalized_command("build_py").prebuilt().glob("*.so"))
