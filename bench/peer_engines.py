@@ -158,6 +158,7 @@ async def make_gguf(folder: Path, model: Path, files: Path, formats: Sequence[st
         if target.exists() and target.stat().st_mtime >= made:
             continue
         partial = files / f"{name}.partial.gguf"
+        command: list[str | Path]
         if name in {"mmproj", "F16"}:
             command = [folder / "convert", model, partial, *(["--mmproj"] if name == "mmproj" else [])]
         else:
