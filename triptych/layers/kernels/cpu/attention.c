@@ -1,5 +1,5 @@
 /* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may be in
- * half precision: keys and values, including the new ones, are then rounded before they are used.
+ * half precision or int8 (kv_format.h): keys and values, including the new ones, are then rounded before they are used.
  *
  * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
  * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
@@ -15,6 +15,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "kv_format.h"
 #include "vectors.h"
 
 #define MAX_GROUP 16      /* query heads per kv head */
@@ -28,6 +29,14 @@
 #define TILE 64           /* keys that are scored before their values are summed */
 #define TOGETHER 8        /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
 #define LINE 64           /* bytes of a cache line */
+
+/* Calls a function with the cache's format as its last argument, a constant in each call. */
+#define IN_FORMAT(function, ...) \
+    switch (step->format) { \
+    case KV_FLOAT: function(__VA_ARGS__, KV_FLOAT); break; \
+    case KV_HALF: function(__VA_ARGS__, KV_HALF); break; \
+    default: function(__VA_ARGS__, KV_INT8); \
+    }
 
 #ifdef __AVX512BF16__
 const int attention_has_bf16 = 1;
@@ -82,40 +91,37 @@ inlined void multiply_all(float *sums, const floats *shrink, const float *scalar
     }
 }
 
-inlined int64_t bytes_of(int64_t elements, const int is_half) {
-    return elements * (is_half ? sizeof(uint16_t) : sizeof(float));
-}
-
 /* Address of a head within the first token's keys or values. */
-inlined const char *from_head(const void *cache, int64_t head, const Step *step, const int is_half) {
-    return (const char *)cache + bytes_of(head * step->dim, is_half);
+inlined const char *from_head(const void *cache, int64_t head, const Step *step, const int format) {
+    return (const char *)cache + head * head_bytes(step->dim, format);
 }
 
-inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step, const int is_half) {
+inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step) {
     uint32_t at = key, page_size = step->page_size; /* fewer bits are divided faster */
     int64_t slot = pages[at / page_size] * page_size + at % page_size;
-    return cache + bytes_of(slot * step->cache_stride, is_half);
+    return cache + slot * step->cache_stride;
 }
 
 /* Prefetches one kv head's keys, or values, from ``start`` to ``end``. Heads are interleaved in the cache, so rows may be
  * on different memory pages, where hardware prefetchers stop. */
 inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step,
-                      const int is_half) {
+                      const int format) {
     for (int64_t key = start; key < end; key++) {
-        const char *row = row_of(cache, pages, key, step, is_half);
-        for (int64_t i = 0; i < bytes_of(step->dim, is_half); i += LINE) __builtin_prefetch(row + i, 0, 2);
+        const char *row = row_of(cache, pages, key, step);
+        for (int64_t i = 0; i < head_bytes(step->dim, format); i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
 /* Copies them to consecutive rows: at their own addresses they would evict each other from the CPU's caches. */
 inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
-                    const Step *step, const int is_half) {
+                    const Step *step, const int format) {
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(cache, pages, start + key, step, is_half);
-        if (!is_half) memcpy(rows + key * dim, row, dim * sizeof(float));
+        const char *row = row_of(cache, pages, start + key, step);
+        float scale = stored_scale(row, dim, format);
+        if (format == KV_FLOAT) memcpy(rows + key * dim, row, dim * sizeof(float));
         else for (int64_t i = 0; i < dim; i += LANES)
-            store(rows + key * dim + i, load_half((const uint16_t *)row + i, dim - i), dim - i);
+            store(rows + key * dim + i, load_stored(row, i, dim, format) * scale, dim - i);
     }
 }
 
@@ -149,14 +155,15 @@ inlined floats brief_exponential(floats x) {
 
 /* As ``gather``, with pairs of dimensions: [count, dim / 2]. */
 inlined void gather_keys(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
-                         const Step *step, const int is_half) {
+                         const Step *step, const int format) {
 #ifdef __AVX512BF16__
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(cache, pages, start + key, step, is_half);
+        const char *row = row_of(cache, pages, start + key, step);
+        float scale = stored_scale(row, dim, format);
         uint16_t *to = (uint16_t *)rows + key * dim;
         for (int64_t i = 0; i < dim; i += LANES) {
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)load_any(row, i, dim - i, is_half));
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)(load_stored(row, i, dim, format) * scale));
             memcpy(to + i, &rounded, least(LANES, dim - i) * sizeof(uint16_t));
         }
     }
@@ -165,14 +172,16 @@ inlined void gather_keys(float *rows, const char *cache, const int64_t *pages, i
 
 /* As ``gather``, with pairs of keys: [count / 2, dim]. The last pair of an odd number of keys has a zero. */
 inlined void gather_values(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
-                           const Step *step, const int is_half) {
+                           const Step *step, const int format) {
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key += 2) {
-        const char *first = row_of(cache, pages, start + key, step, is_half);
-        const char *second = key + 1 < count ? row_of(cache, pages, start + key + 1, step, is_half) : NULL;
+        const char *first = row_of(cache, pages, start + key, step);
+        const char *second = key + 1 < count ? row_of(cache, pages, start + key + 1, step) : NULL;
+        float scale = stored_scale(first, dim, format), other_scale = second ? stored_scale(second, dim, format) : 0;
         for (int64_t i = 0; i < dim; i += LANES) {
-            floats other = second ? load_any(second, i, dim - i, is_half) : (floats){};
-            store(rows + key / 2 * dim + i, paired(load_any(first, i, dim - i, is_half), other), dim - i);
+            floats one = load_stored(first, i, dim, format) * scale;
+            floats other = second ? load_stored(second, i, dim, format) * other_scale : (floats){};
+            store(rows + key / 2 * dim + i, paired(one, other), dim - i);
         }
     }
 }
@@ -281,30 +290,30 @@ inlined int64_t keys_for(const Tile *tile, int64_t start) {
 /* Attends from consecutive tiles of a sequence, for which keys and values are gathered once; uses the first ``halves``
  * halves of their rows. */
 inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
-                          const int halves, const int is_half, const int in_pairs) {
+                          const int halves, const int in_pairs, const int format) {
     float gathered[TILE * MAX_DIM];
     int64_t dim = step->dim, depth = in_pairs ? dim / 2 : dim, end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    const char *keys = from_head(step->keys, kv_head, step, is_half);
-    const char *values = from_head(step->values, kv_head, step, is_half);
+    const char *keys = from_head(step->keys, kv_head, step, format);
+    const char *values = from_head(step->values, kv_head, step, format);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
-        if (in_pairs) gather_keys(gathered, keys, pages, start, all, step, is_half);
-        else gather(gathered, keys, pages, start, all, step, is_half);
+        if (in_pairs) gather_keys(gathered, keys, pages, start, all, step, format);
+        else gather(gathered, keys, pages, start, all, step, format);
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
             for (int64_t key = 0, some; key < count; key += some) {
                 some = least(BLOCK, count - key);
                 int64_t done = which * all + key;
-                prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step, is_half);
+                prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step, format);
                 multiply_all(tile->scores + key * ROWS, NULL, gathered + key * depth, depth, 1, tile->queries, depth,
                              some, halves, in_pairs);
             }
             if (count) weigh_tile(tile, step, start, count, halves, in_pairs);
         }
-        if (in_pairs) gather_values(gathered, values, pages, start, all, step, is_half);
-        else gather(gathered, values, pages, start, all, step, is_half);
+        if (in_pairs) gather_values(gathered, values, pages, start, all, step, format);
+        else gather(gathered, values, pages, start, all, step, format);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
@@ -313,7 +322,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
                 some = least(BLOCK, dim - i);
                 int64_t done = which * dim + i, whole = num_tiles * dim;
                 prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step,
-                         is_half);
+                         format);
                 multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores,
                              in_pairs ? (count + 1) / 2 : count, some, halves, in_pairs);
             }
@@ -328,11 +337,9 @@ inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles
     for (int64_t which = 0; which < num_tiles; which++)
         begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head, in_pairs);
     if (num_tiles * tiles->tokens * group <= LANES) {
-        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 1, in_pairs);
-        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, 0, in_pairs);
+        IN_FORMAT(attend_tiles, tiles, num_tiles, step, sequence, kv_head, 1, in_pairs);
     } else {
-        if (step->is_half) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 1, in_pairs);
-        else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, 0, in_pairs);
+        IN_FORMAT(attend_tiles, tiles, num_tiles, step, sequence, kv_head, 2, in_pairs);
     }
     for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
 }
@@ -368,22 +375,22 @@ typedef struct {
 
 /* Computes the scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, in memory order. */
 inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
-                        int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
+                        int64_t first_head, int64_t num_heads, const int64_t dim, const int format) {
     int64_t group = step->heads / step->kv_heads;
     const float *query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim;
-    const char *keys = from_head(step->keys, first_head / group, step, is_half);
+    const char *keys = from_head(step->keys, first_head / group, step, format);
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(keys, pages, start + key, step, is_half);
-        const char *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step, is_half);
-        for (int64_t i = 0; i < bytes_of(num_heads / group * dim, is_half); i += LINE) __builtin_prefetch(later + i);
+        const char *row = row_of(keys, pages, start + key, step);
+        const char *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step);
+        for (int64_t i = 0; i < num_heads / group * head_bytes(dim, format); i += LINE) __builtin_prefetch(later + i);
         for (int64_t head = 0; head < num_heads; head++) {
             const float *own = query + head * dim;
-            int64_t other = head / group * dim;
+            const char *stored = row + head / group * head_bytes(dim, format);
             floats score = {};
             for (int64_t i = 0; i < dim; i += LANES)
-                score += load(own + i, dim - i) * load_any(row, other + i, dim - i, is_half);
-            scores[head][key] = sum_of(score) * step->scale;
+                score += load(own + i, dim - i) * load_stored(stored, i, dim, format);
+            scores[head][key] = sum_of(score) * step->scale * stored_scale(stored, dim, format);
         }
     }
 }
@@ -407,25 +414,29 @@ inlined void weigh(float *scores, int64_t count, float *maximum, float *total, f
 
 /* Adds the weighted values, AHEAD rows at a time. */
 inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
-                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int is_half) {
+                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int format) {
     int64_t group = step->heads / step->kv_heads;
-    const char *values = from_head(step->values, first_head / group, step, is_half);
+    const char *values = from_head(step->values, first_head / group, step, format);
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     for (int64_t key = 0; key < count; key += AHEAD) {
         const char *rows[AHEAD], *later[AHEAD];
         for (int64_t i = 0; i < AHEAD; i++) {
             /* rows after the last repeat it; their weight is practically 0 */
-            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step, is_half);
-            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step, is_half);
+            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step);
+            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step);
         }
         for (int64_t kv_head = 0; kv_head < num_heads / group; kv_head++) {
-            int64_t from = bytes_of(kv_head * dim, is_half), to = bytes_of((kv_head + 1) * dim, is_half);
-            for (int64_t i = 0; i < AHEAD; i++)
+            int64_t from = kv_head * head_bytes(dim, format), to = from + head_bytes(dim, format);
+            for (int64_t i = 0; i < AHEAD; i++) {
                 for (int64_t at = from; at < to; at += LINE) __builtin_prefetch(later[i] + at);
+                if (format != KV_INT8) continue;
+                float scale = stored_scale(rows[i] + from, dim, format);
+                for (int64_t one = 0; one < group; one++) scores[kv_head * group + one][key + i] *= scale;
+            }
             for (int64_t at = 0; at < dim; at += LANES) {
                 floats value[AHEAD];
                 for (int64_t i = 0; i < AHEAD; i++)
-                    value[i] = load_any(rows[i], kv_head * dim + at, dim - at, is_half);
+                    value[i] = load_stored(rows[i] + from, at, dim, format);
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
                     floats sum = load(sums + head * dim + at, dim - at);
                     for (int64_t i = 0; i < AHEAD; i++) sum += scores[head][key + i] * value[i];
@@ -437,7 +448,7 @@ inlined void add_values(float *sums, float scores[][TILE], const Step *step, con
 }
 
 inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
-                         const int64_t dim, const int is_half) {
+                         const int64_t dim, const int format) {
     float scores[MAX_HEADS][TILE], *sums = parts.sums + first_head * dim;
     for (int64_t head = 0; head < num_heads; head++) {
         parts.maxima[first_head + head] = NEVER;
@@ -446,11 +457,11 @@ inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_
     for (int64_t i = 0; i < num_heads * dim; i++) sums[i] = 0;
     for (int64_t start = span->start; start < span->end; start += TILE) {
         int64_t count = least(TILE, span->end - start);
-        score_keys(scores, step, span, start, count, first_head, num_heads, dim, is_half);
+        score_keys(scores, step, span, start, count, first_head, num_heads, dim, format);
         for (int64_t head = 0; head < num_heads; head++)
             weigh(scores[head], count, parts.maxima + first_head + head, parts.totals + first_head + head,
                   sums + head * dim, dim);
-        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim, is_half);
+        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim, format);
     }
 }
 
@@ -482,15 +493,14 @@ static int64_t find_spans(const Step *step, Span *spans) {
 }
 
 inlined void attend_sized(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
-                          const int is_half) {
-    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128, is_half);
-    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64, is_half);
-    else attend_span(step, span, parts, first_head, num_heads, step->dim, is_half);
+                          const int format) {
+    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128, format);
+    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64, format);
+    else attend_span(step, span, parts, first_head, num_heads, step->dim, format);
 }
 
 static void attend_one(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads) {
-    if (step->is_half) attend_sized(step, span, parts, first_head, num_heads, 1);
-    else attend_sized(step, span, parts, first_head, num_heads, 0);
+    IN_FORMAT(attend_sized, step, span, parts, first_head, num_heads);
 }
 
 /* Combines the results of a sequence's spans, of which ``span`` is the first, for one head. */
@@ -512,23 +522,18 @@ static void add_spans(const Step *step, const Span *span, Parts parts, int64_t h
     }
 }
 
-inlined void write_row(void *cache, int64_t slot, const float *from, const Step *step, const int is_half) {
-    char *to = (char *)cache + bytes_of(slot * step->cache_stride, is_half);
-    int64_t width = step->kv_heads * step->dim;
-    if (!is_half) memcpy(to, from, width * sizeof(float));
-    else for (int64_t i = 0; i < width; i += LANES)
-        store_half((uint16_t *)to + i, load(from + i, width - i), width - i);
+inlined void write_row(void *cache, int64_t slot, const float *from, const Step *step, const int format) {
+    char *to = (char *)cache + slot * step->cache_stride;
+    for (int64_t head = 0; head < step->kv_heads; head++)
+        store_head(to + head * head_bytes(step->dim, format), from + head * step->dim, step->dim, format);
 }
 
-inlined void write_as(const Step *step, int64_t token, const int is_half) {
-    write_row(step->keys, step->slots[token], step->key + token * step->key_stride, step, is_half);
-    write_row(step->values, step->slots[token], step->value + token * step->value_stride, step, is_half);
+inlined void write_as(const Step *step, int64_t token, const int format) {
+    write_row(step->keys, step->slots[token], step->key + token * step->key_stride, step, format);
+    write_row(step->values, step->slots[token], step->value + token * step->value_stride, step, format);
 }
 
-static void write_token(const Step *step, int64_t token) {
-    if (step->is_half) write_as(step, token, 1);
-    else write_as(step, token, 0);
-}
+static void write_token(const Step *step, int64_t token) { IN_FORMAT(write_as, step, token); }
 
 static Parts parts_of(const Step *step, Parts parts, int64_t span) {
     int64_t before = span * step->heads;
