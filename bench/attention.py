@@ -1,4 +1,4 @@
-"""Time of a layer's attention with the compiled kernel and with PyTorch, over KV caches in float32 and float16.
+"""Time of a layer's attention with the compiled kernel and with PyTorch, over KV caches in float32, float16 and int8.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
@@ -24,6 +24,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.layers.attention.compiled import PagedAttention, paged_attention
 from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.attention.kv_format import head_bytes, to_stored
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.transfer_bench.measure import machine
 
@@ -57,7 +58,7 @@ class Step:
 
 STEPS = [
     *(Step(sequences, 1, kv_len) for kv_len in (345, 2_000) for sequences in (1, 8, 16, 64)),
-    Step(1, 1, 16_384),
+    *(Step(1, 1, kv_len) for kv_len in (1_024, 8_192, 32_768)),
     Step(1, 345, 345),
     *(Step(1, new, 2_000) for new in (8, 16, 512)),
 ]
@@ -76,7 +77,8 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
     caches = {dtype: KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, dtype, CPU) for dtype in dtypes}
     for cache in caches.values():
         for layer in (*cache.keys, *cache.values):
-            layer.normal_()
+            random = torch.randn(*layer.shape[:-1], decoder.head_dim)
+            layer.copy_(to_stored(random, layer.dtype))
     widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
     query, key, value = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
 
@@ -110,7 +112,8 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 
 def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's keys and values, each read once."""
-    return step.sequences * step.kv_len * replace(decoder, num_layers=1).kv_bytes(dtype.itemsize)
+    one_layer = replace(decoder, num_layers=1)
+    return step.sequences * step.kv_len * one_layer.kv_bytes(head_bytes(decoder.head_dim, dtype))
 
 
 def main() -> None:
@@ -128,7 +131,7 @@ def main() -> None:
     ways = {
         f"{name}, {dtype}": Way(CpuAttention(by), getattr(torch, dtype))
         for name, by in (("compiled", kernel), ("PyTorch", None))
-        for dtype in ("float32", "float16")
+        for dtype in ("float32", "float16", "int8")
     }
     with torch.inference_mode():
         tower = tower_layer(load_config(options.model)["vision_config"], kernel, options.rounds)

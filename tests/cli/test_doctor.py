@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import load_adapter, make_checkpoint
 from triptych.cli import main
 from triptych.models.registry import identity_of
 
@@ -34,6 +34,15 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert code == 0, checks
     assert {"cores", "memory", "device", "fabric shm", "--port", "--control-port", "open files"} <= checks.keys()
     assert all(line.startswith("ok") for line in checks.values())
+
+
+def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In int8, a byte per value and four per scale."""
+    decoder = load_adapter(folder).decoder_config
+    heads = 2 * decoder.num_layers * decoder.num_kv_heads
+    for dtype, head in (("float16", 2 * decoder.head_dim), ("int8", decoder.head_dim + 4)):
+        _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--kv-cache-dtype", dtype)
+        assert checks["KV cache"] == f"ok {dtype}, {heads * head / 2**10:.1f} KiB per token"
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

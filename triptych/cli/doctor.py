@@ -62,7 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
     console.print(_identity(identity_of(config.model)), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
-    checks = [_tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)), *_checks(config, stages)]
+    checks = [
+        _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
+        _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config)),
+        *_checks(config, stages),
+    ]
     shown = Table("", "what", "found")
     for check in checks:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
@@ -143,6 +147,16 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
     for role in Role:
         decoder.shard(sizes.of(role))
     return f"{sizes.largest} processes at most for each language instance"
+
+
+def _kv_cache(config: ServeConfig, decoder: DecoderConfig) -> str:
+    """Return what a token takes in it. Raises ConfigError for a dtype that the device doesn't support."""
+    from triptych.layers.attention.kv_format import head_bytes
+    from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
+
+    device = find_device(config.engine.device)
+    dtype = kv_dtype(config.engine, device, weight_format(config.engine, device, read_folder(config.model)))
+    return f"{dtype_name(dtype)}, {decoder.kv_bytes(head_bytes(decoder.head_dim, dtype)) / 2**10:.1f} KiB per token"
 
 
 def _keys(config: AuthConfig) -> str:

@@ -72,9 +72,9 @@ class EngineConfig(Settings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "format of keys and values in the KV cache: float16, bfloat16, float32, or int8 with a scale per token and head, "
-        "in about half the memory of float16; auto: float32 with --dtype float32, otherwise float16; on GPUs only auto, "
-        "or the format of activations, which it stands for",
+        "format of keys and values in the KV cache: float16, bfloat16, float32, or int8 (CPUs only) with a scale per "
+        "token and head, in about half the memory of float16; auto: float32 with --dtype float32, otherwise float16; "
+        "on GPUs only auto, or the format of activations, which it stands for",
         choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")

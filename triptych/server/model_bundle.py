@@ -7,8 +7,8 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
 from triptych.errors import CheckpointError
-from triptych.layers.decoder import Decoder
 from triptych.layers.attention.kv_format import stored_dim
+from triptych.layers.decoder import Decoder
 from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device

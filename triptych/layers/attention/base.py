@@ -159,8 +159,8 @@ class AttentionBackend(Protocol):
         """Attend causally from each new token to its own sequence, scaled by ``head_dim ** -0.5``.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are used.
-        Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
+        [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
+        used. Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
         ``window`` tokens, including itself. Returns [T, heads, head_dim] in the query's dtype.
         """
 
