@@ -13,7 +13,7 @@ from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.attention.tables import PagedTables
 
 FORMATS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
-"""The caches' dtypes that the kernel supports, as named in ``kernels/cpu/kv_format.h``."""
+"""The caches' dtypes that the kernel supports, as named in ``kernels/cpu/kv_cache.h``."""
 NO_WINDOW = 2**30
 """More tokens than any context has."""
 

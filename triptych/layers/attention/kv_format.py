@@ -3,7 +3,7 @@
 It is ``head_dim`` elements of the cache's dtype. In int8 it has a scale of its own: the values are divided by their
 largest magnitude / 127 and rounded, and the four bytes of that scale, float32, follow them. Scales beside the values
 keep a page, a token's row and a rank's heads what they are in other dtypes, only with longer heads.
-``kernels/cpu/kv_format.h`` stores the same, to the bit.
+``kernels/cpu/kv_cache.h`` stores the same, to the bit.
 """
 
 import torch

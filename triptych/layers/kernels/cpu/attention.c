@@ -1,5 +1,5 @@
 /* Attention over a paged KV cache, in float32: new tokens read their sequence's history in place. The cache may be in
- * half precision or int8 (kv_format.h): keys and values, including the new ones, are then rounded before they are used.
+ * half precision or int8 (kv_cache.h): keys and values, including the new ones, are then rounded before they are used.
  *
  * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
  * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
@@ -8,35 +8,23 @@
  * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
  * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
  * Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own sequence and on whether it is its
- * sequence's only new token, but not on the rest of the step.
+ * sequence's only new token (single_token.c), but not on the rest of the step.
  * Built by native.py.
  */
 #include <omp.h>
 #include <stdlib.h>
 
 #include "attention.h"
-#include "kv_format.h"
+#include "kv_cache.h"
+#include "single_token.h"
 #include "vectors.h"
 
 #define MAX_GROUP 16      /* query heads per kv head */
 #define MAX_DIM 256       /* values per head */
-#define MAX_HEADS 32      /* query heads of a single token that are processed together */
-#define SPAN 1024         /* keys of a single token that one thread processes */
-#define AHEAD 4           /* rows that are prefetched while others are processed */
-#define NEVER -1e30f      /* a score below all others; finite, so that the difference of two is a number */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
 #define TILE 64           /* keys that are scored before their values are summed */
 #define TOGETHER 8        /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
-#define LINE 64           /* bytes of a cache line */
-
-/* Calls a function with the cache's format as its last argument, a constant in each call. */
-#define IN_FORMAT(function, ...) \
-    switch (step->format) { \
-    case KV_FLOAT: function(__VA_ARGS__, KV_FLOAT); break; \
-    case KV_HALF: function(__VA_ARGS__, KV_HALF); break; \
-    default: function(__VA_ARGS__, KV_INT8); \
-    }
 
 #ifdef __AVX512BF16__
 const int attention_has_bf16 = 1;
@@ -91,24 +79,13 @@ inlined void multiply_all(float *sums, const floats *shrink, const float *scalar
     }
 }
 
-/* Address of a head within the first token's keys or values. */
-inlined const char *from_head(const void *cache, int64_t head, const Step *step, const int format) {
-    return (const char *)cache + head * head_bytes(step->dim, format);
-}
-
-inlined const char *row_of(const char *cache, const int64_t *pages, int64_t key, const Step *step) {
-    uint32_t at = key, page_size = step->page_size; /* fewer bits are divided faster */
-    int64_t slot = pages[at / page_size] * page_size + at % page_size;
-    return cache + slot * step->cache_stride;
-}
-
 /* Prefetches one kv head's keys, or values, from ``start`` to ``end``. Heads are interleaved in the cache, so rows may be
  * on different memory pages, where hardware prefetchers stop. */
-inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step,
-                      const int format) {
+inlined void prefetch(const char *cache, const int64_t *pages, int64_t start, int64_t end, const Step *step) {
+    int64_t bytes = head_bytes(step->dim, step->format);
     for (int64_t key = start; key < end; key++) {
-        const char *row = row_of(cache, pages, key, step);
-        for (int64_t i = 0; i < head_bytes(step->dim, format); i += LINE) __builtin_prefetch(row + i, 0, 2);
+        const char *row = cache + row_of(pages, key, step);
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 }
 
@@ -117,11 +94,11 @@ inlined void gather(float *rows, const char *cache, const int64_t *pages, int64_
                     const Step *step, const int format) {
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(cache, pages, start + key, step);
+        const char *row = cache + row_of(pages, start + key, step);
         float scale = stored_scale(row, dim, format);
         if (format == KV_FLOAT) memcpy(rows + key * dim, row, dim * sizeof(float));
         else for (int64_t i = 0; i < dim; i += LANES)
-            store(rows + key * dim + i, load_stored(row, i, dim, format) * scale, dim - i);
+            store(rows + key * dim + i, load_stored(row, i, dim - i, format) * scale, dim - i);
     }
 }
 
@@ -159,11 +136,11 @@ inlined void gather_keys(float *rows, const char *cache, const int64_t *pages, i
 #ifdef __AVX512BF16__
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(cache, pages, start + key, step);
+        const char *row = cache + row_of(pages, start + key, step);
         float scale = stored_scale(row, dim, format);
         uint16_t *to = (uint16_t *)rows + key * dim;
         for (int64_t i = 0; i < dim; i += LANES) {
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)(load_stored(row, i, dim, format) * scale));
+            __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)(load_stored(row, i, dim - i, format) * scale));
             memcpy(to + i, &rounded, least(LANES, dim - i) * sizeof(uint16_t));
         }
     }
@@ -175,15 +152,30 @@ inlined void gather_values(float *rows, const char *cache, const int64_t *pages,
                            const Step *step, const int format) {
     int64_t dim = step->dim;
     for (int64_t key = 0; key < count; key += 2) {
-        const char *first = row_of(cache, pages, start + key, step);
-        const char *second = key + 1 < count ? row_of(cache, pages, start + key + 1, step) : NULL;
+        const char *first = cache + row_of(pages, start + key, step);
+        const char *second = key + 1 < count ? cache + row_of(pages, start + key + 1, step) : NULL;
         float scale = stored_scale(first, dim, format), other_scale = second ? stored_scale(second, dim, format) : 0;
         for (int64_t i = 0; i < dim; i += LANES) {
-            floats one = load_stored(first, i, dim, format) * scale;
-            floats other = second ? load_stored(second, i, dim, format) * other_scale : (floats){};
+            floats one = load_stored(first, i, dim - i, format) * scale;
+            floats other = second ? load_stored(second, i, dim - i, format) * other_scale : (floats){};
             store(rows + key / 2 * dim + i, paired(one, other), dim - i);
         }
     }
+}
+
+static void gather_as_floats(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
+                             const Step *step) {
+    IN_FORMAT(gather, rows, cache, pages, start, count, step);
+}
+
+static void gather_key_pairs(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
+                             const Step *step) {
+    IN_FORMAT(gather_keys, rows, cache, pages, start, count, step);
+}
+
+static void gather_value_pairs(float *rows, const char *cache, const int64_t *pages, int64_t start, int64_t count,
+                               const Step *step) {
+    IN_FORMAT(gather_values, rows, cache, pages, start, count, step);
 }
 
 /* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
@@ -290,30 +282,29 @@ inlined int64_t keys_for(const Tile *tile, int64_t start) {
 /* Attends from consecutive tiles of a sequence, for which keys and values are gathered once; uses the first ``halves``
  * halves of their rows. */
 inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
-                          const int halves, const int in_pairs, const int format) {
+                          const int halves, const int in_pairs) {
     float gathered[TILE * MAX_DIM];
     int64_t dim = step->dim, depth = in_pairs ? dim / 2 : dim, end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    const char *keys = from_head(step->keys, kv_head, step, format);
-    const char *values = from_head(step->values, kv_head, step, format);
+    const char *keys = from_head(step->keys, kv_head, step), *values = from_head(step->values, kv_head, step);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
-        if (in_pairs) gather_keys(gathered, keys, pages, start, all, step, format);
-        else gather(gathered, keys, pages, start, all, step, format);
+        if (in_pairs) gather_key_pairs(gathered, keys, pages, start, all, step);
+        else gather_as_floats(gathered, keys, pages, start, all, step);
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
             for (int64_t key = 0, some; key < count; key += some) {
                 some = least(BLOCK, count - key);
                 int64_t done = which * all + key;
-                prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step, format);
+                prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step);
                 multiply_all(tile->scores + key * ROWS, NULL, gathered + key * depth, depth, 1, tile->queries, depth,
                              some, halves, in_pairs);
             }
             if (count) weigh_tile(tile, step, start, count, halves, in_pairs);
         }
-        if (in_pairs) gather_values(gathered, values, pages, start, all, step, format);
-        else gather(gathered, values, pages, start, all, step, format);
+        if (in_pairs) gather_value_pairs(gathered, values, pages, start, all, step);
+        else gather_as_floats(gathered, values, pages, start, all, step);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
@@ -321,8 +312,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
             for (int64_t i = 0, some; i < dim && count; i += some) {
                 some = least(BLOCK, dim - i);
                 int64_t done = which * dim + i, whole = num_tiles * dim;
-                prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step,
-                         format);
+                prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step);
                 multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores,
                              in_pairs ? (count + 1) / 2 : count, some, halves, in_pairs);
             }
@@ -336,11 +326,8 @@ inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles
     int64_t group = step->heads / step->kv_heads, sequence = first[0];
     for (int64_t which = 0; which < num_tiles; which++)
         begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head, in_pairs);
-    if (num_tiles * tiles->tokens * group <= LANES) {
-        IN_FORMAT(attend_tiles, tiles, num_tiles, step, sequence, kv_head, 1, in_pairs);
-    } else {
-        IN_FORMAT(attend_tiles, tiles, num_tiles, step, sequence, kv_head, 2, in_pairs);
-    }
+    if (num_tiles * tiles->tokens * group <= LANES) attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, in_pairs);
+    else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, in_pairs);
     for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
 }
 
@@ -362,109 +349,6 @@ static void attend_between(const Step *step, int64_t start, int64_t end, int64_t
     }
 }
 
-/* A range of the keys visible to a single token. The results of its spans are combined at the end. */
-typedef struct {
-    int64_t sequence, start, end;
-} Span;
-
-/* Partial results [heads] of each span: the maximum score, the sum of e^(score - maximum), and the sum of the values with
- * these weights, [heads, dim]. */
-typedef struct {
-    float *maxima, *totals, *sums;
-} Parts;
-
-/* Computes the scores of ``count`` keys from ``start`` on, for the query heads of some kv heads, in memory order. */
-inlined void score_keys(float scores[][TILE], const Step *step, const Span *span, int64_t start, int64_t count,
-                        int64_t first_head, int64_t num_heads, const int64_t dim, const int format) {
-    int64_t group = step->heads / step->kv_heads;
-    const float *query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim;
-    const char *keys = from_head(step->keys, first_head / group, step, format);
-    const int64_t *pages = step->pages + step->page_starts[span->sequence];
-    for (int64_t key = 0; key < count; key++) {
-        const char *row = row_of(keys, pages, start + key, step);
-        const char *later = row_of(keys, pages, least(start + key + AHEAD, span->end - 1), step);
-        for (int64_t i = 0; i < num_heads / group * head_bytes(dim, format); i += LINE) __builtin_prefetch(later + i);
-        for (int64_t head = 0; head < num_heads; head++) {
-            const float *own = query + head * dim;
-            const char *stored = row + head / group * head_bytes(dim, format);
-            floats score = {};
-            for (int64_t i = 0; i < dim; i += LANES)
-                score += load(own + i, dim - i) * load_stored(stored, i, dim, format);
-            scores[head][key] = sum_of(score) * step->scale * stored_scale(stored, dim, format);
-        }
-    }
-}
-
-/* Turns scores into softmax weights, and rescales the previous sums to the new maximum. */
-inlined void weigh(float *scores, int64_t count, float *maximum, float *total, float *sums, const int64_t dim) {
-    floats highest = splat(*maximum), added = {};
-    for (int64_t key = count; key < TILE; key++) scores[key] = NEVER;
-    for (int64_t key = 0; key < count; key += LANES) highest = larger(load(scores + key, LANES), highest);
-    float found = largest_of(highest);
-    for (int64_t key = 0; key < count; key += LANES) {
-        floats weight = exponential(load(scores + key, LANES) - found);
-        store(scores + key, weight, LANES);
-        added += weight;
-    }
-    float shrink = exponential(splat(*maximum - found))[0];
-    *maximum = found;
-    *total = *total * shrink + sum_of(added);
-    for (int64_t i = 0; i < dim; i += LANES) store(sums + i, load(sums + i, dim - i) * shrink, dim - i);
-}
-
-/* Adds the weighted values, AHEAD rows at a time. */
-inlined void add_values(float *sums, float scores[][TILE], const Step *step, const Span *span, int64_t start,
-                        int64_t count, int64_t first_head, int64_t num_heads, const int64_t dim, const int format) {
-    int64_t group = step->heads / step->kv_heads;
-    const char *values = from_head(step->values, first_head / group, step, format);
-    const int64_t *pages = step->pages + step->page_starts[span->sequence];
-    for (int64_t key = 0; key < count; key += AHEAD) {
-        const char *rows[AHEAD], *later[AHEAD];
-        for (int64_t i = 0; i < AHEAD; i++) {
-            /* rows after the last repeat it; their weight is practically 0 */
-            rows[i] = row_of(values, pages, start + least(key + i, count - 1), step);
-            later[i] = row_of(values, pages, least(start + key + i + AHEAD, span->end - 1), step);
-        }
-        for (int64_t kv_head = 0; kv_head < num_heads / group; kv_head++) {
-            int64_t from = kv_head * head_bytes(dim, format), to = from + head_bytes(dim, format);
-            for (int64_t i = 0; i < AHEAD; i++) {
-                for (int64_t at = from; at < to; at += LINE) __builtin_prefetch(later[i] + at);
-                if (format != KV_INT8) continue;
-                float scale = stored_scale(rows[i] + from, dim, format);
-                for (int64_t one = 0; one < group; one++) scores[kv_head * group + one][key + i] *= scale;
-            }
-            for (int64_t at = 0; at < dim; at += LANES) {
-                floats value[AHEAD];
-                for (int64_t i = 0; i < AHEAD; i++)
-                    value[i] = load_stored(rows[i] + from, at, dim, format);
-                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-                    floats sum = load(sums + head * dim + at, dim - at);
-                    for (int64_t i = 0; i < AHEAD; i++) sum += scores[head][key + i] * value[i];
-                    store(sums + head * dim + at, sum, dim - at);
-                }
-            }
-        }
-    }
-}
-
-inlined void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
-                         const int64_t dim, const int format) {
-    float scores[MAX_HEADS][TILE], *sums = parts.sums + first_head * dim;
-    for (int64_t head = 0; head < num_heads; head++) {
-        parts.maxima[first_head + head] = NEVER;
-        parts.totals[first_head + head] = 0;
-    }
-    for (int64_t i = 0; i < num_heads * dim; i++) sums[i] = 0;
-    for (int64_t start = span->start; start < span->end; start += TILE) {
-        int64_t count = least(TILE, span->end - start);
-        score_keys(scores, step, span, start, count, first_head, num_heads, dim, format);
-        for (int64_t head = 0; head < num_heads; head++)
-            weigh(scores[head], count, parts.maxima + first_head + head, parts.totals + first_head + head,
-                  sums + head * dim, dim);
-        add_values(sums, scores, step, span, start, count, first_head, num_heads, dim, format);
-    }
-}
-
 /* Whether all slots and pages exist, and page tables are long enough. */
 static int within(const Step *step) {
     if (step->page_size < 1) return 0;
@@ -481,47 +365,6 @@ static int within(const Step *step) {
     return 1;
 }
 
-/* Writes the spans of all single tokens, in order, unless ``spans`` is NULL; returns their number. */
-static int64_t find_spans(const Step *step, Span *spans) {
-    int64_t count = 0;
-    for (int64_t which = 0; which < step->num_decodes; which++) {
-        int64_t sequence = step->decodes[which], end = step->kv_lens[sequence];
-        for (int64_t start = most(0, end - step->window); start < end; start += SPAN, count++)
-            if (spans) spans[count] = (Span){sequence, start, least(start + SPAN, end)};
-    }
-    return count;
-}
-
-inlined void attend_sized(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads,
-                          const int format) {
-    if (step->dim == 128) attend_span(step, span, parts, first_head, num_heads, 128, format);
-    else if (step->dim == 64) attend_span(step, span, parts, first_head, num_heads, 64, format);
-    else attend_span(step, span, parts, first_head, num_heads, step->dim, format);
-}
-
-static void attend_one(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads) {
-    IN_FORMAT(attend_sized, step, span, parts, first_head, num_heads);
-}
-
-/* Combines the results of a sequence's spans, of which ``span`` is the first, for one head. */
-static void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left) {
-    int64_t heads = step->heads, dim = step->dim, count = 1;
-    while (count < spans_left && span[count].sequence == span->sequence) count++;
-    floats highest = splat(NEVER), total = {};
-    for (int64_t i = 0; i < count; i++) highest = larger(splat(parts.maxima[i * heads + head]), highest);
-    for (int64_t i = 0; i < count; i++)
-        total += exponential(splat(parts.maxima[i * heads + head]) - highest) * parts.totals[i * heads + head];
-    float *output = step->output + (step->query_starts[span->sequence] * heads + head) * dim;
-    for (int64_t at = 0; at < dim; at += LANES) {
-        floats sum = {};
-        for (int64_t i = 0; i < count; i++) {
-            floats share = exponential(splat(parts.maxima[i * heads + head]) - highest);
-            sum += share * load(parts.sums + (i * heads + head) * dim + at, dim - at);
-        }
-        store(output + at, sum / total, dim - at);
-    }
-}
-
 inlined void write_row(void *cache, int64_t slot, const float *from, const Step *step, const int format) {
     char *to = (char *)cache + slot * step->cache_stride;
     for (int64_t head = 0; head < step->kv_heads; head++)
@@ -535,8 +378,8 @@ inlined void write_as(const Step *step, int64_t token, const int format) {
 
 static void write_token(const Step *step, int64_t token) { IN_FORMAT(write_as, step, token); }
 
-static Parts parts_of(const Step *step, Parts parts, int64_t span) {
-    int64_t before = span * step->heads;
+/* The results of a step from the head ``before`` on, counted over all spans. */
+static Parts parts_of(const Step *step, Parts parts, int64_t before) {
     return (Parts){parts.maxima + before, parts.totals + before, parts.sums + before * step->dim};
 }
 
@@ -567,7 +410,8 @@ void attend_together(const Step *step, void *room) {
     for (int64_t task = 0; task < ones + num_groups * kv_heads; task++) {
         if (task < ones) {
             int64_t span = task / shares, kv_head = task % shares * together;
-            attend_one(step, spans + span, parts_of(step, parts, span), kv_head * group,
+            Parts own = parts_of(step, parts, span * step->heads + kv_head * group);
+            attend_span(step, spans + span, own, kv_head * group,
                        least(together, kv_heads - kv_head) * group);
         } else {
             /* the last tiles of a prompt have the most work, so they go first */
@@ -580,7 +424,7 @@ void attend_together(const Step *step, void *room) {
     for (int64_t task = 0; task < num_spans * heads; task++) {
         int64_t span = task / heads;
         if (span > 0 && spans[span - 1].sequence == spans[span].sequence) continue;
-        add_spans(step, spans + span, parts_of(step, parts, span), task % heads, num_spans - span);
+        add_spans(step, spans + span, parts_of(step, parts, span * heads), task % heads, num_spans - span);
     }
 }
 

@@ -1,11 +1,22 @@
-/* How the KV cache stores one token's key, or value, in one head: as floats, as halves, or as int8 with a scale. In int8
- * the head's values are divided by their scale, the largest magnitude / 127, and rounded; the scale follows them. So a
- * head is one run of bytes, and a token of all heads, too. ``layers/attention/kv_format.py`` does the same, to the bit. */
+/* The paged KV cache: where a token's heads are, and how one head's key, or value, is stored: as floats, as halves, or as
+ * int8 with a scale. In int8 the values are divided by their scale, the largest magnitude / 127, and rounded; the scale
+ * follows them. So a head is one run of bytes, and a token of all heads, too. ``layers/attention/kv_format.py`` does the
+ * same, to the bit. */
 #pragma once
+#include "attention.h"
 #include "vectors.h"
 
 enum { KV_FLOAT, KV_HALF, KV_INT8 };
 
+/* Calls a function with the cache's format as its last argument, a constant in each call. */
+#define IN_FORMAT(function, ...) \
+    switch (step->format) { \
+    case KV_FLOAT: function(__VA_ARGS__, KV_FLOAT); break; \
+    case KV_HALF: function(__VA_ARGS__, KV_HALF); break; \
+    default: function(__VA_ARGS__, KV_INT8); \
+    }
+
+#define LINE 64 /* bytes of a cache line */
 #define LARGEST_INT8 127.0f
 #define SMALLEST_MAXIMUM 1e-30f /* 127 divided by it is finite */
 
@@ -16,12 +27,23 @@ inlined int64_t head_bytes(int64_t dim, const int format) {
     return dim * (int64_t)(format == KV_HALF ? sizeof(uint16_t) : sizeof(float));
 }
 
-/* The values from ``place`` on of a head with ``dim`` values, which remain to be multiplied by its scale. */
-inlined floats load_stored(const char *head, int64_t place, int64_t dim, const int format) {
-    if (format != KV_INT8) return load_any(head, place, dim - place, format == KV_HALF);
+/* Address of a head within the first token's keys or values. */
+inlined const char *from_head(const void *cache, int64_t head, const Step *step) {
+    return (const char *)cache + head * head_bytes(step->dim, step->format);
+}
+
+/* Where a key, or its value, is: bytes from the cache's start. */
+inlined int64_t row_of(const int64_t *pages, int64_t key, const Step *step) {
+    uint32_t at = key, page_size = step->page_size; /* fewer bits are divided faster */
+    return (pages[at / page_size] * page_size + at % page_size) * step->cache_stride;
+}
+
+/* The next values of a head from ``place`` on, of which ``left`` remain; they are to be multiplied by its scale. */
+inlined floats load_stored(const char *head, int64_t place, int64_t left, const int format) {
+    if (format != KV_INT8) return load_any(head, place, left, format == KV_HALF);
     int8s found = {};
-    if (dim - place >= LANES) found = *(const int8s *)(head + place);
-    else memcpy(&found, head + place, dim - place);
+    if (left >= LANES) found = *(const int8s *)(head + place);
+    else memcpy(&found, head + place, left);
 #if defined __AVX512F__
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)found));
 #elif defined __AVX2__
