@@ -6,10 +6,12 @@
 Shapes come from the checkpoint; its weights aren't read. There are enough layers, each with a cache, to exceed
 the processor's caches. They run one after the other, and the methods alternate. A sequence's pages are consecutive, so
 PyTorch reads them in place in float32. Work done once per step, such as masks, isn't counted. A layer of the vision
-tower over one image is measured too.
+tower over one image is measured too. ``--processor-time`` is for machines that are never quiet.
 """
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +66,9 @@ STEPS = [
 ]
 
 
-def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int) -> dict[str, float]:
+def seconds_per_layer(
+    step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Return the median over ``rounds`` by method."""
     pages = pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
@@ -87,7 +91,7 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
         for keys, values in zip(cache.keys, cache.values, strict=True):
             way.attend(query, key, value, keys, values, batch)
 
-    seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds)
+    seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds, clock)
     return {name: one / num_layers for name, one in seconds.items()}
 
 
@@ -121,24 +125,35 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7, help="of which a figure is the median")
+    parser.add_argument("--contexts", type=int, nargs="+", help="only one decoding sequence, with these lengths")
+    parser.add_argument("--compiled-alone", action="store_true", help="don't measure PyTorch's attention")
+    parser.add_argument("--processor-time", action="store_true", help="measure one thread's processor time")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
+    threads = 1 if options.processor_time else options.threads
+    clock = time.thread_time if options.processor_time else time.perf_counter
+    steps = [Step(1, 1, kv_len) for kv_len in options.contexts] if options.contexts else STEPS
     kernel = paged_attention()
     if kernel is None:
         raise SystemExit("there are no compiled kernels on this machine")
-    like_an_instance(options.threads)
+    like_an_instance(threads)
     decoder = decoder_config(options.model)
     ways = {
         f"{name}, {dtype}": Way(CpuAttention(by), getattr(torch, dtype))
-        for name, by in (("compiled", kernel), ("PyTorch", None))
+        for name, by in (("compiled", kernel), *(() if options.compiled_alone else (("PyTorch", None),)))
         for dtype in ("float32", "float16", "int8")
     }
     with torch.inference_mode():
         tower = tower_layer(load_config(options.model)["vision_config"], kernel, options.rounds)
-        seconds = {step: seconds_per_layer(step, decoder, ways, options.rounds) for step in STEPS}
+        seconds = {step: seconds_per_layer(step, decoder, ways, options.rounds, clock) for step in steps}
     found = {
         "machine": machine(),
-        "options": {"model": str(options.model), "threads": options.threads, "rounds": options.rounds},
+        "options": {
+            "model": str(options.model),
+            "threads": threads,
+            "rounds": options.rounds,
+            "processor_time": options.processor_time,
+        },
         "shape": {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
         "ms_per_layer": {
             str(step): {name: round(1e3 * one, 3) for name, one in taken.items()} for step, taken in seconds.items()

@@ -14,13 +14,13 @@
 
 /* The query heads of some kv heads, and the keys of a tile. */
 typedef struct {
-    const float *query;   /* of the first head */
-    const char *keys, *values; /* of the first kv head */
-    const int64_t *rows;  /* [TILE + FARTHEST]: where the keys are and the next ones, bytes from the cache's start. Keys
-                           * after the span's last repeat it */
-    int64_t count;        /* keys of the tile */
-    int64_t heads, group; /* query heads, and how many of them share a kv head */
-    int64_t bytes, ahead; /* bytes of a kv head; rows between those that are prefetched and those that are processed */
+    const float *query;        /* of the first head */
+    const char *keys, *values; /* the cache from the first kv head on */
+    const int64_t *rows;       /* [TILE + FARTHEST]: bytes from there to each key and to those after the tile; after the
+                                * span's last it is repeated */
+    int64_t count;             /* keys of the tile */
+    int64_t heads, group;      /* query heads, and how many of them share a kv head */
+    int64_t bytes, ahead;      /* bytes of a kv head; rows between those that are prefetched and that are processed */
 } Work;
 
 /* Prefetches a kv head's share of ``count`` rows that are needed later. */
