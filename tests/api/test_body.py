@@ -281,6 +281,19 @@ def test_an_idle_connection_times_out(service: Served, monkeypatch: pytest.Monke
         assert answer_to(connection) == (408, "head_too_slow")
 
 
+def test_a_frontend_that_stood_still_does_not_blame_its_clients(
+    service: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 2.0)
+    monkeypatch.setattr(http_module, "STALL", 0.2)
+    with connected(service) as connection:
+        service.post(max_tokens=1)  # the connection has been accepted by now
+        service.loop.call_soon_threadsafe(time.sleep, 3.0)
+        time.sleep(0.1)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.2)
     service.steps.delay = 0.1

@@ -5,7 +5,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, Register
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.membership import InstanceLease, Membership, is_before
 from triptych.router.placement import Work, least_loaded
 from triptych.topology import Role
 from triptych.types import Address
@@ -55,6 +55,15 @@ def test_the_same_process_keeps_its_lease_and_another_starts_over() -> None:
     assert membership.add(register("a"), 5.0) is first
     assert first.last_seen == 5.0
     assert membership.add(register("a", pid=2), 6.0) is not first
+
+
+def test_a_registration_that_was_overtaken_is_known() -> None:
+    first = register("a")
+    later = msgspec.structs.replace(first, resets=1)
+    held = Membership(expiry=10.0).add(later, 0.0)
+    assert is_before(held, first)
+    assert not is_before(held, later)
+    assert not is_before(held, register("a", pid=2)), "another process counts its own losses"
 
 
 def test_an_instance_whose_rows_differ_is_refused_with_the_difference() -> None:

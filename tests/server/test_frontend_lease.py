@@ -13,6 +13,7 @@ from triptych.messages.work import (
     Demand,
     Deregister,
     FrontendEnding,
+    HandingOver,
     Heartbeat,
     HeartbeatReceived,
     PeerLost,
@@ -242,6 +243,30 @@ def test_frontends_that_end_are_given_up_and_it_ends_with_the_last() -> None:
     assert not instance.frontends.ended, "the first is back"
     instance.get(FrontendEnding(A))
     assert instance.frontends.ended
+
+
+def test_one_that_hands_over_keeps_its_lease_until_its_requests_have_ended() -> None:
+    old, new, instance = Address("tcp://127.0.0.1:11"), Address("tcp://127.0.0.1:12"), Instance()
+    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0))
+    instance.registered(B)
+    instance.get(HandingOver(old), HandingOver(PEER))
+    instance.wait(RETRY_INTERVAL, B)
+    assert A in [to for to, _ in instance.wire.take(Register)], "where the next one takes over"
+    instance.get(Registered(EXPIRY, new, "127.0.0.1:1", 0))
+    instance.frontends.beat(InstanceStats())
+    assert {to for to, _ in instance.wire.take(Heartbeat)} == {A, old, B}
+    assert all(map(instance.frontends.holds, (old, new, B)))
+    instance.get(FrontendEnding(old))
+    assert (instance.given_up, instance.frontends.holds(new), instance.frontends.ended) == ([old], True, False)
+
+
+@pytest.mark.parametrize("how", ["register", "start_over"])
+def test_a_change_of_the_instance_ends_what_was_handed_over(how: str) -> None:
+    old, instance = Address("tcp://127.0.0.1:11"), Instance()
+    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0), HandingOver(old))
+    getattr(instance.frontends, how)()
+    assert not instance.frontends.holds(old)
+    assert old in [to for to, _ in instance.wire.take(Deregister)]
 
 
 def test_a_lost_peer_is_disconnected_once_all_have_lost_it() -> None:

@@ -32,8 +32,8 @@ class Plan:
     policy: Rollout | Revision
     drain_timeout: float
     """Seconds after which an old process is killed."""
-    switch: Callable[[], object] = lambda: None
-    """Called when a new frontend takes over, before the old one ends."""
+    take_over: Callable[[str], object] = lambda _: None
+    """Called with the name of a process when the new one takes over, before the old one ends."""
     end: Callable[[bool], object] = lambda _: None
     """Called at the end, with whether all processes were replaced."""
 
@@ -119,12 +119,13 @@ class Rollouts:
                     self._cluster.start_new(specs[name])
                     self.text = f"starting the new {name}"
                 case Retire(name):
+                    plan.take_over(name)
                     self._cluster.retire(specs[name], plan.drain_timeout)
                     self.text = f"draining the old {name}"
                 case Switch(frontend, instances):
                     for spec in plan.specs:  # no old one is started again
                         self._cluster.promote(spec)
-                    plan.switch()
+                    plan.take_over(frontend)
                     self._cluster.retire(specs[frontend], plan.drain_timeout)
                     self.text = f"{frontend} takes over, with {', '.join(instances)}"
                 case Wait(_, why):

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,8 @@ from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.rollouts import Plan
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed, split_addresses
-from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError, TriptychError
+from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
+from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartRollout
 from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import host_port_of, listen, listen_all, reserve, url_of
@@ -65,13 +65,14 @@ class LocalService:
                 stack.enter_context(listen(replace(http, port=http.own_port and http.own_port + number)))
                 for number in range(http.frontends if http.frontends > 1 else 0)
             ]
-            # each frontend in turn listens there
-            self._first_reserved = [
+            # where operators reach the frontends, each in turn
+            self._reserved = [
                 stack.enter_context(reserve(config.cluster.cluster_host, http.control_port and http.control_port + n))
                 for n in range(http.frontends)
             ]
-            self._reserved = self._first_reserved
-            children = self._children(config, self._reserved)
+            self._joins = self._reserved
+            """Where instances join."""
+            children, self._own_controls = self._children(config, self._joins)
             self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
@@ -91,12 +92,15 @@ class LocalService:
     @property
     def control(self) -> str:
         """``HOST:PORT`` where instances join, of each frontend, separated by commas; the same for each incarnation."""
-        return ",".join(map(host_port_of, self._first_reserved))
+        return ",".join(map(host_port_of, self._reserved))
 
     async def __aenter__(self) -> "LocalService":
         try:
             self._link = FrontendLink(
-                self._cluster, split_addresses(self.control), self._config.cluster, self._plan_rollout
+                self._cluster,
+                [*map(host_port_of, self._own_controls.values())],
+                self._config.cluster,
+                self._plan_rollout,
             )
         except StartError:
             self._stack.close()
@@ -113,8 +117,8 @@ class LocalService:
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
-            for reserved in self._reserved:
-                reserved.close()
+            for bound in (*self._joins, *self._own_controls.values()):
+                bound.close()
             self._stack.close()
 
     @property
@@ -172,60 +176,93 @@ class LocalService:
             config = replace(config, model=Path(message.model))
             if await asyncio.to_thread(_is_another_model, self._config.model, config.model, self._topology):
                 return self._plan_revision(config, surge=message.surge)
-        specs = self._children(config, self._reserved)
-        # an old frontend and its successor have one control address, which instances know
-        groups = {one.name: Replaceable(one.groups, message.surge and one.role is not None) for one in specs}
+        specs, own_controls = self._children(config, self._joins)
+        # --no-surge saves the memory of weights, which frontends don't have
+        groups = {one.name: Replaceable(one.groups, message.surge or one.role is None) for one in specs}
         frontends = {one.name: groups.pop(one.name) for one in specs if one.role is None}
+        policy = Rollout(groups | frontends, _step_timeout(config))
 
         def end(complete: bool) -> None:
+            self._settle(own_controls, policy.replaced)
             if complete:
                 self._config = config
 
-        return Plan(specs, Rollout(groups | frontends, _step_timeout(config)), _drain_timeout(config), end=end)
+        return self._plan(specs, own_controls, policy, end)
 
     def _plan_revision(self, config: ServeConfig, *, surge: bool) -> Plan:
         """Return what replaces all processes by those of another model, with a frontend and a control address of its
         own. That frontend later listens at the first address, too, which operators know."""
         if len(self._frontend_names) > 1:
             raise ConfigError("another model needs a service with one frontend")
-        (before,), after = self._reserved, reserve(config.cluster.cluster_host, 0)
-        try:
-            specs = self._children(config, [after])
-            self._link.add(host_port_of(after), standby=True)
-        except TriptychError:
-            after.close()
-            raise
+        joins = [reserve(config.cluster.cluster_host, 0)]
+        specs, own_controls = self._children(config, joins)
         instances = {one.name: one.groups for one in specs if one.role is not None}
         policy = Revision(self._frontend_names[0], instances, surge=surge, timeout=_step_timeout(config))
 
-        def switch() -> None:
-            self._config, self._reserved = config, [after]
-            self._link.add(host_port_of(after))
-            self._link.report()
-
         def end(_: bool) -> None:
-            unused = before if policy.switched else after
+            unused = joins
+            if policy.switched:
+                self._config, unused, self._joins = config, self._joins, joins
+            self._settle(own_controls, self._frontend_names if policy.switched else ())
+            for bound in unused:
+                if bound not in self._reserved:
+                    bound.close()
+
+        return self._plan(specs, own_controls, policy, end)
+
+    def _plan(
+        self,
+        specs: Sequence[ChildSpec],
+        own_controls: Mapping[str, socket.socket],
+        policy: Rollout | Revision,
+        end: Callable[[bool], object],
+    ) -> Plan:
+        """Return a plan whose new frontends accept no connections before they take over."""
+        for bound in own_controls.values():
+            self._link.add(host_port_of(bound), standby=True)
+
+        def take_over(name: str) -> None:
+            if name in own_controls:
+                self._link.add(host_port_of(own_controls[name]))
+                self._link.report()
+
+        return Plan(specs, policy, _drain_timeout(self._config), take_over, end)
+
+    def _settle(self, own_controls: Mapping[str, socket.socket], replaced: Collection[str]) -> None:
+        """After a rollout: forget the frontends that were replaced, and the new ones of those that weren't."""
+        for name, bound in own_controls.items():
+            unused = bound
+            if name in replaced:
+                unused, self._own_controls[name] = self._own_controls[name], bound
             self._link.remove(host_port_of(unused))
-            if unused not in self._first_reserved:
-                unused.close()
+            unused.close()
 
-        return Plan(specs, policy, _drain_timeout(config), switch, end)
-
-    def _children(self, config: ServeConfig, reserved: Sequence[socket.socket]) -> list[ChildSpec]:
-        """Return how each process is started with these settings, and frontends whose control addresses are reserved.
-        Raises ConfigError."""
-        frontends = [self._frontend_child(number, config, one) for number, one in enumerate(reserved)]
-        join = ",".join(map(host_port_of, reserved))
+    def _children(
+        self, config: ServeConfig, joins: Sequence[socket.socket]
+    ) -> tuple[list[ChildSpec], dict[str, socket.socket]]:
+        """Return how each process is started with these settings, and what keeps the frontends' own control addresses.
+        Instances join at ``joins``, one for each frontend. Raises ConfigError."""
+        own_controls = {
+            f"frontend{number}" if self._own else "frontend": reserve(config.cluster.cluster_host, 0)
+            for number in range(len(joins))
+        }
+        frontends = [
+            self._frontend_child(number, name, config, own, joins[number])
+            for number, (name, own) in enumerate(own_controls.items())
+        ]
+        join = ",".join(map(host_port_of, joins))
         children = [*frontends, *map(_instance_child, config.instances(self._topology, join))]
         for child in children:
             child.written(0)  # raises ConfigError now rather than later
-        return children
+        return children, own_controls
 
-    def _frontend_child(self, number: int, config: ServeConfig, reserved: socket.socket) -> ChildSpec:
-        name = f"frontend{number}" if self._own else "frontend"
+    def _frontend_child(
+        self, number: int, name: str, config: ServeConfig, own_control: socket.socket, join: socket.socket
+    ) -> ChildSpec:
         listener, own = self._listeners[number].fileno(), self._own[number].fileno() if self._own else None
-        port = reserved.getsockname()[1]
+        port = own_control.getsockname()[1]
         config = replace(config, frontend=config.frontend.having({"control_port": port}))
+        takes_over = dict.fromkeys(map(host_port_of, (join, self._reserved[number])))
 
         def written(incarnation: int) -> bytes:
             return FrontendSpec(
@@ -235,7 +272,7 @@ class LocalService:
                 listener=listener,
                 own_listener=own,
                 supervisor=os.getpid(),
-                takes_over="" if reserved in self._first_reserved else self.control,
+                takes_over=tuple(takes_over),
                 awaits_instances=incarnation > 0 and self.was_ready,
             ).to_bytes()
 

@@ -25,8 +25,9 @@ class FrontendSpec:
     """The same of a socket that is this frontend's alone, where several share the other port."""
     supervisor: int
     """Process id of the parent whose end ends the frontend."""
-    takes_over: str = ""
-    """``HOST:PORT`` of another control address, where it listens, too, once no other frontend does; empty for none."""
+    takes_over: tuple[str, ...] = ()
+    """``HOST:PORT`` of control addresses besides its own, which it takes over from the frontend before it, and leaves
+    to the next one."""
     awaits_instances: bool = False
     """Whether instances run already: connections are accepted once they have joined."""
 

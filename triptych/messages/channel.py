@@ -170,6 +170,12 @@ class Channel:
             return False
         return True
 
+    def stop_listening(self, where: Address) -> None:
+        """End ``listen_too``. Connections that peers have opened there stay."""
+        for one in (where, _ipc_endpoint(where)):
+            if one is not None:
+                self._inbox.unbind(one)
+
     def wake(self) -> None:
         """End a ``receive`` that waits. May be called from any thread."""
         os.eventfd_write(self._wake_fd, 1)

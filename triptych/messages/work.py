@@ -145,6 +145,13 @@ class FrontendEnding(Struct, frozen=True, tag=True):
     frontend: Address
 
 
+class HandingOver(Struct, frozen=True, tag=True):
+    """Frontend → instance: another frontend takes over the control address by which you joined; register there, too.
+    This one keeps its lease until its requests have ended."""
+
+    frontend: Address
+
+
 class Deregister(Struct, frozen=True, tag=True):
     """Instance → frontend: shutting down, or your work is given up."""
 
@@ -515,7 +522,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | HeartbeatReceived | RegisterAgain | Draining | HandBack
-    | Deregister | FrontendEnding | PeerLost | Stop | ChangeRole | ChangingRole | RoleKept
+    | Deregister | FrontendEnding | HandingOver | PeerLost | Stop | ChangeRole | ChangingRole | RoleKept
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
     | Encoded | EncodeFailed
     | Tokens | Failed | Cancel

@@ -260,6 +260,12 @@ def is_same(lease: InstanceLease, message: Register) -> bool:
     )
 
 
+def is_before(lease: InstanceLease, message: Register) -> bool:
+    """Return whether a registration is older than the lease that is held, from the same process."""
+    same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
+    return same_process and message.resets < lease.resets
+
+
 def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
     """Return the instances that aren't draining. For requests in flight, falls back to draining ones: a longer drain is
     better than a lost request."""

@@ -49,7 +49,7 @@ from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
-from triptych.router.membership import InstanceLease, Membership, is_same
+from triptych.router.membership import InstanceLease, Membership, is_before, is_same
 from triptych.router.request_state import blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.topology import Stage
@@ -331,6 +331,8 @@ class Router:
 
     def _on_register(self, message: Register) -> None:
         held = self.membership.get(message.address)
+        if held is not None and is_before(held, message):
+            return  # connections of one instance may overtake each other
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
             self._remove_instance(held, "was replaced by another at its address, gave up its work or changed its role")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
-from triptych.messages.work import Deregister, FrontendEnding
+from triptych.messages.work import Deregister, FrontendEnding, HandingOver
 from triptych.models.registry import family_of
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
@@ -31,6 +31,7 @@ from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
 from triptych.server.http_socket import listen, url_of
+from triptych.types import Address
 
 if TYPE_CHECKING:
     from triptych.observe.traces import Traces
@@ -82,7 +83,7 @@ class Frontend:
         listener: socket.socket | None = None,
         own_listener: socket.socket | None = None,
         awaits_instances: bool = False,
-        takes_over: str = "",
+        takes_over: Sequence[str] = (),
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
@@ -92,7 +93,9 @@ class Frontend:
         ``FrontendSpec``."""
         self._supervised = listener is not None
         self._awaits_instances = awaits_instances
-        self._takes_over = takes_over
+        self._takes_over = [endpoint_of(one) for one in takes_over]
+        self._taken: list[Address] = []
+        self._handed_over = False
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         caps = _media_caps(config.frontend.media)
@@ -149,15 +152,14 @@ class Frontend:
     async def __aenter__(self) -> "Frontend":
         asyncio.get_running_loop().add_reader(self.channel.fileno(), self._take_messages)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._serve())]
-        if self._takes_over:
-            self._tasks.append(asyncio.create_task(self._take_over()))
+        self._taking_over = asyncio.create_task(self._take_over())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._take_messages()  # a supervisor may just have reported that the service ends
-        ticking, serving, *others = self._tasks
+        ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
         if not self._server.started:
             serving.cancel()
@@ -165,15 +167,13 @@ class Frontend:
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
         # a frontend that is restarted alone leaves its instances to its successor
-        stops = self.router.launcher_view.stopping or not self._supervised
+        if self.router.launcher_view.stopping or self._handed_over or not self._supervised:
+            self._tell_instances(FrontendEnding(self.channel.address))
         for lease in self.router.membership:
-            if stops:
-                with contextlib.suppress(TriptychError):  # an unreachable instance must not keep the others running
-                    self.channel.send(lease.address, FrontendEnding(self.channel.address))
             self.router.handle(Deregister(lease.address, resets=lease.resets))
-        for task in (ticking, *others):
+        for task in (ticking, self._taking_over):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, self._taking_over, return_exceptions=True)
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
@@ -201,7 +201,14 @@ class Frontend:
             await asyncio.wait_for(ending, self._config.lease.drain_timeout)
 
     async def _hand_over(self) -> None:
-        """Close the listening socket, which the supervisor keeps open, and every connection after its next response."""
+        """Close the listening socket, which the supervisor keeps open, and every connection after its next response.
+        Instances register with the next frontend at once, so that it can serve while this one finishes."""
+        self._taking_over.cancel()
+        for where in self._taken:
+            self.channel.stop_listening(where)
+        if self._taken:
+            self._handed_over = True
+            self._tell_instances(HandingOver(self.channel.address))
         for server in self._server.servers:
             server.close()
         self._server.config.encoded_headers.append(_CLOSE)
@@ -237,10 +244,16 @@ class Frontend:
             asyncio.get_running_loop().call_soon(self._take_messages)
 
     async def _take_over(self) -> None:
-        """Listen at the other control address as soon as it is free."""
-        where = endpoint_of(self._takes_over)
-        while not self.channel.listen_too(where):
-            await asyncio.sleep(TICK)
+        """Listen at the other control addresses as soon as they are free."""
+        for where in self._takes_over:
+            while not self.channel.listen_too(where):
+                await asyncio.sleep(TICK / 5)
+            self._taken.append(where)
+
+    def _tell_instances(self, message: FrontendEnding | HandingOver) -> None:
+        for lease in self.router.membership:
+            with contextlib.suppress(TriptychError):  # others must hear of it, even if one is unreachable
+                self.channel.send(lease.address, message)
 
     async def _tick(self) -> None:
         while True:

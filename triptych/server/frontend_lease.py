@@ -80,6 +80,12 @@ class FrontendLease:
         """Return whether the frontend has answered nothing for as long as the lease lasts."""
         return self.held and now - self.heard > self.expiry
 
+    def hand_over(self) -> "FrontendLease":
+        """Reach the frontend by its own address from now on. Return the lease of the one that takes over its place."""
+        successor = FrontendLease(self.join, self.endpoint, resets=self.resets)
+        self.endpoint = self.address
+        return successor
+
     def lose(self) -> None:
         """Record that the lease is lost. The next registration is for another one."""
         self.register_now()

@@ -17,6 +17,7 @@ from triptych.messages.work import (
     Credit,
     Deregister,
     FrontendEnding,
+    HandingOver,
     Heartbeat,
     HeartbeatReceived,
     PeerLost,
@@ -48,7 +49,7 @@ class Connection(Protocol):
     def disconnect(self, peer: Address) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Frontend:
     lease: FrontendLease
     lookup: NameLookup
@@ -76,6 +77,8 @@ class Frontends:
         """``joins`` are the frontends' control addresses (HOST:PORT). ``registration`` returns the instance's
         registration. ``give_up`` is called with the address of a frontend whose work is to be dropped."""
         self._all = [_Frontend(FrontendLease(join), NameLookup(join)) for join in joins]
+        self._finishing: list[_Frontend] = []
+        """Those that another has taken over from. Each holds its lease until its requests have ended."""
         self._channel = channel
         self._config = lease
         self._capacity = capacity
@@ -96,6 +99,7 @@ class Frontends:
             RegisterAgain: self._on_register_again,
             HeartbeatReceived: self._on_heartbeat_received,
             FrontendEnding: self._on_ending,
+            HandingOver: self._on_handing_over,
         }
 
     @property
@@ -121,13 +125,15 @@ class Frontends:
 
     @property
     def _held(self) -> list[_Frontend]:
-        return [one for one in self._all if one.lease.held]
+        return [one for one in (*self._all, *self._finishing) if one.lease.held]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register(self) -> None:
         """Register with every frontend, or register again, because the instance has changed."""
         now = self._clock()
+        for one in list(self._finishing):
+            self._lose(one)
         for one in self._all:
             one.lease.register_now()
             one.remind_at = now + REMINDER_INTERVAL
@@ -226,14 +232,15 @@ class Frontends:
         """Deregister everywhere, also where an answer to the registration is still to come. ``suspect`` is as in
         Deregister."""
         self.leaving = True
-        for one in self._all:
+        for one in (*self._all, *self._finishing):
             self._deregister(one, suspect=suspect)
 
     def start_over(self) -> None:
         """Lose all leases, because the instance has failed and has dropped its work, and register again."""
-        for one in self._all:
+        for one in (*self._all, *self._finishing):
             self._deregister(one, suspect=True)
             one.lease.lose()
+        self._finishing.clear()
         self.register()
 
     def _deregister(self, one: _Frontend, *, suspect: bool) -> None:
@@ -253,6 +260,8 @@ class Frontends:
         self._give_up(one.lease.address)
         self._deregister(one, suspect=False)
         one.lease.lose()
+        if one in self._finishing:
+            self._finishing.remove(one)
         one.lost_peers.clear()
         one.remind_at = self._clock() + REMINDER_INTERVAL
 
@@ -312,3 +321,12 @@ class Frontends:
                 log.info("the frontend at %s ends", one.lease.join)
                 self._lose(one)
                 one.lease.ending = True
+
+    def _on_handing_over(self, message: HandingOver) -> None:
+        for one in [held for held in self._all if held.lease.held and held.lease.address == message.frontend]:
+            log.info("another frontend takes over at %s", one.lease.join)
+            successor = _Frontend(one.lease.hand_over(), NameLookup(one.lease.join))
+            self._all[self._all.index(one)] = successor
+            self._finishing.append(one)
+            successor.remind_at = self._clock() + REMINDER_INTERVAL
+        self._register_where_due(self._clock())
