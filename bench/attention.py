@@ -1,4 +1,4 @@
-"""Time of a layer's attention with the compiled kernel and with PyTorch, over KV caches in float32 and float16.
+"""Time of a layer's attention with the compiled kernel and with PyTorch, over KV caches in float32, float16 and int8.
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.attention /tmp/mid --out bench/results/attention-mid.json
@@ -6,10 +6,12 @@
 Shapes come from the checkpoint; its weights aren't read. There are enough layers, each with a cache, to exceed
 the processor's caches. They run one after the other, and the methods alternate. A sequence's pages are consecutive, so
 PyTorch reads them in place in float32. Work done once per step, such as masks, isn't counted. A layer of the vision
-tower over one image is measured too.
+tower over one image is measured too. ``--processor-time`` is for machines that are never quiet.
 """
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.layers.attention.compiled import PagedAttention, paged_attention
 from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.attention.kv_format import head_bytes, to_stored
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.transfer_bench.measure import machine
 
@@ -57,13 +60,15 @@ class Step:
 
 STEPS = [
     *(Step(sequences, 1, kv_len) for kv_len in (345, 2_000) for sequences in (1, 8, 16, 64)),
-    Step(1, 1, 16_384),
+    *(Step(1, 1, kv_len) for kv_len in (1_024, 8_192, 32_768)),
     Step(1, 345, 345),
     *(Step(1, new, 2_000) for new in (8, 16, 512)),
 ]
 
 
-def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int) -> dict[str, float]:
+def seconds_per_layer(
+    step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Return the median over ``rounds`` by method."""
     pages = pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
@@ -76,7 +81,8 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
     caches = {dtype: KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, dtype, CPU) for dtype in dtypes}
     for cache in caches.values():
         for layer in (*cache.keys, *cache.values):
-            layer.normal_()
+            random = torch.randn(*layer.shape[:-1], decoder.head_dim)
+            layer.copy_(to_stored(random, layer.dtype))
     widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
     query, key, value = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
 
@@ -85,7 +91,7 @@ def seconds_per_layer(step: Step, decoder: DecoderConfig, ways: dict[str, Way], 
         for keys, values in zip(cache.keys, cache.values, strict=True):
             way.attend(query, key, value, keys, values, batch)
 
-    seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds)
+    seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds, clock)
     return {name: one / num_layers for name, one in seconds.items()}
 
 
@@ -110,7 +116,8 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 
 def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's keys and values, each read once."""
-    return step.sequences * step.kv_len * replace(decoder, num_layers=1).kv_bytes(dtype.itemsize)
+    one_layer = replace(decoder, num_layers=1)
+    return step.sequences * step.kv_len * one_layer.kv_bytes(head_bytes(decoder.head_dim, dtype))
 
 
 def main() -> None:
@@ -118,24 +125,35 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7, help="of which a figure is the median")
+    parser.add_argument("--contexts", type=int, nargs="+", help="only one decoding sequence, with these lengths")
+    parser.add_argument("--compiled-alone", action="store_true", help="don't measure PyTorch's attention")
+    parser.add_argument("--processor-time", action="store_true", help="measure one thread's processor time")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
+    threads = 1 if options.processor_time else options.threads
+    clock = time.thread_time if options.processor_time else time.perf_counter
+    steps = [Step(1, 1, kv_len) for kv_len in options.contexts] if options.contexts else STEPS
     kernel = paged_attention()
     if kernel is None:
         raise SystemExit("there are no compiled kernels on this machine")
-    like_an_instance(options.threads)
+    like_an_instance(threads)
     decoder = decoder_config(options.model)
     ways = {
         f"{name}, {dtype}": Way(CpuAttention(by), getattr(torch, dtype))
-        for name, by in (("compiled", kernel), ("PyTorch", None))
-        for dtype in ("float32", "float16")
+        for name, by in (("compiled", kernel), *(() if options.compiled_alone else (("PyTorch", None),)))
+        for dtype in ("float32", "float16", "int8")
     }
     with torch.inference_mode():
         tower = tower_layer(load_config(options.model)["vision_config"], kernel, options.rounds)
-        seconds = {step: seconds_per_layer(step, decoder, ways, options.rounds) for step in STEPS}
+        seconds = {step: seconds_per_layer(step, decoder, ways, options.rounds, clock) for step in steps}
     found = {
         "machine": machine(),
-        "options": {"model": str(options.model), "threads": options.threads, "rounds": options.rounds},
+        "options": {
+            "model": str(options.model),
+            "threads": threads,
+            "rounds": options.rounds,
+            "processor_time": options.processor_time,
+        },
         "shape": {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
         "ms_per_layer": {
             str(step): {name: round(1e3 * one, 3) for name, one in taken.items()} for step, taken in seconds.items()

@@ -5,7 +5,8 @@ to the first format, and how far its answers are from those in float32.
     python -m bench.formats /tmp/mid --out bench/results/formats-mid.json
 
 Formats alternate, so that other work on the machine slows all of them. ``--processor-time`` counts the processor time
-of one thread instead, for machines that are never quiet. Encoder and decoder are called directly; the KV cache is fp16.
+of one thread instead, for machines that are never quiet. Encoder and decoder are called directly; the KV cache is fp16,
+or where a line says so, int8.
 The divergence is that of the next token's distribution from the one in float32 with a KV cache in float32, for a prompt
 with a picture, each format with its own tower's embeddings.
 """
@@ -28,6 +29,7 @@ from bench.measuring import like_an_instance, report
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.attention.kv_format import to_stored
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.encoder import Encoder
 from triptych.layers.parallel import SINGLE_RANK
@@ -71,7 +73,7 @@ class Model:
         pages = max(-(-PREFILL // PAGE_SIZE), max(BATCHES) * -(-CONTEXT // PAGE_SIZE))
         cache = KVTensors.allocate(self.decoder.config, pages, PAGE_SIZE, dtype, CPU)
         for tensor in (*cache.keys, *cache.values):
-            tensor.normal_()
+            tensor.copy_(to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.head_dim), dtype))
         return cache
 
     def encode(self) -> Tensor:
@@ -186,10 +188,14 @@ def times(models: dict[str, Model], rounds: int, clock: Callable[[], float]) -> 
 
 def accuracy(models: dict[str, Model], reference: Tensor) -> dict[str, dict[str, float]]:
     """Return the divergence from the reference's distributions in nats, mean and 99th percentile, and the share of
-    tokens whose likeliest next token is the same."""
-    found = {}
+    tokens whose likeliest next token is the same: of each format, and of each with a KV cache in int8."""
+    ways = {}
     for name, model in models.items():
-        ours = model.log_probabilities(torch.float32 if name == "float32" else torch.float16)
+        ways[name] = model, torch.float32 if name == "float32" else torch.float16
+        ways[f"{name}, KV cache in int8"] = model, torch.int8
+    found = {}
+    for name, (model, dtype) in ways.items():
+        ours = model.log_probabilities(dtype)
         divergence = F.kl_div(ours, reference, reduction="none", log_target=True).sum(dim=1)
         found[name] = {
             "kl_mean": float(f"{divergence.mean():.3g}"),

@@ -31,6 +31,7 @@ from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import head_bytes
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
@@ -94,7 +95,9 @@ class Bench:
         sequences = [made_up(index, context + 1, range(index * pages, (index + 1) * pages)) for index in range(batch)]
         chunks = [Chunk(sequence, context, 1) for sequence in sequences]
         weights = sum(linear.weight.nbytes for linear in self.linears)
-        history = batch * (context + 1) * self.decoder.config.kv_bytes(self.dtype.itemsize)
+        history = (
+            batch * (context + 1) * self.decoder.config.kv_bytes(head_bytes(self.decoder.config.head_dim, self.dtype))
+        )
         floor = (weights + history) / bandwidth
         rows = []
         for graphs in (None, self._graphs(cache, batch, context + 1)):

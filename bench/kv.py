@@ -27,6 +27,7 @@ from bench.serve import Load, Sample, ask, request_body
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
+from triptych.layers.attention.kv_format import head_bytes
 from triptych.models.registry import family_of, resolve
 from triptych.server.frontend import Frontend
 from triptych.server.model_bundle import ModelBundle
@@ -96,6 +97,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
         threads=1,
         max_num_batched_tokens=options.max_num_batched_tokens,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         kv_cache_tokens=CACHED_PROMPTS * (length + 64),
     )
     config = ServeConfig(
@@ -120,7 +122,8 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
     whole = statistics.median(map(transfer_ms, samples["at the end"]))
     decoder = resolve(family_of(load_config(options.model)).adapter)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
-    num_bytes = tokens * decoder.kv_bytes(ModelBundle(Checkpoint(options.model), engine).kv_dtype.itemsize)
+    dtype = ModelBundle(Checkpoint(options.model), engine).kv_dtype
+    num_bytes = tokens * decoder.kv_bytes(head_bytes(decoder.head_dim, dtype))
     return {
         "prompt_tokens": tokens,
         "layers": decoder.num_layers,
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000])
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fabric", nargs="+", default=FABRICS, choices=FABRICS)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")

@@ -26,20 +26,25 @@ def median_seconds(work: Work, rounds: int) -> float:
     return medians_in_turns({"": work}, rounds)[""]
 
 
-def medians_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, float]:
+def medians_in_turns(
+    ways: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Return each method's seconds, as the median over ``rounds`` rounds."""
-    return {name: statistics.median(seconds) for name, seconds in seconds_in_turns(ways, rounds).items()}
+    found = seconds_in_turns(ways, rounds, clock)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def seconds_in_turns(ways: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+def seconds_in_turns(
+    ways: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Return each method's seconds in ``rounds`` rounds after the first. Methods alternate within a round, because the
     machine's speed varies."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(1 + rounds):
         for name, work in ways.items():
-            began = time.perf_counter()
+            began = clock()
             work()
-            found[name].append(time.perf_counter() - began)
+            found[name].append(clock() - began)
     return {name: seconds[1:] for name, seconds in found.items()}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import load_adapter, make_checkpoint
 from triptych.cli import main
 from triptych.layers import devices, native
 from triptych.models.registry import identity_of
@@ -39,6 +39,15 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert checks["kernels for CPUs"] == f"ok {native.kernels().description}"
 
 
+def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In int8, a byte per value and four per scale."""
+    decoder = load_adapter(folder).decoder_config
+    heads = 2 * decoder.num_layers * decoder.num_kv_heads
+    for dtype, head in (("float16", 2 * decoder.head_dim), ("int8", decoder.head_dim + 4)):
+        _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--kv-cache-dtype", dtype)
+        assert checks["KV cache"] == f"ok {dtype}, {heads * head / 2**10:.1f} KiB per token"
+
+
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", str(folder), "--device", "cpu", "--port", "0"])
@@ -56,7 +65,8 @@ def test_formats_that_the_settings_choose(
     arguments = (folder, "--port", "0", "--encoder-quantization", "int8", "--dtype", "float32")
     code, checks = examined(capsys, *arguments, "--device", "cpu")
     assert code == 0
-    assert checks["formats"] == "ok towers int8, decoder float32, LM head float32, KV cache float32"
+    assert checks["formats"] == "ok towers int8, decoder float32, LM head float32"
+    assert checks["KV cache"].startswith("ok float32, ")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "free_bytes", lambda _: 2**40)
     code, checks = examined(capsys, *arguments, "--device", "cuda")

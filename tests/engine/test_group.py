@@ -56,11 +56,11 @@ def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
     """A single process's cache with random values."""
     cache = cache_of(config, SINGLE_RANK, "", dtype).whole
     for index, tensor in enumerate((*cache.keys, *cache.values)):
-        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
+        tensor.copy_(9 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
     return cache
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2)])
 def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
     """And the ranks read what it writes. With fewer heads than ranks, several ranks write the same values."""

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "attention.h"
+#include "kv_cache.h"
 #include "products.h"
 
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
@@ -63,16 +63,28 @@ static void check_products(int kind, const char *name, int64_t outputs, int64_t 
 /* Two sequences over pages in no order: a single new token after four, and seven new ones after two. */
 enum { HEADS = 4, KV_HEADS = 2, DIM = 20, PAGE = 4, PAGES = 6, TOKENS = 8 };
 
-static void check_attention(int is_half) {
+/* Keys and values, with room for the widest format. */
+static char cache[2][PAGES * PAGE * KV_HEADS * DIM * sizeof(float)] __attribute__((aligned(64)));
+
+static double stored(int which, int64_t slot, int64_t kv, int i, int format) {
+    const char *head = cache[which] + (slot * KV_HEADS + kv) * head_bytes(DIM, format);
+    if (format == KV_FLOAT) return ((const float *)head)[i];
+    if (format == KV_HALF) return ((const _Float16 *)head)[i];
+    return ((const int8_t *)head)[i] * (double)stored_scale(head, DIM, KV_INT8);
+}
+
+static void check_attention(int format, const char *name) {
     static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS][HEADS][DIM];
-    static float past[2][PAGES * PAGE][KV_HEADS][DIM];
-    static _Float16 halves[2][PAGES * PAGE][KV_HEADS][DIM];
     int64_t pages[] = {4, 1, 0, 5, 2}, page_starts[] = {0, 2}, starts[] = {0, 1}, lens[] = {1, 7}, kv_lens[] = {5, 9};
     int64_t slots[TOKENS], decodes[] = {0}, tiles[2 * TOKENS], num_tiles = 0;
     for (int64_t i = 0; i < TOKENS * HEADS * DIM; i++) (&query[0][0][0])[i] = whole(8) / 8;
     for (int64_t i = 0; i < 2 * TOKENS * KV_HEADS * DIM; i++) (&new[0][0][0][0])[i] = whole(8) / 8;
-    for (int64_t i = 0; i < 2 * PAGES * PAGE * KV_HEADS * DIM; i++)
-        (&halves[0][0][0][0])[i] = (&past[0][0][0][0])[i] = whole(8) / 8;
+    for (int64_t head = 0; head < 2 * PAGES * PAGE * KV_HEADS; head++) {
+        float past[DIM];
+        for (int i = 0; i < DIM; i++) past[i] = whole(8) / 8;
+        char *to = cache[head % 2] + head / 2 * head_bytes(DIM, format);
+        store_head(to, past, DIM, format);
+    }
     for (int64_t which = 0; which < 2; which++)
         for (int64_t i = 0; i < lens[which]; i++) {
             int64_t place = kv_lens[which] - lens[which] + i;
@@ -82,12 +94,13 @@ static void check_attention(int is_half) {
         tiles[2 * num_tiles] = 1, tiles[2 * num_tiles + 1] = first;
     Step step = {
         .query = &query[0][0][0], .key = &new[0][0][0][0], .value = &new[1][0][0][0], .output = &output[0][0][0],
-        .keys = is_half ? (void *)halves[0] : past[0], .values = is_half ? (void *)halves[1] : past[1],
+        .keys = cache[0], .values = cache[1],
         .slots = slots, .query_starts = starts, .query_lens = lens, .kv_lens = kv_lens, .page_starts = page_starts,
         .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
         .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .dim = DIM, .num_pages = PAGES,
         .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
-        .cache_stride = KV_HEADS * DIM, .window = 1 << 30, .causal = 1, .is_half = is_half, .scale = 0.25f,
+        .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = 1 << 30, .causal = 1, .format = format,
+        .scale = 0.25f,
     };
     expect(paged_attention(&step) == 1, "attention's result", 0, 1);
     for (int64_t token = 0; token < TOKENS; token++)
@@ -98,14 +111,13 @@ static void check_attention(int is_half) {
                 int64_t slot = pages[page_starts[which] + key / PAGE] * PAGE + key % PAGE;
                 double score = 0;
                 for (int i = 0; i < DIM; i++)
-                    score += query[token][head][i] * (is_half ? (double)halves[0][slot][kv][i] : past[0][slot][kv][i]);
+                    score += query[token][head][i] * stored(0, slot, kv, i, format);
                 total += score = exp(score / 4);
-                for (int i = 0; i < DIM; i++)
-                    sums[i] += score * (is_half ? (double)halves[1][slot][kv][i] : past[1][slot][kv][i]);
+                for (int i = 0; i < DIM; i++) sums[i] += score * stored(1, slot, kv, i, format);
             }
             for (int i = 0; i < DIM; i++) {
                 double found = output[token][head][i], expected = sums[i] / total;
-                expect(fabs(found - expected) < 1e-5, is_half ? "attention, halves" : "attention", found, expected);
+                expect(fabs(found - expected) < 1e-5, name, found, expected);
             }
         }
 }
@@ -115,7 +127,8 @@ int main(void) {
     const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 25}};
     for (int kind = HALF; kind <= BF16; kind++)
         for (int i = 0; i < 5; i++) check_products(kind, names[kind], shapes[i][0], shapes[i][1], shapes[i][2]);
-    check_attention(0);
-    check_attention(1);
+    check_attention(KV_FLOAT, "attention");
+    check_attention(KV_HALF, "attention, halves");
+    check_attention(KV_INT8, "attention, int8");
     return failures != 0;
 }

@@ -7,18 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.paged_cases import BATCHES, SHAPES, TOLERANCES, Shape, check, make_case, written_out
+from tests.support.paged_cases import BATCHES, SHAPES, TOLERANCES, Shape, check, make_case, unwritten, written_out
 from triptych.layers import native
 from triptych.layers.attention import compiled
 from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
 from triptych.layers.attention.cpu import CpuAttention, read_pages
+from triptych.layers.attention.kv_format import from_stored, to_stored
 from triptych.layers.rounding import saturating_cast
 
 PAGE_SIZE, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("heads", [slice(0, KV_HEADS), slice(KV_HEADS, 2 * KV_HEADS)])
 def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slice) -> None:
@@ -27,15 +28,16 @@ def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slic
     torch.manual_seed(0)
     query_lens, kv_lens = [5, 3, 1, 1], [5, 11, 9, 1]
     tables = [torch.tensor(pages) for pages in ([3, 4], [9, 1, 6], [12, 11, 10], [0, 7, 7])]
-    everybodys = torch.full((2, 14, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), torch.nan, dtype=cache_dtype)
+    everybodys = unwritten((2, 14, PAGE_SIZE, 2 * KV_HEADS), HEAD_DIM, cache_dtype)
     caches = everybodys[..., heads, :]
     query = torch.randn(sum(query_lens), HEADS, HEAD_DIM)
     slots, expected, new = [], [], []
     for q, query_len, kv_len, table in zip(query.split(query_lens), query_lens, kv_lens, tables, strict=True):
-        rows = torch.randn(2, kv_len, KV_HEADS, HEAD_DIM).to(cache_dtype).float()
+        stored = to_stored(torch.randn(2, kv_len, KV_HEADS, HEAD_DIM), cache_dtype)
+        rows = from_stored(stored, torch.float32)
         all_slots = table.repeat_interleave(PAGE_SIZE)[:kv_len] * PAGE_SIZE + torch.arange(kv_len) % PAGE_SIZE
         past = kv_len - query_len
-        caches.flatten(1, 2)[:, all_slots[:past]] = rows[:, :past].to(cache_dtype)
+        caches.flatten(1, 2)[:, all_slots[:past]] = stored[:, :past]
         slots.append(all_slots[past:])
         new.append(rows[:, past:])
         expected.append(written_out(q, *rows))
@@ -46,8 +48,8 @@ def test_packed_sequences(cache_dtype: torch.dtype, by_kernel: bool, heads: slic
         pytest.skip("there is no C compiler")
     output = CpuAttention(kernel)(query, key, value, caches[0], caches[1], batch)
     torch.testing.assert_close(output, torch.cat(expected), atol=1e-5, rtol=1e-5)
-    caches.fill_(torch.nan)
-    assert everybodys.isnan().all(), "nothing is written to heads that aren't ours"
+    caches.copy_(unwritten(caches.shape[:-1], HEAD_DIM, cache_dtype))
+    assert from_stored(everybodys, torch.float32).isnan().all(), "nothing is written to heads that aren't ours"
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def kernel(kernels: ctypes.CDLL) -> compiled.PagedAttention:
 
 WIDE = [Shape(16, 8, 128, 16), Shape(16, 1, 256, 40), Shape(16, 1, 256, 16)]
 
-cache_dtypes = pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16], ids=str)
+cache_dtypes = pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.int8], ids=str)
 
 
 @cache_dtypes
@@ -88,10 +90,11 @@ def test_the_compiled_kernel_in_bf16(kernels: ctypes.CDLL, shape: Shape, batch: 
     assert torch.equal(brief, whole) == (not (several and can))
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pytorch_over_a_cache_in_fp16(shape: Shape) -> None:
+def test_pytorch_over_a_narrow_cache(shape: Shape, cache_dtype: torch.dtype) -> None:
     for lengths in BATCHES.values():
-        check(make_case(shape, *lengths, torch.float32, torch.float16, CPU), CpuAttention(None))
+        check(make_case(shape, *lengths, torch.float32, cache_dtype, CPU), CpuAttention(None))
 
 
 def numbers() -> Tensor:
@@ -119,6 +122,42 @@ def test_values_are_rounded_to_fp16(kernel: compiled.PagedAttention) -> None:
         attended = attend(nothing, nothing, values, caches[0], caches[1], batch)
         torch.testing.assert_close(caches[1, :, 0], expected, atol=0, rtol=0, equal_nan=True)
         torch.testing.assert_close(attended, expected.float(), atol=0, rtol=0, equal_nan=True)
+
+
+def heads_to_quantize(dim: int) -> Tensor:
+    """Heads [n, 2, dim] of all magnitudes, with ties between whole numbers, zeros, and values that aren't finite."""
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(800, dim, generator=generator) * 2.0 ** torch.arange(-126, 74).repeat(4)[:, None]
+    ties = torch.randint(-127, 127, (64, dim), generator=generator) + 0.5
+    ties[:, 0] = 127
+    odd = torch.randn(8, dim, generator=generator)
+    odd[0] = 0
+    odd[1] = -odd[1].abs()
+    odd[2, 3], odd[3, dim - 1], odd[4, 0], odd[5] = torch.nan, torch.inf, -torch.inf, torch.nan
+    odd[6, 1], odd[7, 2] = 3.4e38, 1e-45
+    return torch.cat((heads, ties, odd)).view(-1, 2, dim)
+
+
+@pytest.mark.parametrize("dim", [40, 128])
+def test_heads_are_quantized_alike(kernel: compiled.PagedAttention, dim: int) -> None:
+    """To the nearest of 255 steps of a head's own size, by kernel and PyTorch to the bit; with a single key, the output
+    is its value. A head that isn't finite is NaN as a whole."""
+    values = heads_to_quantize(dim)
+    ones, nothing = [1] * len(values), torch.zeros_like(values)
+    batch = AttentionBatch(ones, ones, list(torch.arange(len(values)).split(1)), torch.arange(len(values)))
+    expected = to_stored(values, torch.int8)
+    read = from_stored(expected, torch.float32)
+    finite = values.isfinite().all(dim=-1)
+    assert torch.equal(read.isnan().any(dim=-1), ~finite)
+    largest = values.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
+    assert ((read - values).abs() <= largest * (0.5 + 1e-4) / 127)[finite].all()
+    for attend in (kernel, CpuAttention(None)):
+        caches = torch.empty(2, len(values), 1, 2, dim + 4, dtype=torch.int8)
+        attend(nothing, values, nothing, caches[0], caches[1], batch)
+        assert torch.equal(caches[0, :, 0], expected)
+        attended = attend(nothing, nothing, values, caches[0], caches[1], batch)
+        assert torch.equal(caches[1, :, 0], expected)
+        torch.testing.assert_close(attended, read, atol=0, rtol=1e-6, equal_nan=True)
 
 
 @cache_dtypes

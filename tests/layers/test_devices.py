@@ -130,6 +130,7 @@ def test_int8_towers_are_for_cpus() -> None:
         ({"kv_cache_dtype": "float32"}, torch.float32),
         ({"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
         ({"quantization": "int8", "kv_cache_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, torch.int8),
     ],
 )
 def test_kv_cache_on_cpus_defaults_to_fp16_unless_weights_are_wider(
@@ -143,8 +144,9 @@ def test_kv_cache_on_gpus_has_the_dtype_of_activations() -> None:
     weights = weight_format(EngineConfig(), GPU, tensors(BF16=1))
     for name in ("auto", "bfloat16"):
         assert kv_dtype(EngineConfig(kv_cache_dtype=name), GPU, weights) == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype float16: on cuda:0 .* of activations, bfloat16"):
-        kv_dtype(EngineConfig(kv_cache_dtype="float16"), GPU, weights)
+    for name in ("float16", "int8"):
+        with pytest.raises(ConfigError, match=rf"--kv-cache-dtype {name}: on cuda:0 .* of activations, bfloat16"):
+            kv_dtype(EngineConfig(kv_cache_dtype=name), GPU, weights)
 
 
 def test_cpu_attention_and_memory() -> None:

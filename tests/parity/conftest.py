@@ -46,7 +46,7 @@ DENSE_ALONE = (
     "test_lost_generator",
     "test_prefix_cache",
     "test_prompt_logprobs",
-    "test_half_kv",
+    "test_kv_formats",
 )
 """What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
 

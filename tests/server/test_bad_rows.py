@@ -125,10 +125,10 @@ def test_a_prompt_whose_logits_overflow(
     assert answers == expected
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_other_formats_overflow(overflowing: Path, letter: tuple[str, int], dtype: str) -> None:
+@pytest.mark.parametrize("settings", [{"dtype": "auto"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}])
+def test_other_formats_overflow(overflowing: Path, letter: tuple[str, int], settings: dict[str, Any]) -> None:
     async def run() -> list[Any]:
-        async with running(overflowing, "1EPD", replace(FLOAT32, dtype=dtype)) as service:
+        async with running(overflowing, "1EPD", replace(FLOAT32, **settings)) as service:
             queries = [service.answer(text(words), max_tokens=4) for words in ("and", f"a{letter[0]}b")]
             return await asyncio.wait_for(asyncio.gather(*queries, return_exceptions=True), 30)
 

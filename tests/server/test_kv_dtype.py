@@ -12,6 +12,7 @@ from tests.support.harness import FLOAT32, make_instance, run_instance, running
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, MemorySize, ServeConfig
 from triptych.errors import StartError
+from triptych.layers.attention.kv_format import SCALE_BYTES
 from triptych.layers.parallel import SINGLE_RANK
 from triptych.messages.rows import RowKind
 from triptych.server.model_bundle import ModelBundle
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("kv") / "tiny")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8], ids=str)
 def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     model = ModelBundle(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
@@ -42,20 +43,27 @@ def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
             return service.engine_loops()[0].scheduler.pool.num_pages
 
     limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory=MemorySize(2**20))
-    half, single = asyncio.run(pages(limited)), asyncio.run(pages(replace(limited, kv_cache_dtype="float32")))
+    half, single, int8 = (
+        asyncio.run(pages(replace(limited, kv_cache_dtype=name))) for name in ("float16", "float32", "int8")
+    )
     assert half == 2 * single
+    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.head_dim
+    assert int8 == pytest.approx(half * 2 * dim / (dim + SCALE_BYTES), abs=1), "but for the scales, twice as much"
 
 
 @pytest.mark.parametrize("role", [Role.P, Role.D, Role.PD])
 def test_an_instance_with_another_is_refused(folder: Path, role: Role) -> None:
     """In every role that has a KV cache: it may change its role later."""
+    other_dtype = "int8" if role == Role.D else "float32"
 
     async def run() -> None:
         async with running(folder, "1PD", DEFAULT) as service:
-            config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype="float32"))
+            config = ServeConfig(model=folder, engine=replace(DEFAULT, kv_cache_dtype=other_dtype))
             other = make_instance(config, role, "other", service.frontend.control)
             asyncio.get_running_loop().call_later(30, other.stop)  # if it isn't refused
-            with pytest.raises(StartError, match="the kv rows of other don't fit those of pd0: dtype float32 here, fl"):
+            with pytest.raises(
+                StartError, match=f"the kv rows of other don't fit those of pd0: dtype {other_dtype} here, fl"
+            ):
                 await asyncio.to_thread(run_instance, other)
 
     asyncio.run(run())

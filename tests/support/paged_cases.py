@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.kv_format import from_stored, stored_dim, to_stored
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,31 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
         packed = packed.to(cache_dtype)  # nothing is left to round: Triton's interpreter rounds to bf16 downwards
     packed = packed.to(dtype)
     query, key, value = packed.split(widths, dim=1)
-    filled = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), torch.nan, dtype=cache_dtype)
+    filled = unwritten((2, num_pages, shape.page_size, shape.kv_heads), shape.dim, cache_dtype)
     slots, expected, new_slots, first = [], [], [], 0
     for query_len, kv_len, table in zip(query_lens, kv_lens, tables, strict=True):
         token = torch.arange(kv_len)
         slots = table[token // shape.page_size] * shape.page_size + token % shape.page_size
-        rows = torch.randn(2, kv_len, shape.kv_heads, shape.dim, generator=generator).to(cache_dtype)
+        rows = to_stored(torch.randn(2, kv_len, shape.kv_heads, shape.dim, generator=generator), cache_dtype)
         new = slice(first, first + query_len)
-        rows[:, kv_len - query_len :] = torch.stack((key[new], value[new])).to(cache_dtype)
+        rows[:, kv_len - query_len :] = to_stored(torch.stack((key[new], value[new])), cache_dtype)
         filled.flatten(1, 2)[:, slots] = rows
         new_slots.append(slots[kv_len - query_len :])
-        expected.append(written_out(query[new], *rows.to(dtype)))
+        expected.append(written_out(query[new], *from_stored(rows, dtype)))
         first += query_len
     caches = filled.clone()
-    caches.flatten(1, 2)[:, torch.cat(new_slots)] = torch.nan
-    batch = AttentionBatch(query_lens, kv_lens, list(tables), torch.cat(new_slots).to(device))
+    new_slot = torch.cat(new_slots)
+    caches.flatten(1, 2)[:, new_slot] = unwritten((2, len(new_slot), shape.kv_heads), shape.dim, cache_dtype)
+    batch = AttentionBatch(query_lens, kv_lens, list(tables), new_slot.to(device))
     query, key, value = packed.to(device).split(widths, dim=1)
     return Case(query, key, value, caches.to(device), batch, filled, torch.cat(expected))
+
+
+def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
+    """Caches [*shape, stored_dim] whose keys and values are all NaN."""
+    if dtype == torch.int8:  # all bits are set: a scale that is NaN
+        return torch.full((*shape, stored_dim(dim, dtype)), -1, dtype=dtype)
+    return torch.full((*shape, dim), torch.nan, dtype=dtype)
 
 
 def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks = [
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, has_towers=family.takes_media)),
+        _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
         *_checks(config, stages),
     ]
     shown = Table("", "what", "found")
@@ -128,12 +129,11 @@ def _device(config: ServeConfig) -> str:
 
 
 def _formats(config: ServeConfig, tensors: Mapping[str, TensorInfo], *, has_towers: bool) -> str:
-    from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
+    from triptych.layers.devices import find_device, tower_format, weight_format
 
     device = find_device(config.engine.device)
     decoder, towers = (choose(config.engine, device, tensors) for choose in (weight_format, tower_format))
-    kv = dtype_name(kv_dtype(config.engine, device, decoder))
-    shown = f"decoder {decoder.linear_dtype}, LM head {decoder.high_precision_dtype}, KV cache {kv}"
+    shown = f"decoder {decoder.linear_dtype}, LM head {decoder.high_precision_dtype}"
     return f"towers {towers.linear_dtype}, {shown}" if has_towers else shown
 
 
@@ -171,6 +171,16 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
     for role in Role:
         decoder.shard(sizes.of(role))
     return f"{sizes.largest} processes at most for each language instance"
+
+
+def _kv_cache(config: ServeConfig, decoder: DecoderConfig, tensors: Mapping[str, TensorInfo]) -> str:
+    """Return its format and a token's bytes in it. Raises ConfigError for a dtype that the device doesn't support."""
+    from triptych.layers.attention.kv_format import head_bytes
+    from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
+
+    device = find_device(config.engine.device)
+    dtype = kv_dtype(config.engine, device, weight_format(config.engine, device, tensors))
+    return f"{dtype_name(dtype)}, {decoder.kv_bytes(head_bytes(decoder.head_dim, dtype)) / 2**10:.1f} KiB per token"
 
 
 def _keys(config: AuthConfig) -> str:

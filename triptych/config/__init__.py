@@ -8,7 +8,7 @@ from triptych.config.changes import changed
 from triptych.config.cluster import ClusterConfig
 from triptych.config.cpu_set import CpuSet
 from triptych.config.encode import EncodeConfig
-from triptych.config.engine import DTYPES, ENCODER_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
+from triptych.config.engine import DTYPES, ENCODER_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineConfig
 from triptych.config.frontend import FrontendConfig
 from triptych.config.frontend_spec import FrontendSpec
 from triptych.config.http import HttpConfig
@@ -49,6 +49,7 @@ __all__ = [
     "DTYPES",
     "ENCODER_QUANTIZATIONS",
     "FABRICS",
+    "KV_CACHE_DTYPES",
     "LOG_FORMATS",
     "MAX_FILE_MB",
     "MAX_MESSAGE_BYTES",

@@ -11,6 +11,7 @@ from triptych.config.settings import Settings, setting
 from triptych.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 QUANTIZATIONS = ("none", "int8", "int4")
 ENCODER_QUANTIZATIONS = ("none", "int8")
 
@@ -78,9 +79,10 @@ class EngineConfig(Settings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "format of keys and values in the KV cache: float16, bfloat16 or float32; auto: float32 with --dtype float32, "
-        "otherwise float16; on GPUs only auto, or the format of activations, which it stands for",
-        choices=DTYPES,
+        "format of keys and values in the KV cache: float16, bfloat16, float32, or int8 (CPUs only) with a scale per "
+        "token and head, in about half the memory of float16; auto: float32 with --dtype float32, otherwise float16; "
+        "on GPUs only auto, or the format of activations, which it stands for",
+        choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1)

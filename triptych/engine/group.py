@@ -11,6 +11,7 @@ from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.runner import Forward
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import stored_dim
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import free_bytes, used_bytes
@@ -82,7 +83,7 @@ def make_cache(
     if group.size == 1 or device.type != "cpu":
         cache = KVTensors.allocate(config.shard(group.size), num_pages, page_size, dtype, device)
         return GroupCache(cache, cache)
-    shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, stored_dim(config.head_dim, dtype))
     memory = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
     heads = ShardedDimension(config.num_kv_heads).part(group)
     return GroupCache(own=KVTensors.within(memory, heads), whole=KVTensors.within(memory, slice(None)))

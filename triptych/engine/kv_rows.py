@@ -98,6 +98,6 @@ class CacheRows:
 
 
 def _rows(cache: torch.Tensor) -> NDArray[np.uint8]:
-    """[pages, page_size, kv_heads, head_dim] of any dtype → uint8 [pages * page_size, row_bytes]."""
+    """[pages, page_size, kv_heads, stored_dim] of any dtype → uint8 [pages * page_size, row_bytes]."""
     rows: NDArray[np.uint8] = cache.flatten(0, 1).flatten(1).view(torch.uint8).numpy()
     return rows

@@ -92,9 +92,9 @@ class DecoderConfig:
             moe=moe,
         )
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one token's keys and values in all layers, with ``itemsize`` bytes per element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes(self, head_bytes: int) -> int:
+        """Return the bytes of one token's keys and values in all layers, with ``head_bytes`` per key of a head."""
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.

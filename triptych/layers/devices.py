@@ -7,7 +7,7 @@ import torch
 
 from triptych.checkpoint.quantization import is_packed
 from triptych.checkpoint.safetensors_header import TensorInfo
-from triptych.config import DTYPES, EngineConfig
+from triptych.config import KV_CACHE_DTYPES, EngineConfig
 from triptych.errors import ConfigError, StartError
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
@@ -18,7 +18,7 @@ from triptych.layers.parallel import rank_device
 from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_KV_DTYPES = {name: getattr(torch, name) for name in DTYPES if name != "auto"}
+_KV_DTYPES = {name: getattr(torch, name) for name in KV_CACHE_DTYPES if name != "auto"}
 
 
 def find_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import head_bytes
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import dtype_name, widens_kv
@@ -93,7 +94,7 @@ def _agreed_size(
         memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(model.kv_dtype.itemsize),
+        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(head_bytes(config.head_dim, model.kv_dtype)),
         model_context=model.planner.context_length,
         available=memory.free,
     )

@@ -8,6 +8,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
 from triptych.errors import CheckpointError
+from triptych.layers.attention.kv_format import stored_dim
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
@@ -90,7 +91,7 @@ class ModelBundle:
     def kv_layout(self) -> RowLayout:
         """Layout of KV rows: one token's keys, or its values, in one layer, as the KV cache holds them."""
         dtype, config = self.kv_dtype, self.adapter.decoder_config
-        width = config.num_kv_heads * config.head_dim
+        width = config.num_kv_heads * stored_dim(config.head_dim, dtype)
         return RowLayout(
             model=self.identity.digest,
             dtype=dtype_name(dtype),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from triptych.layers.attention.kv_format import stored_dim
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.pinned import to_device
@@ -115,7 +116,7 @@ class KVTensors:
     """
 
     keys: list[Tensor]
-    """Keys of each layer, [pages, page_size, kv_heads, head_dim]."""
+    """Keys of each layer, [pages, page_size, kv_heads, stored_dim], as ``kv_format`` stores them."""
     values: list[Tensor]
     """Values of each layer, of the same shape."""
 
@@ -125,7 +126,7 @@ class KVTensors:
     ) -> "KVTensors":
         """Allocate ``num_pages`` pages per layer. They are uninitialised, since no slot is read before it is written;
         on CPUs memory is committed as it fills."""
-        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        shape = (num_pages, page_size, config.num_kv_heads, stored_dim(config.head_dim, dtype))
         layers = range(config.num_layers)
         return cls(
             keys=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
@@ -134,7 +135,7 @@ class KVTensors:
 
     @classmethod
     def within(cls, memory: Tensor, heads: slice) -> "KVTensors":
-        """Return views of some kv heads of ``memory`` [layers, 2, pages, page_size, kv_heads, head_dim]."""
+        """Return views of some kv heads of ``memory`` [layers, 2, pages, page_size, kv_heads, stored_dim]."""
         keys, values = memory[..., heads, :].unbind(1)
         return cls(list(keys), list(values))
 
@@ -158,8 +159,8 @@ class AttentionBackend(Protocol):
         """Attend causally from each new token to its own sequence, scaled by ``head_dim ** -0.5``.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, head_dim]. Keys and values are rounded to the caches' dtype before they are used.
-        Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
+        [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
+        used. Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
         ``window`` tokens, including itself. Returns [T, heads, head_dim] in the query's dtype.
         """
 

@@ -12,6 +12,8 @@ from triptych.layers import native
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.attention.tables import PagedTables
 
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
+"""The caches' dtypes that the kernel supports, as named in ``kernels/cpu/kv_cache.h``."""
 NO_WINDOW = 2**30
 """More tokens than any context has."""
 
@@ -26,7 +28,7 @@ class AttentionOperands(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "is_half", "in_bf16")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "format", "in_bf16")),
         ("scale", ctypes.c_float),
     )
 
@@ -56,7 +58,7 @@ class PagedAttention:
 
     def takes(self, cache: torch.dtype) -> bool:
         """Return whether the kernel supports caches of this dtype."""
-        return cache in {torch.float32, torch.float16}
+        return cache in FORMATS
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -176,8 +178,8 @@ def set_caches(step: AttentionOperands, keys: Tensor, values: Tensor, window: in
     """Set the operands that differ between layers."""
     step.keys, step.values = keys.data_ptr(), values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
-    step.is_half = keys.dtype == torch.float16
-    step.cache_stride = keys.stride(1) if step.page_size > 1 else keys.stride(0)
+    step.format = FORMATS[keys.dtype]
+    step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
     step.window = min(window or NO_WINDOW, NO_WINDOW)
 
 

@@ -5,15 +5,15 @@ from torch.nn import functional as F
 
 from triptych.layers.attention.base import AttentionBatch, PageRun, pages_needed
 from triptych.layers.attention.compiled import PagedAttention
-from triptych.layers.rounding import saturating_cast
+from triptych.layers.attention.kv_format import from_stored, to_stored
 
 
 class CpuAttention:
     """``AttentionBackend`` for CPUs. Allocates in proportion to one sequence, never to the cache.
 
-    For float32 queries and a float32 or float16 cache, the compiled kernel processes all sequences at once and reads
-    pages in place. Without it, PyTorch processes them one by one: consecutive pages of the query's dtype are read in
-    place, others are gathered or converted first.
+    For float32 queries and a float32, float16 or int8 cache, the compiled kernel processes all sequences at once and
+    reads pages in place. Without it, PyTorch processes them one by one: consecutive pages of the query's dtype are read
+    in place, others are gathered or converted first.
     """
 
     takes_windows = True
@@ -36,19 +36,20 @@ class CpuAttention:
         if self.kernel is not None and self.kernel.suits(query, key_cache):
             return self.kernel(query, key, value, key_cache, value_cache, batch, window)
         for new, cache in ((key, key_cache), (value, value_cache)):
-            cache.flatten(0, 1).index_copy_(0, batch.slots, saturating_cast(new, cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, batch.slots, to_stored(new, cache.dtype))
         output = query.new_empty(query.shape)
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):
             where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
             visible = slice(batch.first_visible(index, window), None)
-            keys, values = (read_pages(cache, *where)[visible].to(query.dtype) for cache in (key_cache, value_cache))
+            pages = (read_pages(cache, *where)[visible] for cache in (key_cache, value_cache))
+            keys, values = (from_stored(one, query.dtype) for one in pages)
             sequence_output.copy_(attend(sequence_query, keys, values, batch.mask(index, query.dtype, window)))
         return output
 
 
 def read_pages(cache: Tensor, kv_len: int, page_table: Tensor, run: PageRun) -> Tensor:
-    """Return a sequence's keys or values [kv_len, kv_heads, head_dim]: a view if its pages are consecutive."""
+    """Return a sequence's keys or values [kv_len, kv_heads, stored_dim]: a view if its pages are consecutive."""
     num_pages = pages_needed(kv_len, cache.shape[1])
     if num_pages <= run.length:
         pages = cache.narrow(0, run.first, num_pages)

@@ -2,11 +2,14 @@
 #pragma once
 #include <stdint.h>
 
+#define NEVER -1e30f /* a score below all others; finite, so that the difference of two is a number */
+#define TILE 64      /* keys that are scored before their values are summed */
+
 /* A step of S sequences and T new tokens, and one layer's operands. ``PagedTables`` documents the int64 arrays. */
 typedef struct {
     const float *query;        /* [T, heads, dim], query_stride floats between tokens */
     const float *key, *value;  /* [T, kv_heads, dim], key_stride and value_stride floats between tokens */
-    void *keys, *values;       /* the cache, [pages, page_size, kv_heads, dim], cache_stride elements between tokens */
+    void *keys, *values;       /* the cache, [pages, page_size, kv_heads] heads, cache_stride bytes between tokens */
     float *output;             /* [T, heads, dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* num_entries: length of pages */
@@ -14,7 +17,7 @@ typedef struct {
     int64_t query_stride, key_stride, value_stride, cache_stride;
     int64_t window;            /* tokens that each token attends to, at most 2^30 */
     int64_t causal;            /* 0 if new tokens attend to their whole sequence, including later tokens */
-    int64_t is_half;           /* whether the cache is in half precision rather than float */
+    int64_t format;            /* of the cache's heads: KV_FLOAT, KV_HALF or KV_INT8 */
     int64_t in_bf16;           /* whether tiles multiply in bfloat16, where the processor can */
     float scale;
 } Step;

@@ -74,7 +74,7 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     if (!step.keys) {
         step.keys = (void *)step.key;
         step.values = (void *)step.value;
-        step.cache_stride = stride;
+        step.cache_stride = stride * sizeof(float);
     }
 #pragma omp parallel
     {

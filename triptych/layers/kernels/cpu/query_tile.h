@@ -5,8 +5,6 @@
 #include "vectors.h"
 
 #define MAX_DIM 256       /* values per head */
-#define NEVER -1e30f      /* a score below all others; finite, so that the difference of two is a number */
-#define TILE 64           /* keys that are scored before their values are summed */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
 #define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
 #define WHOLE 32          /* AMX multiplies whole tiles: keys and dimensions are padded to a multiple of it */
