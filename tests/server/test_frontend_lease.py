@@ -260,6 +260,17 @@ def test_one_that_hands_over_keeps_its_lease_until_its_requests_have_ended() -> 
     assert (instance.given_up, instance.frontends.holds(new), instance.frontends.ended) == ([old], True, False)
 
 
+def test_one_that_says_so_and_stays_keeps_its_work() -> None:
+    instance = Instance()
+    instance.registered(A)
+    instance.get(HandingOver(A))
+    instance.registered(A)
+    instance.frontends.beat(InstanceStats())
+    assert [to for to, _ in instance.wire.take(Heartbeat)] == [A]
+    assert instance.frontends.holds(A)
+    assert not instance.given_up
+
+
 @pytest.mark.parametrize("how", ["register", "start_over"])
 def test_a_change_of_the_instance_ends_what_was_handed_over(how: str) -> None:
     old, instance = Address("tcp://127.0.0.1:11"), Instance()

@@ -287,6 +287,8 @@ class Frontends:
                 if self.leaving:  # it was asked before, and would give work to an instance that ends
                     self._deregister(one, suspect=False)
                     continue
+                # one that has said that it hands over, and stays
+                self._finishing = [o for o in self._finishing if o.lease.address != message.frontend]
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
                     one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
                     continue
