@@ -54,6 +54,7 @@ def check(folder: Path, faults: Sequence[Fault], num_requests: int) -> None:
     assert "while idle" not in log, log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", SHORT)
 def test_few_requests(folder: Path, topology: str) -> None:
     check(folder, SHORT[topology], FEW)

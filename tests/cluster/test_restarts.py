@@ -224,6 +224,7 @@ def test_an_instance_whose_checkpoint_is_broken_is_not_started_again(own_copy: P
         assert re.search("no encode instance is left that could be started; stopping the others", command.errors[-1])
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_the_service_with_the_reason(folder: Path, tmp_path: Path) -> None:
     """Processes that are started later find a Python that ends at once."""
     broken = tmp_path / "broken"

@@ -94,6 +94,7 @@ def test_the_last_prefill_instance_is_lost_and_others_do_both(model: Model) -> N
     assert asyncio.run(run()) == model.answers
 
 
+@pytest.mark.slow
 def test_without_another_there_is_an_error_with_a_name_and_every_page_is_back(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1P1D") as service:
