@@ -258,6 +258,7 @@ def test_one_that_hands_over_keeps_its_lease_until_its_requests_have_ended() -> 
     assert all(map(instance.frontends.holds, (old, new, B)))
     instance.get(FrontendEnding(old))
     assert (instance.given_up, instance.frontends.holds(new), instance.frontends.ended) == ([old], True, False)
+    assert old in instance.wire.disconnected
 
 
 def test_one_that_says_so_and_stays_keeps_its_work() -> None:

@@ -61,6 +61,7 @@ class FrontendLink:
     def remove(self, control: str) -> None:
         """Exchange no more reports with the frontend there."""
         self._frontends.pop(endpoint_of(control), None)
+        self._channel.disconnect(endpoint_of(control))
 
     def report(self) -> None:
         """Tell every frontend about all processes."""

@@ -240,6 +240,8 @@ class Frontends:
         for one in (*self._all, *self._finishing):
             self._deregister(one, suspect=True)
             one.lease.lose()
+        for one in self._finishing:
+            self._channel.disconnect(one.lease.address)
         self._finishing.clear()
         self.register()
 
@@ -262,6 +264,7 @@ class Frontends:
         one.lease.lose()
         if one in self._finishing:
             self._finishing.remove(one)
+            self._channel.disconnect(one.lease.address)
         one.lost_peers.clear()
         one.remind_at = self._clock() + REMINDER_INTERVAL
 
