@@ -89,6 +89,7 @@ class LocalService:
             self._joins = self._reserved
             """Where instances join."""
             children, self._own_controls = self._children(config, self._joins)
+            stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
             self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
@@ -133,9 +134,12 @@ class LocalService:
             await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
-            for bound in (*self._joins, *self._own_controls.values()):
-                bound.close()
             self._stack.close()
+
+    def _release(self) -> None:
+        """Close the sockets that keep control addresses and that rollouts may have replaced."""
+        for bound in (*self._joins, *self._own_controls.values()):
+            bound.close()
 
     @property
     def missing(self) -> list[str]:
@@ -203,7 +207,7 @@ class LocalService:
             if complete:
                 self._config = config
 
-        return self._plan(specs, own_controls, policy, end)
+        return self._plan(specs, own_controls, policy, _drain_timeout(config), end)
 
     def _plan_revision(self, config: ServeConfig, *, surge: bool) -> Plan:
         """Return what replaces all processes by those of another model, with a frontend and a control address of its
@@ -224,13 +228,14 @@ class LocalService:
                 if bound not in self._reserved:
                     bound.close()
 
-        return self._plan(specs, own_controls, policy, end)
+        return self._plan(specs, own_controls, policy, _drain_timeout(config), end)
 
     def _plan(
         self,
         specs: Sequence[ChildSpec],
         own_controls: Mapping[str, socket.socket],
         policy: Rollout | Revision,
+        drain_timeout: float,
         end: Callable[[bool], object],
     ) -> Plan:
         """Return a plan whose new frontends accept no connections before they take over."""
@@ -242,7 +247,7 @@ class LocalService:
                 self._link.add(host_port_of(own_controls[name]))
                 self._link.report()
 
-        return Plan(specs, policy, _drain_timeout(self._config), take_over, end)
+        return Plan(specs, policy, drain_timeout, take_over, end)
 
     def _settle(self, own_controls: Mapping[str, socket.socket], replaced: Collection[str]) -> None:
         """After a rollout: forget the frontends that were replaced, and the new ones of those that weren't."""
