@@ -1,6 +1,7 @@
 """What real processes log: a time on every line and, asked for JSON, one object a line, from every process."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 from tests.cluster.conftest import MISSING_KEY
 from tests.support.commands import FAST, ROOT, picture_answer, triptych, wait_for
 from triptych import exit_codes
+from triptych.observe import logs
 
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", re.ASCII)
 NO_COMPILER = "the variable CC"
@@ -185,3 +187,13 @@ workers.close()
     (only,) = objects(done.stderr.splitlines())
     assert (only["process"], only["level"]) == ("p/worker", "error")
     assert only["exception"].startswith("Traceback ")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_quiet_command_leaves_the_level_as_it_was(verbose: bool) -> None:
+    logger = logging.getLogger("triptych")
+    before = logger.level
+    with pytest.raises(RuntimeError), logs.quiet(logging.CRITICAL, unless=verbose):
+        assert (logs.for_child("e0", "e0").level == logging.CRITICAL) is not verbose
+        raise RuntimeError
+    assert logger.level == before

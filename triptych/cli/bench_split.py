@@ -15,6 +15,7 @@ from triptych.cluster.service import check_roles
 from triptych.config import ServeConfig
 from triptych.errors import ConfigError
 from triptych.models.registry import family_of
+from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 from triptych.split_bench import report
 from triptych.split_bench.figures import Results
@@ -86,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
     config = replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
-    if not arguments.verbose:
-        logging.getLogger("triptych").setLevel(logging.ERROR)
     about = report.About(shlex.join(["triptych", *sys.argv[1:]]), name, machine())
     # rather refused now than after minutes
     _write(Results([]), plan, about, arguments)
@@ -103,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         _write(results, plan, about, arguments)  # each time, so that nothing is lost when the command is killed
 
     try:
-        run_split(bench, sizes, lambda line: console.print(line, markup=False, highlight=False), done)
+        with logs.quiet(logging.ERROR, unless=arguments.verbose):
+            run_split(bench, sizes, lambda line: console.print(line, markup=False, highlight=False), done)
     except KeyboardInterrupt:
         results.interrupted = True
         done()

@@ -17,6 +17,7 @@ from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
 from triptych.chaos.measure import Bench, FaultResult, run_faults
 from triptych.cli import flags
 from triptych.errors import ConfigError
+from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 
 SUMMARY = "end, stop and drain processes of a service under load, and report what its clients saw"
@@ -70,8 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
     config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
-    if not arguments.verbose:
-        logging.getLogger("triptych").setLevel(logging.ERROR)
     _write([], arguments.report)  # rather refused now than after minutes
     kept: list[str] = []
     bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
@@ -86,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             _keep_log(arguments.report, result.fault, kept)
         kept.clear()
 
-    asyncio.run(run_faults(bench, faults, done))
+    with logs.quiet(logging.ERROR, unless=arguments.verbose):
+        asyncio.run(run_faults(bench, faults, done))
     console.print(f"wrote {arguments.report}", markup=False)
     return 1 if any(result.failures for result in results) else 0
 

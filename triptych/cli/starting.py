@@ -10,6 +10,7 @@ from rich.console import Console
 from triptych.cluster.service import LocalService
 from triptych.config import ServeConfig
 from triptych.errors import StartError
+from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
 
@@ -22,19 +23,18 @@ async def started(
     if the start fails."""
     pin_to_cores(config.engine.cpus.cores)
     kept: list[str] = []
-    if not verbose:
-        logging.getLogger("triptych").setLevel(logging.WARNING)
     show = _print_error if verbose else kept.append
     # a command that asks something wants the reason of a failure, not another try
-    async with LocalService(config, topology, show, restart=False) as service:
-        try:
-            with console.status(f"starting {topology}"):
-                await service.wait_until_ready()
-        except StartError:
-            for line in kept:
-                _print_error(line)
-            raise
-        yield service
+    with logs.quiet(logging.WARNING, unless=verbose):
+        async with LocalService(config, topology, show, restart=False) as service:
+            try:
+                with console.status(f"starting {topology}"):
+                    await service.wait_until_ready()
+            except StartError:
+                for line in kept:
+                    _print_error(line)
+                raise
+            yield service
 
 
 def _print_error(line: str) -> None:

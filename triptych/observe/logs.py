@@ -11,6 +11,8 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +53,18 @@ def set_up(settings: LogSettings) -> None:
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
     threading.excepthook = _ended_thread
+
+
+@contextmanager
+def quiet(level: int, unless: bool) -> Iterator[None]:
+    """Log from ``level`` on in the block, as do child processes that it starts; change nothing ``unless`` is true."""
+    logger = logging.getLogger("triptych")
+    before = logger.level
+    logger.setLevel(before if unless else level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def rename(process: str) -> None:
