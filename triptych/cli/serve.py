@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -153,4 +154,5 @@ def _print_announcement(text: str) -> None:
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe mustn't end the service
+        print(line, flush=True)
