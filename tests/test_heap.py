@@ -1,9 +1,12 @@
-"""In processes of their own: what is asked of the C library holds for all of a process."""
+"""In processes of their own, mostly: what is asked of the C library holds for all of a process."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from triptych.heap import gc_paused
 
 SIZE = 96 * 2**20  # more than a thread's own heap would hold
 OTHER_LIBRARY = 3
@@ -51,3 +54,12 @@ def test_a_step_finds_the_memory_of_the_one_before(way: str) -> None:
         assert max(others) < first / 10
     else:
         assert min(others) > first / 2
+
+
+def test_collections_are_paused_until_the_last_pause_ends() -> None:
+    assert gc.isenabled()
+    with gc_paused():
+        with gc_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()

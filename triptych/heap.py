@@ -20,6 +20,18 @@ def gc_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collect no garbage meanwhile: importing large packages makes many objects, but hardly any garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 # parameters of mallopt(3), from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 NEVER = -1

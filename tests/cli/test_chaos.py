@@ -18,6 +18,10 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypa
     code, out, _ = said(capsys, "--list")
     assert code == 0
     assert all(fault.name in out for fault in FAULTS)
+    with pytest.raises(SystemExit) as ended:
+        main(["chaos", "--list"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == out, "it needs no model"
     _, out, _ = said(capsys, "--list", "--only", "kill-pd, burst")
     assert "burst" in out
     assert "kill-pd" in out
@@ -27,7 +31,7 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--only", "kill-x"], "--only kill-x is no fault: triptych chaos MODEL --list shows them"),
+        (["--only", "kill-x"], "--only kill-x is no fault: triptych chaos --list shows them"),
         (["--requests", "3"], "--requests 3 is too small: at least 4"),
         (["--repeat", "0"], "--repeat 0 is too small: at least 1"),
         (["--report", "/dev/null/chaos.md"], "--report /dev/null/chaos.md can't be written: Not a directory"),

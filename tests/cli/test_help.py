@@ -145,3 +145,13 @@ def test_python_m_is_the_same_command() -> None:
         )
         assert done.stdout.startswith(expected)
         assert done.stderr == ""
+
+
+def test_a_command_loads_no_other() -> None:
+    """The supervisor of a service starts with every service, and doesn't need the API."""
+    program = "import sys; from triptych.cli import main; main(['serve', 'demo', '--role', 'x'])"
+    check = "print(sorted({'fastapi', 'triptych.api', 'triptych.cli.bench', 'torch'} & set(sys.modules)))"
+    code = f"import atexit, sys; atexit.register(lambda: {check}); {program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "--role x is not one of" in done.stderr
+    assert done.stdout == "[]\n"

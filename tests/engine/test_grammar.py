@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.forked_sandbox import forked_sandbox
 from tests.support.processes import is_gone
 from triptych.checkpoint.config_files import load_config
 from triptych.demo import MODEL_DIR
@@ -74,16 +75,18 @@ class Service:
 
 @pytest.fixture
 def made() -> Iterator[Service]:
-    made = Service()
-    yield made
-    made.grammars.close()
+    with forked_sandbox():
+        made = Service()
+        yield made
+        made.grammars.close()
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Service]:
-    made = Service()
-    yield made
-    made.grammars.close()
+    with forked_sandbox():
+        made = Service()
+        yield made
+        made.grammars.close()
 
 
 def tokens_of(text: str) -> list[int]:

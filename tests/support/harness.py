@@ -1,16 +1,17 @@
 """A whole service inside the test process: real sockets, real shared memory, real instances, each with its loop in a
-thread. What differs from ``triptych serve`` is only that nothing is started."""
+thread. What differs from ``triptych serve`` is only that no program is started: sandboxed processes are forked."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support.forked_sandbox import forked_sandbox
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import (
     EncodeConfig,
@@ -95,7 +96,9 @@ async def running(
         observe=observe or ObserveConfig(),
     )
     roles = Topology.parse(topology).roles
-    async with Frontend(config, expects_encoders=any(role.encodes for role in roles)) as door:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(forked_sandbox())
+        door = await stack.enter_async_context(Frontend(config, expects_encoders=any(role.encodes for role in roles)))
         service = Running(door)
         for number, role in enumerate(roles):
             instance = make_instance(config, role, f"{role.value.lower()}{number}", door.control)

@@ -48,10 +48,11 @@ def steps(page: Path) -> Iterator[Step]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy what a contributor's changes concern."""
+    """Copy what a contributor's changes concern, with its bytecode, which each page's commands would compile again."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            # the file of bytecode that another process is writing may vanish
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
         else:
             shutil.copy(ROOT / name, folder / name)
 

@@ -33,14 +33,13 @@ from triptych.api.sse import EventStream, disconnected, error_event
 from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
+from triptych.observe.timeline import TIMELINE_HEADER
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
-TIMELINE_HEADER = "x-triptych-timeline"
-"""A request with this header set to ``true`` gets the field ``timeline`` in its answer or last chunk."""
 TIMEOUT_HEADER = "x-request-timeout"
 """Deadline in seconds, like the field ``timeout``, for clients that can't set the field."""
 CLIENT_CLOSED_REQUEST = 499

@@ -1,23 +1,33 @@
 """The ``triptych`` command: one file per subcommand."""
 
 import argparse
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Collection
 from typing import NoReturn
 
 from triptych import __version__, exit_codes
-from triptych.cli import bench, chaos, demo, doctor, flags, quantize, rollout, run, serve, status, trace
+from triptych.cli import flags
 from triptych.cli.sources import unknown_flags
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
 from triptych.observe import logs
 
 COMMANDS = {
-    "serve": serve, "run": run, "demo": demo, "doctor": doctor, "status": status, "rollout": rollout,
-    "trace": trace, "quantize": quantize, "bench": bench,
-    "chaos": chaos,
-}  # fmt: skip
+    "serve": "serve a model: all processes of a topology, or one instance that joins a frontend",
+    "run": "ask one question about pictures, videos and audio, on the terminal",
+    "demo": "serve the bundled model and ask it about the bundled pictures",
+    "doctor": "check machine, model, fabrics and ports, and show what each role would load, without loading it",
+    "status": "show the instances of a running service, or change the role of one",
+    "rollout": "replace all processes of a running service: new code, other settings or another revision of the model",
+    "trace": "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev",
+    "quantize": "write a copy of a model with the decoder's weights in 4 bits",
+    "bench": "measure transfers between processes, or one process beside split ones, on this machine",
+    "chaos": "end, stop and drain processes of a service under load, and report what its clients saw",
+}
+"""Each command's summary. Its file is imported only when the command is given, because together they take long."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,8 +37,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(exit_codes.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def make_parser() -> Parser:
-    """Return the parser of the whole command line. A subparser sets ``run``, its command's function, and ``parser``."""
+def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> Parser:
+    """Return the parser of the whole command line, whose subparsers know the arguments of the commands in ``complete``.
+    A complete subparser sets ``run``, its command's function, and ``parser``."""
     parser = Parser(
         prog="triptych",
         description="Serves multimodal language models as encode, prefill and decode processes.",
@@ -38,18 +49,22 @@ def make_parser() -> Parser:
     parser.set_defaults(run=None, parser=parser)
     # not required, so that an unknown flag is named before a missing command is
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False)
-        command.set_defaults(run=module.run, parser=command, command=name)
-        module.add_arguments(command)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in complete:
+            module = importlib.import_module(f"{__name__}.{name}")
+            command.set_defaults(run=module.run, parser=command, command=name)
+            module.add_arguments(command)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments, run the command and exit. An error that the operator can fix is one line."""
-    parser = make_parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    # no flag before the command takes a value, so that the first of these words is the command
+    parser = make_parser([word for word in words if word in COMMANDS][:1])
     try:
-        parsed, unknown = parser.parse_known_args(arguments)
+        parsed, unknown = parser.parse_known_args(words)
         if unknown:
             parsed.parser.error(unknown_flags(unknown, flags.known_names()))
         if parsed.run is None:

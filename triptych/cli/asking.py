@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from triptych.api.app import TIMELINE_HEADER
 from triptych.cli.waterfall import waterfall
 from triptych.errors import ConfigError, StartError
+from triptych.observe.timeline import TIMELINE_HEADER
 
 _SUFFIXES = {"video": (".mp4", ".mov", ".webm", ".mkv"), "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus")}
 """Suffixes of files that aren't pictures."""

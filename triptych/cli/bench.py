@@ -4,8 +4,6 @@ import argparse
 
 from triptych.cli import bench_split, bench_transfer
 
-SUMMARY = "measure transfers between processes, or one process beside split ones, on this machine"
-
 BENCHES = {"transfer": bench_transfer, "split": bench_split}
 
 

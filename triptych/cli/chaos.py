@@ -20,13 +20,12 @@ from triptych.errors import ConfigError
 from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 
-SUMMARY = "end, stop and drain processes of a service under load, and report what its clients saw"
 MIN_REQUESTS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s MODEL [OPTIONS]"
-    flags.add_model(parser)
+    parser.usage = "%(prog)s [MODEL] [OPTIONS]"
+    flags.add_model(parser, required=False)  # --list needs none
     parser.add_argument(
         "--report",
         type=Path,
@@ -62,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _show(faults, console)
         return 0
+    if arguments.model is None:
+        arguments.parser.error("the following arguments are required: MODEL")
     if arguments.requests < MIN_REQUESTS:
         raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
     if arguments.repeat < 1:
@@ -96,7 +97,7 @@ def _chosen(only: str) -> Sequence[Fault]:
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {fault.name for fault in FAULTS}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--only {unknown[0]} is no fault: triptych chaos MODEL --list shows them")
+        raise ConfigError(f"--only {unknown[0]} is no fault: triptych chaos --list shows them")
     return [fault for fault in FAULTS if not names or fault.name in names]
 
 

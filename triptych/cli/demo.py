@@ -18,8 +18,6 @@ from triptych.demo import PICTURES_DIR
 from triptych.errors import ConfigError
 from triptych.topology import Topology
 
-SUMMARY = "serve the bundled model and ask it about the bundled pictures"
-
 TRY_NEXT = """\
 Try it yourself while this runs (Ctrl-C ends it):
 

@@ -28,7 +28,6 @@ from triptych.prompt.prompt import PromptBuilder
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
-SUMMARY = "check machine, model, fabrics and ports, and show what each role would load, without loading it"
 SHOWN_DIGITS = 12
 FEW_FILES = 4096
 """Limit on open files below which ``doctor`` warns: too low for thousands of clients."""

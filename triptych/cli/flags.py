@@ -49,9 +49,9 @@ START = ("model", "topology", "role", "join", "name")
 _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 
-def add_model(parser: argparse.ArgumentParser, *, may_be_in_file: bool = False) -> None:
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     meaning = f"a checkpoint folder, or {DEMO!r} for the bundled model"
-    parser.add_argument("model", metavar="MODEL", help=meaning, nargs="?" if may_be_in_file else None)
+    parser.add_argument("model", metavar="MODEL", help=meaning, nargs=None if required else "?")
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:

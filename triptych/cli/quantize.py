@@ -9,8 +9,6 @@ from triptych.checkpoint.quantization import GROUP_SIZES, GroupQuantization
 from triptych.cli import flags
 from triptych.server.worker_extra import check_installed
 
-SUMMARY = "write a copy of a model with the decoder's weights in 4 bits"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)

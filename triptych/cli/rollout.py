@@ -9,8 +9,6 @@ from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
 from triptych.messages.operations import RolloutProgress
 
-SUMMARY = "replace all processes of a running service: by new code, other settings or another revision of the model"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_control(parser)

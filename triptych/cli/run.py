@@ -16,8 +16,6 @@ from triptych.config import ServeConfig
 from triptych.errors import ConfigError
 from triptych.topology import Topology
 
-SUMMARY = "ask one question about pictures, videos and audio, on the terminal"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s MODEL [FILE ...] QUESTION [OPTIONS]"

@@ -19,11 +19,8 @@ from triptych.models.registry import identity_of
 from triptych.observe import logs, sd_notify
 from triptych.observe.machine import pin_to_cores
 from triptych.server import instance_main
-from triptych.server.frontend import Frontend
-from triptych.server.frontend_main import serve_frontend
 from triptych.topology import Role, Topology
 
-SUMMARY = "serve a model: all processes of a topology, or one instance that joins a frontend"
 FRONTEND = "frontend"
 DEFAULT_TOPOLOGY = "1E1PD"
 
@@ -32,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [OPTIONS]"
-    flags.add_model(parser, may_be_in_file=True)
+    flags.add_model(parser, required=False)  # it may be in the file
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--topology",
@@ -110,6 +107,10 @@ async def _serve(config: ServeConfig, topology: Topology) -> int:
 
 async def _serve_frontend(config: ServeConfig) -> int:
     """Serve with a frontend in this process, which instances join by themselves."""
+    # imported now, because the supervisor of a whole service and instances don't need it, and it takes long
+    from triptych.server.frontend import Frontend
+    from triptych.server.frontend_main import serve_frontend
+
     what = "the frontend alone"
     await serve_frontend(lambda: Frontend(config), lambda one: _announce(config, what, one.url, one.control))
     return 0

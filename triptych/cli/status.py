@@ -16,8 +16,6 @@ from triptych.messages.operations import InstanceStatus, LaunchedInstance, Launc
 from triptych.messages.stats import PoolUsage
 from triptych.topology import Role
 
-SUMMARY = "show the instances of a running service, or change the role of one"
-
 DEFAULT_WIDTH = 160
 """Columns when the output isn't a terminal: room for each of an instance's pools in one line."""
 

@@ -13,8 +13,6 @@ from triptych.observe.perfetto import trace_events
 from triptych.observe.request_log import read_line
 from triptych.observe.timeline import Interval
 
-SUMMARY = "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", nargs="?", metavar="REQUEST", help="id of a request (default: all requests)")

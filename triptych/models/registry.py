@@ -9,6 +9,7 @@ from typing import Any
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.identity import model_identity
 from triptych.errors import CheckpointError
+from triptych.heap import gc_paused
 from triptych.messages.identity import ModelIdentity
 from triptych.models.base import ModelConfig
 
@@ -104,4 +105,5 @@ def identity_of(folder: Path) -> ModelIdentity:
 def resolve(import_string: str) -> Any:
     """Import and return the object that ``module:attribute`` names."""
     module, _, attribute = import_string.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    with gc_paused():  # towers import transformers
+        return getattr(importlib.import_module(module), attribute)

@@ -5,6 +5,9 @@ from typing import Any
 
 import msgspec
 
+TIMELINE_HEADER = "x-triptych-timeline"
+"""A request with this header set to ``true`` gets the field ``timeline`` in its answer or last chunk."""
+
 
 class Interval(msgspec.Struct, frozen=True):
     """A span of time in which a stage worked on a request."""

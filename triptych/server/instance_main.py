@@ -7,6 +7,7 @@ import sys
 from triptych import exit_codes
 from triptych.config import InstanceSpec
 from triptych.errors import StartError
+from triptych.heap import gc_paused
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.server.worker_extra import check_installed
@@ -16,9 +17,9 @@ def run(spec: InstanceSpec) -> None:
     """Run an instance in this process until the frontend or a signal ends it. Raises StartError when it can't start."""
     check_installed("an instance")
     os.environ["OMP_NUM_THREADS"] = str(spec.engine.threads)
-    # imported now, because torch reads that variable once, when it is imported
-    from triptych.server.instance_process import run_instance
-
+    with gc_paused():
+        # imported now, because torch reads that variable once, when it is imported
+        from triptych.server.instance_process import run_instance
     run_instance(spec)
 
 
