@@ -54,6 +54,8 @@ void bf16_round(const float *from, void *to, int64_t inputs) {
     }
 }
 
+static void round_token(const Linear *linear, const float *from, void *to) { bf16_round(from, to, linear->inputs); }
+
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
     const int64_t line = OUTPUTS * 2 * sizeof(uint16_t);
@@ -111,7 +113,7 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 
 void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, bf16_round);
+    char *rounded = round_together(linear, input, stride, tokens, room, apart, round_token);
     Rows rows = {rounded, output, apart, tokens, 0};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);

@@ -25,7 +25,7 @@ typedef struct {
 typedef void PanelProduct(const Linear *linear, const Rows *rows, int64_t panel);
 
 /* Rounds a token's inputs, and pads them with zeros. */
-typedef void Rounding(const float *from, void *to, int64_t inputs);
+typedef void Rounding(const Linear *linear, const float *from, void *to);
 
 inlined int64_t panels_of(const Linear *linear) { return (linear->outputs + OUTPUTS - 1) / OUTPUTS; }
 
@@ -46,14 +46,14 @@ inlined int64_t rounded_room(int64_t tokens, int64_t apart) {
 }
 
 /* Rounds all tokens into ``room``, and returns what the calling thread is to read of it. */
-inlined char *round_together(const float *input, int64_t stride, int64_t inputs, int64_t tokens, char *room,
+inlined char *round_together(const Linear *linear, const float *input, int64_t stride, int64_t tokens, char *room,
                              int64_t apart, Rounding *round) {
     if (tokens <= FEW) {
         room += omp_get_thread_num() * tokens * apart;
-        for (int64_t token = 0; token < tokens; token++) round(input + token * stride, room + token * apart, inputs);
+        for (int64_t token = 0; token < tokens; token++) round(linear, input + token * stride, room + token * apart);
     } else {
 #pragma omp for
-        for (int64_t token = 0; token < tokens; token++) round(input + token * stride, room + token * apart, inputs);
+        for (int64_t token = 0; token < tokens; token++) round(linear, input + token * stride, room + token * apart);
     }
     return room;
 }
