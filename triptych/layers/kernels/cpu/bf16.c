@@ -106,7 +106,7 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
         multiply_by_vectors(linear, &row, panel);
         return;
     }
-    begin_tiles(1);
+    begin_tiles(1, TILE_BYTES);
     multiply_by_tiles(linear, &row, panel);
     end_tiles();
 }
@@ -115,6 +115,6 @@ void bf16_together(const Linear *linear, const float *input, int64_t stride, flo
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
     char *rounded = round_together(linear, input, stride, tokens, room, apart, round_token);
     Rows rows = {rounded, output, apart, tokens, 0};
-    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

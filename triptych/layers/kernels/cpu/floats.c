@@ -64,5 +64,5 @@ void float_panel(const Linear *linear, const float *input, float *output, int64_
 void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
     Rows rows = {(const char *)input, output, stride * sizeof(float), tokens, 0};
-    multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_panel);
+    multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_panel);
 }

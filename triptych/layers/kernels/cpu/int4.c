@@ -11,7 +11,7 @@
  * which q - zero are unpacked to int8.
  */
 #include "int8_tokens.h"
-#include "tiles.h"
+#include "tile_products.h"
 
 #ifdef __AVX512F__
 #define TOKENS 8
@@ -20,8 +20,15 @@
 #endif
 #define STRIP 32             /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
 #define WORD 8               /* inputs per word */
+#define PART 512             /* inputs that are unpacked at a time: few enough for the L1 cache beside tokens and totals */
+#define SMALL_TASK (64 * 1024) /* bytes of weights per task when there are few tokens */
+#ifndef MIN_TILES
+#define MIN_TILES 4
+#endif
+
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int8_t fours __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint8_t levels __attribute__((vector_size(LANES), aligned(1)));
 
 /* Products of bytes, four per lane of 32 bits: VNNI adds them to an int32, others to two int16, for one block. ``dot``
@@ -107,17 +114,21 @@ static void round_token(const Linear *linear, const float *from, void *to) {
 }
 
 /* Scales the totals of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs. Not
- * inlined, so that every number of tokens has the same instructions, and outputs the same bits. */
-static __attribute__((noinline)) void keep_scaled(floats totals[][2], const Linear *linear, const Rows *rows,
+ * inlined, so that outputs have the same bits wherever totals come from. */
+static __attribute__((noinline)) void keep_scaled(const floats totals[][2], const Linear *linear, const Rows *rows,
                                                   int64_t panel, int64_t first, int64_t count) {
     Shape shape = shape_of(linear);
-    const char *tokens = rows->input + first * rows->stride + shape.depth + shape.groups * sizeof(int32_t);
-    for (int64_t token = 0; token < count; token++) {
-        float scale = *(const float *)(tokens + token * rows->stride);
-        totals[token][0] *= scale;
-        totals[token][1] *= scale;
+    int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
+    const char *scale = rows->input + first * rows->stride + shape.depth + shape.groups * sizeof(int32_t);
+    float *outputs = rows->output + first * linear->outputs + column;
+    floats bias[2] = {};
+    if (linear->bias) bias[0] = load(linear->bias + column, left);
+    if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
+    for (int64_t i = 0; i < count; i++, scale += rows->stride, outputs += linear->outputs) {
+        floats own = splat(*(const float *)scale);
+        store(outputs, multiply_add(totals[i][0], own, bias[0]), left);
+        if (second) store(outputs + LANES, multiply_add(totals[i][1], own, bias[1]), second);
     }
-    keep((const floats(*)[2])totals, linear, rows, panel, first, count);
 }
 
 /* The two halves of each byte of a panel's words: q of inputs 0 2 4 6, and of 1 3 5 7. */
@@ -183,7 +194,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int
                 totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale);
         }
     }
-    keep_scaled(totals, linear, rows, panel, first, count);
+    keep_scaled((const floats(*)[2])totals, linear, rows, panel, first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
@@ -206,9 +217,99 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t 
     }
 }
 
+/* Part of a panel, unpacked for tiles: q - zero by halves of the outputs, [inputs / 4, LANES, 4], and scales. */
+typedef struct {
+    fours weights[2][PART / 4];
+    floats scales[2][PART / STRIP];
+} __attribute__((aligned(64))) Part;
+
+static void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t groups, Part *part) {
+    fours *to[2] = {part->weights[0], part->weights[1]};
+    for (int64_t i = 0; i < groups; i++, group += shape->bytes) {
+        const char *scales = group + linear->group / 2 * OUTPUTS;
+        fours zeros[2];
+        for (int half = 0; half < 2; half++) {
+            ints zero = linear->has_zeros ? zeros_of(scales, half) : 8 - (ints){};
+            zeros[half] = (fours)(zero * 0x01010101);
+            part->scales[half][i] = widened(((const float16s *)scales)[half]);
+        }
+        for (const ints *words = (const ints *)group; words < (const ints *)scales; words += 2)
+            for (int half = 0; half < 2; half++) {
+                *to[half]++ = (fours)lower(words[half]) - zeros[half];
+                *to[half]++ = (fours)upper(words[half]) - zeros[half];
+            }
+    }
+}
+
+/* Adds the products of a tile of tokens and a part's ``groups`` groups to the totals of a half of the outputs, which stay
+ * in registers. A group's sums are stored two groups later, and converted three groups later: whoever waits for the tiles
+ * would hold up what follows. */
+static void multiply_tile(const Part *part, const char *tokens, int64_t stride, int64_t group, int64_t groups, int half,
+                          floats totals[][2]) {
+#ifdef __AMX_INT8__
+    const char *weights = (const char *)part->weights[half];
+    int64_t step = least(group, TILE_BYTES);
+    ints sums[4][TILE_ROWS] __attribute__((aligned(64)));
+    floats found[TILE_ROWS];
+    for (int row = 0; row < TILE_ROWS; row++) found[row] = totals[row][half];
+    __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
+#define MULTIPLY_STORE_CONVERT(number, before, from, by) \
+    if (i + number < groups) { \
+        _tile_zero(number); \
+        for (int64_t at = 0; at < group; at += step, tokens += step, weights += step * LANES) { \
+            _tile_loadd(from, tokens, stride); \
+            _tile_loadd(by, weights, TILE_BYTES); \
+            _tile_dpbssd(number, from, by); \
+        } \
+    } \
+    if (i + number >= 2 && i + number < groups + 2) _tile_stored(before, sums[before], TILE_BYTES); \
+    if (i + number >= 3 && i + number < groups + 3) { \
+        floats scale = part->scales[half][i + number - 3]; \
+        const ints *done = sums[(number + 1) % 4]; \
+        _Pragma("GCC unroll 16") \
+        for (int row = 0; row < TILE_ROWS; row++) found[row] = add_scaled(found[row], done[row], scale); \
+    }
+    for (int64_t i = 0; i < groups + 3; i += 4) {
+        MULTIPLY_STORE_CONVERT(0, 2, 4, 6)
+        MULTIPLY_STORE_CONVERT(1, 3, 5, 7)
+        MULTIPLY_STORE_CONVERT(2, 0, 4, 6)
+        MULTIPLY_STORE_CONVERT(3, 1, 5, 7)
+    }
+#undef MULTIPLY_STORE_CONVERT
+    for (int row = 0; row < TILE_ROWS; row++) totals[row][half] = found[row];
+#endif
+}
+
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
+    Shape shape = shape_of(linear);
+    int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, at_once = PART / linear->group;
+    const char *weights = (const char *)linear->panels + panel * shape.groups * shape.bytes;
+    floats totals[BLOCK / TILE_ROWS][TILE_ROWS][2];
+    memset(totals, 0, tiles * sizeof totals[0]);
+    for (int64_t done = 0, groups; done < shape.groups; done += groups, weights += groups * shape.bytes) {
+        Part part;
+        groups = least(at_once, shape.groups - done);
+        unpack(linear, &shape, weights, groups, &part);
+        int64_t share = (groups * shape.bytes / tiles + 63) / 64 * 64; /* each tile prefetches its share of a panel */
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* the last tile is whole, too */
+            const char *from = rows->input + first * rows->stride + done * linear->group;
+            for (int64_t line = 0; line < share; line += 64)
+                __builtin_prefetch(weights + rows->ahead + tile * share + line, 0, 2);
+            for (int half = 0; half < 2; half++)
+                multiply_tile(&part, from, rows->stride, linear->group, groups, half, totals[tile]);
+            if (done + groups == shape.groups)
+                keep_scaled((const floats(*)[2])totals[tile], linear, rows, panel, first, least(TILE_ROWS, rows->tokens));
+        }
+    }
+}
+
 void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     Shape shape = shape_of(linear);
+    int64_t bytes = shape.groups * shape.bytes;
     char *rounded = round_together(linear, input, stride, tokens, room, shape.row, round_token);
     Rows rows = {rounded, output, shape.row, tokens, 0};
-    multiply_together(linear, &rows, shape.groups * shape.bytes, TOKENS, BLOCK, multiply_by_vectors);
+    if (tiles_are_granted && tokens > MIN_TILES)
+        multiply_together_by_tiles(linear, &rows, bytes, least(linear->group, TILE_BYTES), SMALL_TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
 }

@@ -9,7 +9,7 @@
 #define OUTPUTS FLOAT_OUTPUTS
 #define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
 #define BLOCK 512            /* tokens multiplied by all weights before the next block, so that they stay in the cache */
-#define AT_ONCE (512 * 1024) /* bytes of weights per task when there are few tokens */
+#define TASK (512 * 1024)    /* bytes of weights per task when there are few tokens */
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
@@ -59,11 +59,12 @@ inlined char *round_together(const Linear *linear, const float *input, int64_t s
 }
 
 /* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens; at most
- * ``block`` tokens by all weights before the next ones. */
+ * ``block`` tokens by all weights before the next ones. ``task``: bytes of weights per task when there are few
+ * tokens. */
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t once, int64_t block,
-                               PanelProduct *multiply_panel) {
+                               int64_t task, PanelProduct *multiply_panel) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block;
-    int64_t at_once = tokens > once ? 1 : most(1, AT_ONCE / most(1, bytes));
+    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes));
     for (int64_t done = 0; done < blocks; done++) {
         int64_t first = tokens * done / blocks, count = tokens * (done + 1) / blocks - first;
         Rows rows = {all->input + first * all->stride, all->output + first * linear->outputs, all->stride, count,

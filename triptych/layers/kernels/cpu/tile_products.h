@@ -81,11 +81,11 @@ inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int
     }
 }
 
-/* As ``multiply_together``, in blocks that stay in the L2 cache. */
-inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes,
-                                        PanelProduct *multiply_panel) {
+/* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
+inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes, int64_t step,
+                                        int64_t task, PanelProduct *multiply_panel) {
     int64_t block = most(2 * PAIR_ROWS, least(BLOCK, KEPT / rows->stride) / PAIR_ROWS * PAIR_ROWS);
-    begin_tiles(most(1, least(rows->tokens, TILE_ROWS)));
-    multiply_together(linear, rows, bytes, PAIR_ROWS, block, multiply_panel);
+    begin_tiles(most(1, least(rows->tokens, TILE_ROWS)), step);
+    multiply_together(linear, rows, bytes, PAIR_ROWS, block, task, multiply_panel);
     end_tiles();
 }
