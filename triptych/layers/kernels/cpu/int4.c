@@ -21,6 +21,7 @@
 #define STRIP 32             /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
 #define WORD 8               /* inputs per word */
 #define PART 512             /* inputs that are unpacked at a time: few enough for the L1 cache beside tokens and totals */
+#define LOCALITY 2
 #define SMALL_TASK (64 * 1024) /* bytes of weights per task when there are few tokens */
 #ifndef MIN_TILES
 #define MIN_TILES 4
@@ -223,8 +224,8 @@ typedef struct {
     floats scales[2][PART / STRIP];
 } __attribute__((aligned(64))) Part;
 
-static void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t groups, Part *part) {
-    fours *to[2] = {part->weights[0], part->weights[1]};
+inlined void unpack(const Linear *linear, const Shape *shape, const char *group, int64_t groups, Part *part) {
+    fours *low = part->weights[0], *high = part->weights[1];
     for (int64_t i = 0; i < groups; i++, group += shape->bytes) {
         const char *scales = group + linear->group / 2 * OUTPUTS;
         fours zeros[2];
@@ -233,11 +234,14 @@ static void unpack(const Linear *linear, const Shape *shape, const char *group, 
             zeros[half] = (fours)(zero * 0x01010101);
             part->scales[half][i] = widened(((const float16s *)scales)[half]);
         }
-        for (const ints *words = (const ints *)group; words < (const ints *)scales; words += 2)
-            for (int half = 0; half < 2; half++) {
-                *to[half]++ = (fours)lower(words[half]) - zeros[half];
-                *to[half]++ = (fours)upper(words[half]) - zeros[half];
-            }
+        for (int64_t word = 0; word < linear->group / WORD; word++, low += 2, high += 2) {
+            const ints *words = (const ints *)group + 2 * word;
+            ints first = words[0], second = words[1];
+            low[0] = (fours)lower(first) - zeros[0];
+            low[1] = (fours)upper(first) - zeros[0];
+            high[0] = (fours)lower(second) - zeros[1];
+            high[1] = (fours)upper(second) - zeros[1];
+        }
     }
 }
 
@@ -296,10 +300,18 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
             const char *from = rows->input + first * rows->stride + done * linear->group;
             for (int64_t line = 0; line < share; line += 64)
                 __builtin_prefetch(weights + rows->ahead + tile * share + line, 0, 2);
+            int is_last = done + groups == shape.groups;
+            int64_t count = least(TILE_ROWS, rows->tokens);
+            float *outputs = rows->output + first * linear->outputs + panel * OUTPUTS;
+            for (int64_t i = 0; is_last && i < count; i++) {
+                /* stores of sums would wait for those of outputs */
+                __builtin_prefetch(outputs + i * linear->outputs, 1, LOCALITY);
+                __builtin_prefetch(outputs + i * linear->outputs + LANES, 1, LOCALITY);
+            }
             for (int half = 0; half < 2; half++)
                 multiply_tile(&part, from, rows->stride, linear->group, groups, half, totals[tile]);
-            if (done + groups == shape.groups)
-                keep_scaled((const floats(*)[2])totals[tile], linear, rows, panel, first, least(TILE_ROWS, rows->tokens));
+            if (is_last)
+                keep_scaled((const floats(*)[2])totals[tile], linear, rows, panel, first, count);
         }
     }
 }
