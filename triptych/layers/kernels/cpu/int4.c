@@ -21,11 +21,7 @@
 #define STRIP 32             /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
 #define WORD 8               /* inputs per word */
 #define PART 512             /* inputs that are unpacked at a time: few enough for the L1 cache beside tokens and totals */
-#define LOCALITY 2
 #define SMALL_TASK (64 * 1024) /* bytes of weights per task when there are few tokens */
-#ifndef MIN_TILES
-#define MIN_TILES 4
-#endif
 
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -246,40 +242,53 @@ inlined void unpack(const Linear *linear, const Shape *shape, const char *group,
 }
 
 /* Adds the products of a tile of tokens and a part's ``groups`` groups to the totals of a half of the outputs, which stay
- * in registers. A group's sums are stored two groups later, and converted three groups later: whoever waits for the tiles
- * would hold up what follows. */
+ * in registers. Two groups are being multiplied while the sums of another are added, since products take long to finish. */
 static void multiply_tile(const Part *part, const char *tokens, int64_t stride, int64_t group, int64_t groups, int half,
                           floats totals[][2]) {
 #ifdef __AMX_INT8__
     const char *weights = (const char *)part->weights[half];
-    int64_t step = least(group, TILE_BYTES);
-    ints sums[4][TILE_ROWS] __attribute__((aligned(64)));
+    const floats *scale = part->scales[half];
+    int64_t step = least(group, TILE_BYTES), i = 0;
+    ints sums[TILE_ROWS] __attribute__((aligned(64)));
     floats found[TILE_ROWS];
     for (int row = 0; row < TILE_ROWS; row++) found[row] = totals[row][half];
     __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
-#define MULTIPLY_STORE_CONVERT(number, before, from, by) \
-    if (i + number < groups) { \
-        _tile_zero(number); \
+#define MULTIPLY(sum, from, by) \
+    do { \
+        _tile_zero(sum); \
         for (int64_t at = 0; at < group; at += step, tokens += step, weights += step * LANES) { \
             _tile_loadd(from, tokens, stride); \
             _tile_loadd(by, weights, TILE_BYTES); \
-            _tile_dpbssd(number, from, by); \
+            _tile_dpbssd(sum, from, by); \
         } \
-    } \
-    if (i + number >= 2 && i + number < groups + 2) _tile_stored(before, sums[before], TILE_BYTES); \
-    if (i + number >= 3 && i + number < groups + 3) { \
-        floats scale = part->scales[half][i + number - 3]; \
-        const ints *done = sums[(number + 1) % 4]; \
+    } while (0)
+#define ADD(sum) \
+    do { \
+        _tile_stored(sum, sums, TILE_BYTES); \
         _Pragma("GCC unroll 16") \
-        for (int row = 0; row < TILE_ROWS; row++) found[row] = add_scaled(found[row], done[row], scale); \
+        for (int row = 0; row < TILE_ROWS; row++) found[row] = add_scaled(found[row], sums[row], *scale); \
+        scale++; \
+    } while (0)
+    if (groups >= 4) {
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(1, 5, 7);
     }
-    for (int64_t i = 0; i < groups + 3; i += 4) {
-        MULTIPLY_STORE_CONVERT(0, 2, 4, 6)
-        MULTIPLY_STORE_CONVERT(1, 3, 5, 7)
-        MULTIPLY_STORE_CONVERT(2, 0, 4, 6)
-        MULTIPLY_STORE_CONVERT(3, 1, 5, 7)
+    for (; i + 4 <= groups; i += 4) {
+        MULTIPLY(2, 4, 6);
+        ADD(0);
+        MULTIPLY(3, 5, 7);
+        ADD(1);
+        if (i + 8 <= groups) MULTIPLY(0, 4, 6);
+        ADD(2);
+        if (i + 8 <= groups) MULTIPLY(1, 5, 7);
+        ADD(3);
     }
-#undef MULTIPLY_STORE_CONVERT
+    for (; i < groups; i++) {
+        MULTIPLY(0, 4, 6);
+        ADD(0);
+    }
+#undef ADD
+#undef MULTIPLY
     for (int row = 0; row < TILE_ROWS; row++) totals[row][half] = found[row];
 #endif
 }
@@ -305,8 +314,8 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
             float *outputs = rows->output + first * linear->outputs + panel * OUTPUTS;
             for (int64_t i = 0; is_last && i < count; i++) {
                 /* stores of sums would wait for those of outputs */
-                __builtin_prefetch(outputs + i * linear->outputs, 1, LOCALITY);
-                __builtin_prefetch(outputs + i * linear->outputs + LANES, 1, LOCALITY);
+                __builtin_prefetch(outputs + i * linear->outputs, 1, 2);
+                __builtin_prefetch(outputs + i * linear->outputs + LANES, 1, 2);
             }
             for (int half = 0; half < 2; half++)
                 multiply_tile(&part, from, rows->stride, linear->group, groups, half, totals[tile]);
@@ -321,7 +330,8 @@ void int4_together(const Linear *linear, const float *input, int64_t stride, flo
     int64_t bytes = shape.groups * shape.bytes;
     char *rounded = round_together(linear, input, stride, tokens, room, shape.row, round_token);
     Rows rows = {rounded, output, shape.row, tokens, 0};
-    if (tiles_are_granted && tokens > MIN_TILES)
+    int64_t few = linear->group < TILE_BYTES ? 12 : TOKENS; /* tiles add all rows' sums, oftener for smaller groups */
+    if (tiles_are_granted && tokens > few)
         multiply_together_by_tiles(linear, &rows, bytes, least(linear->group, TILE_BYTES), SMALL_TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
 }
