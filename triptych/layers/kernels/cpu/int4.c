@@ -293,33 +293,35 @@ static void multiply_tile(const Part *part, const char *tokens, int64_t stride, 
 #endif
 }
 
+/* Outputs that aren't in the cache when they are stored hold up the sums that are stored after them. */
+inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count) {
+    const float *outputs = rows->output + first * linear->outputs + panel * OUTPUTS;
+    for (int64_t i = 0; i < count; i++, outputs += linear->outputs) {
+        __builtin_prefetch(outputs, 1, 2);
+        __builtin_prefetch(outputs + LANES, 1, 2);
+    }
+}
+
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
     Shape shape = shape_of(linear);
-    int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, at_once = PART / linear->group;
+    int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, count = least(TILE_ROWS, rows->tokens), groups;
     const char *weights = (const char *)linear->panels + panel * shape.groups * shape.bytes;
     floats totals[BLOCK / TILE_ROWS][TILE_ROWS][2];
     memset(totals, 0, tiles * sizeof totals[0]);
-    for (int64_t done = 0, groups; done < shape.groups; done += groups, weights += groups * shape.bytes) {
+    for (int64_t done = 0; done < shape.groups; done += groups, weights += groups * shape.bytes) {
         Part part;
-        groups = least(at_once, shape.groups - done);
+        groups = least(PART / linear->group, shape.groups - done);
         unpack(linear, &shape, weights, groups, &part);
-        int64_t share = (groups * shape.bytes / tiles + 63) / 64 * 64; /* each tile prefetches its share of a panel */
-        for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t bytes = groups * shape.bytes, share = (bytes / tiles + 63) / 64 * 64;
+        const char *later = weights + most(bytes, rows->ahead); /* each tile prefetches its share */
+        for (int64_t tile = 0; tile < tiles; tile++, later += share) {
             int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* the last tile is whole, too */
             const char *from = rows->input + first * rows->stride + done * linear->group;
-            for (int64_t line = 0; line < share; line += 64)
-                __builtin_prefetch(weights + rows->ahead + tile * share + line, 0, 2);
-            int is_last = done + groups == shape.groups;
-            int64_t count = least(TILE_ROWS, rows->tokens);
-            float *outputs = rows->output + first * linear->outputs + panel * OUTPUTS;
-            for (int64_t i = 0; is_last && i < count; i++) {
-                /* stores of sums would wait for those of outputs */
-                __builtin_prefetch(outputs + i * linear->outputs, 1, 2);
-                __builtin_prefetch(outputs + i * linear->outputs + LANES, 1, 2);
-            }
+            for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
+            if (done + groups == shape.groups) prefetch_outputs(linear, rows, panel, first, count);
             for (int half = 0; half < 2; half++)
                 multiply_tile(&part, from, rows->stride, linear->group, groups, half, totals[tile]);
-            if (is_last)
+            if (done + groups == shape.groups)
                 keep_scaled((const floats(*)[2])totals[tile], linear, rows, panel, first, count);
         }
     }
