@@ -44,7 +44,7 @@ static void *packed(const float *weights, int64_t outputs, int64_t inputs, int k
     return made;
 }
 
-/* Packs weights of magnitude 7 or less as _in_panels of triptych/layers/int4.py: groups of 32 inputs, with scales of 1. */
+/* Packs weights of magnitude 7 or less as _in_panels of triptych/layers/int4.py, in groups of 32, with scales of 1. */
 static void *packed_int4(const float *weights, int64_t outputs, int64_t inputs, int has_zeros) {
     int64_t rows = int4_outputs, groups = (inputs + 31) / 32, bytes = rows * (16 + 2 + has_zeros);
     int64_t size = (outputs + rows - 1) / rows * groups * bytes;

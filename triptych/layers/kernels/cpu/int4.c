@@ -2,7 +2,7 @@
  * in int32. They are multiplied by the group's scale and added in float32 in the groups' order, so that a token's outputs
  * are identical in any batch.
  *
- * A weight is (q - zero) * scale, where q is 0 to 15 and a group of ``group`` inputs, a multiple of 32, shares zero and
+ * A weight is (q - zero) * scale, where q is 0 to 15 and a group of ``group`` inputs, 32, 64 or 128, shares zero and
  * scale. Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), ceil(inputs / group)] of
  *     words [group / 8, OUTPUTS], each with the q of eight inputs, the first in the lowest bits,
  *     scales, halves [OUTPUTS],
@@ -18,26 +18,25 @@
 #else
 #define TOKENS 4
 #endif
-#define STRIP 32             /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
-#define WORD 8               /* inputs per word */
-#define PART 512             /* inputs that are unpacked at a time: few enough for the L1 cache beside tokens and totals */
+#define STRIP 32               /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
+#define WORD 8                 /* inputs per word */
+#define PART 512               /* inputs that are unpacked at a time, so that they stay in the L1 cache */
 #define SMALL_TASK (64 * 1024) /* bytes of weights per task when there are few tokens */
-
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t fours __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint8_t levels __attribute__((vector_size(LANES), aligned(1)));
 
-/* Products of bytes, four per lane of 32 bits: VNNI adds them to an int32, others to two int16, for one block. ``dot``
+/* Products of bytes, four per lane of 32 bits: VNNI adds them to an int32, others to two int16, for one strip. ``dot``
  * adds those of four weights, 0 to 15, and four activations. */
 #if HAS_VNNI
 typedef ints products;
 inlined products begin(ints sum) { return sum; }
-inlined ints end(ints sum, products block) { return block; }
+inlined ints end(ints sum, products strip) { return strip; }
 #else
 typedef halves products;
 inlined products begin(ints sum) { return (products){}; }
-inlined ints end(ints sum, products block) { return sum + ((ints)block << 16 >> 16) + ((ints)block >> 16); }
+inlined ints end(ints sum, products strip) { return sum + ((ints)strip << 16 >> 16) + ((ints)strip >> 16); }
 #endif
 #if HAS_VNNI
 inlined products dot(products sum, ints weights, ints four) { return add_products(sum, weights, four); }
@@ -91,6 +90,11 @@ int64_t int4_room(const Linear *linear, int64_t tokens) { return rounded_room(to
  * for each unit of zero or, without zeros, in total: to be added, so negative. */
 static void round_token(const Linear *linear, const float *from, void *to) {
     Shape shape = shape_of(linear);
+#if LANES == 16
+    const int8s order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+#else
+    const int8s order = {0, 2, 4, 6, 1, 3, 5, 7};
+#endif
     int8s *rounded = to;
     int32_t *excess = (int32_t *)((char *)to + shape.depth);
     float maximum = largest_magnitude(from, linear->inputs, SMALLEST);
@@ -98,11 +102,7 @@ static void round_token(const Linear *linear, const float *from, void *to) {
         floats total = {};
         for (int64_t i = at; i < at + linear->group; i += LANES) {
             floats whole = rounded_inputs(from, i, linear->inputs, LEVELS / maximum);
-#if LANES == 16
-            *rounded++ = __builtin_shuffle(lowest((ints)whole), (int8s){0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
-#else
-            *rounded++ = __builtin_shuffle(lowest((ints)whole), (int8s){0, 2, 4, 6, 1, 3, 5, 7});
-#endif
+            *rounded++ = __builtin_shuffle(lowest((ints)whole), order);
             total += whole - ROUNDING;
         }
         *excess++ = maximum == maximum ? (linear->has_zeros ? -1 : -8) * (int32_t)sum_of(total) : 0;
@@ -242,7 +242,7 @@ inlined void unpack(const Linear *linear, const Shape *shape, const char *group,
 }
 
 /* Adds the products of a tile of tokens and a part's ``groups`` groups to the totals of a half of the outputs, which stay
- * in registers. Two groups are being multiplied while the sums of another are added, since products take long to finish. */
+ * in registers. Two groups are being multiplied while another's sums are added, because products take long to finish. */
 static void multiply_tile(const Part *part, const char *tokens, int64_t stride, int64_t group, int64_t groups, int half,
                           floats totals[][2]) {
 #ifdef __AMX_INT8__
@@ -315,7 +315,7 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
         int64_t bytes = groups * shape.bytes, share = (bytes / tiles + 63) / 64 * 64;
         const char *later = weights + most(bytes, rows->ahead); /* each tile prefetches its share */
         for (int64_t tile = 0; tile < tiles; tile++, later += share) {
-            int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* the last tile is whole, too */
+            int64_t first = most(0, least(tile * TILE_ROWS, rows->tokens - TILE_ROWS)); /* so that the last one is whole */
             const char *from = rows->input + first * rows->stride + done * linear->group;
             for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(later + line, 0, 2);
             if (done + groups == shape.groups) prefetch_outputs(linear, rows, panel, first, count);
@@ -329,11 +329,12 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
 
 void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
     Shape shape = shape_of(linear);
-    int64_t bytes = shape.groups * shape.bytes;
+    int64_t bytes = shape.groups * shape.bytes, step = least(linear->group, TILE_BYTES);
+    /* by tiles the sums of 16 rows are added, whatever the tokens, and more often in small groups */
+    int64_t few = step < TILE_BYTES ? 12 : TOKENS;
     char *rounded = round_together(linear, input, stride, tokens, room, shape.row, round_token);
     Rows rows = {rounded, output, shape.row, tokens, 0};
-    int64_t few = linear->group < TILE_BYTES ? 12 : TOKENS; /* tiles add all rows' sums, oftener for smaller groups */
     if (tiles_are_granted && tokens > few)
-        multiply_together_by_tiles(linear, &rows, bytes, least(linear->group, TILE_BYTES), SMALL_TASK, multiply_by_tiles);
+        multiply_together_by_tiles(linear, &rows, bytes, step, SMALL_TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
 }

@@ -156,6 +156,7 @@ void int8_together(const Linear *linear, const float *input, int64_t stride, flo
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
     char *rounded = round_together(linear, input, stride, tokens, room, apart, round_token);
     Rows rows = {rounded, output, apart, tokens, 0};
-    if (tiles_are_granted && tokens > FEW) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
+    if (tiles_are_granted && tokens > FEW)
+        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

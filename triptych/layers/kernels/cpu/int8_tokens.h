@@ -1,5 +1,5 @@
-/* What products of quantized weights share: tokens are quantized to int8, each with its own scale, and VNNI adds products
- * of their bytes with those of weights. */
+/* What products with quantized weights share: tokens are quantized to int8, each with its own scale, and VNNI adds the
+ * products of their bytes with those of weights. */
 #pragma once
 #include "panels.h"
 
@@ -7,8 +7,8 @@
 
 typedef int8_t int8s __attribute__((vector_size(LANES), aligned(1)));
 
-/* A token's inputs from ``i`` on, zeros beyond its end, rounded and added to ROUNDING. ``factor``: LEVELS divided by the
- * token's largest magnitude. */
+/* A token's inputs from ``i`` on, zeros beyond its end, rounded and added to ROUNDING. ``factor``: LEVELS divided by
+ * the token's largest magnitude. */
 inlined floats rounded_inputs(const float *from, int64_t i, int64_t inputs, float factor) {
     return (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
 }
