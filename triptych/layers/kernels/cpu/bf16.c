@@ -40,7 +40,9 @@ inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(uint16_t
 
 int64_t bf16_row(int64_t inputs) { return depth_of(inputs) * sizeof(value) + LINE; }
 
-int64_t bf16_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, bf16_row(linear->inputs)); }
+int64_t bf16_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, bf16_row(linear->inputs));
+}
 
 void bf16_round(const float *from, void *to, int64_t inputs) {
     value *rounded = to;
@@ -101,7 +103,7 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
 }
 
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
-    Rows row = {rounded, output, 0, 1, AHEAD};
+    Rows row = {rounded, {output, NULL}, 0, 1, AHEAD};
     if (!tiles_are_granted) {
         multiply_by_vectors(linear, &row, panel);
         return;
@@ -111,10 +113,10 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
     end_tiles();
 }
 
-void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    char *rounded = round_together(linear, input, stride, tokens, room, apart, round_token);
-    Rows rows = {rounded, output, apart, tokens, 0};
+    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

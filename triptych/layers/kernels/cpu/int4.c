@@ -83,7 +83,9 @@ inlined Shape shape_of(const Linear *linear) {
     return shape;
 }
 
-int64_t int4_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, shape_of(linear).row); }
+int64_t int4_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, shape_of(linear).row);
+}
 
 /* Makes of a token int8 [depth], int32 [groups] and its scale. The inputs of each word are in the order 0 2 4 6 1 3 5 7,
  * first those in the lower halves of its bytes. The int32 are what the sums of q * input exceed those of the weights by
@@ -117,14 +119,15 @@ static __attribute__((noinline)) void keep_scaled(const floats totals[][2], cons
     Shape shape = shape_of(linear);
     int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
     const char *scale = rows->input + first * rows->stride + shape.depth + shape.groups * sizeof(int32_t);
-    float *outputs = rows->output + first * linear->outputs + column;
+    int64_t place = first * linear->outputs + column;
     floats bias[2] = {};
     if (linear->bias) bias[0] = load(linear->bias + column, left);
     if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, scale += rows->stride, outputs += linear->outputs) {
+    for (int64_t i = 0; i < count; i++, scale += rows->stride, place += linear->outputs) {
         floats own = splat(*(const float *)scale);
-        store(outputs, multiply_add(totals[i][0], own, bias[0]), left);
-        if (second) store(outputs + LANES, multiply_add(totals[i][1], own, bias[1]), second);
+        keep_vector(multiply_add(totals[i][0], own, bias[0]), &rows->output, place, left);
+        if (second)
+            keep_vector(multiply_add(totals[i][1], own, bias[1]), &rows->output, place + LANES, second);
     }
 }
 
@@ -293,15 +296,6 @@ static void multiply_tile(const Part *part, const char *tokens, int64_t stride, 
 #endif
 }
 
-/* Outputs that aren't in the cache when they are stored hold up the sums that are stored after them. */
-inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count) {
-    const float *outputs = rows->output + first * linear->outputs + panel * OUTPUTS;
-    for (int64_t i = 0; i < count; i++, outputs += linear->outputs) {
-        __builtin_prefetch(outputs, 1, 2);
-        __builtin_prefetch(outputs + LANES, 1, 2);
-    }
-}
-
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
     Shape shape = shape_of(linear);
     int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, count = least(TILE_ROWS, rows->tokens), groups;
@@ -327,13 +321,13 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
     }
 }
 
-void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+void int4_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     Shape shape = shape_of(linear);
     int64_t bytes = shape.groups * shape.bytes, step = least(linear->group, TILE_BYTES);
     /* by tiles the sums of 16 rows are added, whatever the tokens, and more often in small groups */
     int64_t few = step < TILE_BYTES ? 12 : TOKENS;
-    char *rounded = round_together(linear, input, stride, tokens, room, shape.row, round_token);
-    Rows rows = {rounded, output, shape.row, tokens, 0};
+    char *rounded = round_together(linear, input, tokens, room, shape.row, round_token);
+    Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
         multiply_together_by_tiles(linear, &rows, bytes, step, SMALL_TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);

@@ -56,7 +56,9 @@ const int int8_outputs = OUTPUTS, int8_multiple = INPUT_BYTES;
 inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(int8_t)); }
 inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
 
-int64_t int8_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, row_of(linear->inputs)); }
+int64_t int8_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
+}
 
 static void round_token(const Linear *linear, const float *from, void *to) {
     int64_t inputs = linear->inputs, depth = depth_of(inputs);
@@ -79,18 +81,18 @@ inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *row
     const ints (*sum)[2] = sums;
     int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
     const char *tokens = rows->input + first * rows->stride + depth_of(linear->inputs);
-    float *outputs = rows->output + first * linear->outputs + column;
+    int64_t place = first * linear->outputs + column;
     floats scales[2] = {load(linear->scales + column, left)}, bias[2] = {};
     if (second) scales[1] = load(linear->scales + column + LANES, second);
     if (linear->bias) bias[0] = load(linear->bias + column, left);
     if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, tokens += rows->stride, outputs += linear->outputs) {
+    for (int64_t i = 0; i < count; i++, tokens += rows->stride, place += linear->outputs) {
         Token own = *(const Token *)tokens;
         if (!is_offset) own.start = 0;
         floats low = __builtin_convertvector(sum[i][0] + own.start, floats) * own.scale * scales[0] + bias[0];
         floats high = __builtin_convertvector(sum[i][1] + own.start, floats) * own.scale * scales[1] + bias[1];
-        store(outputs, low, left);
-        if (second) store(outputs + LANES, high, second);
+        keep_vector(low, &rows->output, place, left);
+        if (second) keep_vector(high, &rows->output, place + LANES, second);
     }
 }
 
@@ -152,10 +154,10 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
     multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_signed);
 }
 
-void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
-    char *rounded = round_together(linear, input, stride, tokens, room, apart, round_token);
-    Rows rows = {rounded, output, apart, tokens, 0};
+    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0};
     if (tiles_are_granted && tokens > FEW)
         multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
