@@ -10,7 +10,7 @@
 
 #define PAIR_ROWS (2 * TILE_ROWS) /* tokens of two tiles, which are multiplied together */
 #define TILE_LINE 128             /* bytes of a panel's 32 outputs with 4 bytes of inputs each */
-#define KEPT (1088 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
+#define KEPT (1600 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
 #define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
 #define NEAR (8 * INPUT_BYTES)    /* bytes of inputs multiplied for all tokens of a block before the next ones: as many
                                      bytes of a panel stay in the L1 cache */
