@@ -76,8 +76,9 @@ inlined ints nearest(floats value) {
 /* A head with a value that isn't finite has zeros, and NaN as its scale. */
 inlined void store_int8(char *head, const float *from, int64_t dim) {
     float maximum = largest_magnitude(from, dim, SMALLEST_MAXIMUM);
-    float scale = maximum / LARGEST_INT8, factor = LARGEST_INT8 / maximum;
     int finite = maximum == maximum;
+    /* one NaN of many, so that heads are the same to the bit */
+    float scale = finite ? maximum / LARGEST_INT8 : __builtin_nanf(""), factor = LARGEST_INT8 / maximum;
     for (int64_t i = 0; i < dim; i += LANES) {
         ints whole = finite ? nearest(load(from + i, dim - i) * factor) : (ints){};
         int8s low = __builtin_convertvector(whole, int8s);
