@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes
 from bench.measuring import like_an_instance, median_seconds, medians_in_turns, report
-from triptych.layers import float_product, int8, native
+from triptych.layers import float_product, int4, int8, native
 from triptych.layers.float_product import FbgemmProduct, OneDnnBf16Product
 from triptych.layers.products import Product
 from triptych.transfer_bench.measure import machine
@@ -87,13 +87,17 @@ KERNELS: dict[str, dict[str, Pack]] = {
         "onednn": onednn_int8,
         "onednn alone": onednn_int8_alone,
     },
+    "int4": {
+        "ours": partial(int4.int4_product, bias=None),
+        "ours, int8": partial(int8.int8_product, bias=None),
+    },
 }
-BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1}
+BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 
 
-def layer_ms(kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: int) -> dict[str, dict[str, float]]:
+def layer_ms(kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: float) -> dict[str, dict[str, float]]:
     """By kernel and number of tokens, for a layer of such linear layers [outputs, inputs], ``width`` bytes a weight."""
-    num_layers = READ_BYTES // (width * sum(outputs * inputs for outputs, inputs in shapes))
+    num_layers = int(READ_BYTES / (width * sum(outputs * inputs for outputs, inputs in shapes)))
     weights = [torch.randn(shape) for shape in shapes * num_layers]
     layers = {name: [(weight.shape[1], pack(weight)) for weight in weights] for name, pack in kernels.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in kernels}

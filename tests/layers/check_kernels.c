@@ -8,7 +8,7 @@
 
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
 int paged_attention(const Step *step);
-extern const int float_outputs, bf16_outputs, int8_outputs, attention_rows;
+extern const int float_outputs, bf16_outputs, int8_outputs, int4_outputs, attention_rows;
 extern const int float_multiple, bf16_multiple, int8_multiple; /* of inputs, padded with zeros */
 
 static int failures;
@@ -44,12 +44,33 @@ static void *packed(const float *weights, int64_t outputs, int64_t inputs, int k
     return made;
 }
 
+/* Packs weights of magnitude 7 or less as _in_panels of triptych/layers/int4.py, in groups of 32, with scales of 1. */
+static void *packed_int4(const float *weights, int64_t outputs, int64_t inputs, int has_zeros) {
+    int64_t rows = int4_outputs, groups = (inputs + 31) / 32, bytes = rows * (16 + 2 + has_zeros);
+    int64_t size = (outputs + rows - 1) / rows * groups * bytes;
+    unsigned char *made = aligned_alloc(64, (size + 63) / 64 * 64);
+    memset(made, 0, size);
+    for (int64_t at = 0; at < outputs * groups * 32; at++) {
+        int64_t output = at / (groups * 32), input = at % (groups * 32), row = output % rows;
+        int zero = 8 - output % 2 * has_zeros;
+        unsigned char *group = made + (output / rows * groups + input / 32) * bytes, *scales = group + 16 * rows;
+        int level = zero + (input < inputs ? weights[output * inputs + input] : 0);
+        group[input % 32 / 8 * 4 * rows + 4 * row + input % 8 / 2] |= level << input % 2 * 4;
+        ((_Float16 *)scales)[row] = 1;
+        if (has_zeros) scales[2 * rows + row] = zero;
+    }
+    return made;
+}
+
 static void check_products(int kind, const char *name, int64_t outputs, int64_t inputs, int64_t tokens) {
     float weights[outputs * inputs], input[tokens * inputs], output[tokens * outputs], bias[outputs], scales[outputs];
-    for (int64_t i = 0; i < outputs * inputs; i++) weights[i] = whole(127);
+    for (int64_t i = 0; i < outputs * inputs; i++) weights[i] = whole(kind == INT4 ? 7 : 127);
     for (int64_t i = 0; i < tokens * inputs; i++) input[i] = i % inputs ? whole(127) : 127; /* so that int8 is exact */
     for (int64_t i = 0; i < outputs; i++) bias[i] = whole(50), scales[i] = 1;
-    Linear layer = {packed(weights, outputs, inputs, kind), scales, bias, inputs, outputs, kind};
+    int has_zeros = tokens % 3 == 0;
+    void *panels = kind == INT4 ? packed_int4(weights, outputs, inputs, has_zeros)
+                                : packed(weights, outputs, inputs, kind);
+    Linear layer = {panels, scales, bias, inputs, outputs, kind, 32, has_zeros};
     expect(linear(&layer, input, inputs, output, tokens), "memory", 0, 1);
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t row = 0; row < outputs; row++) {
@@ -57,7 +78,7 @@ static void check_products(int kind, const char *name, int64_t outputs, int64_t 
             for (int64_t i = 0; i < inputs; i++) sum += weights[row * inputs + i] * input[token * inputs + i];
             expect(found == sum, name, found, sum);
         }
-    free((void *)layer.panels);
+    free(panels);
 }
 
 /* Two sequences over pages in no order: a single new token after four, and seven new ones after two. */
@@ -123,9 +144,9 @@ static void check_attention(int format, const char *name) {
 }
 
 int main(void) {
-    const char *names[] = {[HALF] = "half", [FLOAT] = "float", [INT8] = "int8", [BF16] = "bf16"};
-    const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 25}};
-    for (int kind = HALF; kind <= BF16; kind++)
+    const char *names[] = {[HALF] = "half", [FLOAT] = "float", [INT8] = "int8", [BF16] = "bf16", [INT4] = "int4"};
+    const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 24}};
+    for (int kind = HALF; kind <= INT4; kind++)
         for (int i = 0; i < 5; i++) check_products(kind, names[kind], shapes[i][0], shapes[i][1], shapes[i][2]);
     check_attention(KV_FLOAT, "attention");
     check_attention(KV_HALF, "attention, halves");

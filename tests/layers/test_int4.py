@@ -50,7 +50,7 @@ class Product:
     def test_exactly_the_product_of_what_is_rounded(self, shape: tuple[int, int], group: int, has_zeros: bool) -> None:
         torch.manual_seed(0)
         weight, bias = random_weight(shape, group, has_zeros=has_zeros), torch.randn(shape[0])
-        for tokens, some in ((1, None), (3, bias), (8, bias), (13, None)):
+        for tokens, some in ((1, None), (3, bias), (8, bias), (13, bias), (37, None)):
             activations = whole(tokens, shape[1])
             expected = activations.double() @ reference(weight).T + (0 if some is None else some)
             output = grouped_product(weight, some)(activations)

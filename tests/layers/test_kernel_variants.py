@@ -65,6 +65,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
 import torch
 from triptych.layers import native
 from triptych.layers.float_product import bf16_product
+from triptych.layers.int4 import int4_product
 from triptych.layers.int8 import int8_product
 
 torch.manual_seed(0)
@@ -74,6 +75,7 @@ weight, tokens = torch.randint(-9, 9, (70, 130)).float(), torch.randint(-9, 9, (
 expected = tokens @ weight.T
 assert torch.equal(bf16_product(weight, None)(tokens), expected)
 assert torch.allclose(int8_product(weight, None)(tokens), expected, atol=9)
+assert (int4_product(weight, None)(tokens) - expected).norm() < 0.125 * expected.norm()
 """
 """Loads the kernels where a filter of system calls refuses the tiles."""
 

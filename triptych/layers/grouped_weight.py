@@ -44,7 +44,7 @@ class GroupedWeight:
     """uint8 [out, ceil(in / group)], 0 to 15; None if all are 8."""
     inputs: int
     group: int
-    """Inputs per group: a multiple of 32."""
+    """Inputs per group: 32, 64 or 128."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -190,7 +190,7 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
     int64_t depth = whole(step->dim), end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
     const char *keys = from_head(step->keys, kv_head, step), *values = from_head(step->values, kv_head, step);
-    begin_tiles(WHOLE / 2);
+    begin_tiles(WHOLE / 2, TILE_BYTES);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
         gather_key_pairs(gathered, depth, keys, pages, start, all, step);

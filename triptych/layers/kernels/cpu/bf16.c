@@ -40,7 +40,9 @@ inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(uint16_t
 
 int64_t bf16_row(int64_t inputs) { return depth_of(inputs) * sizeof(value) + LINE; }
 
-int64_t bf16_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, bf16_row(linear->inputs)); }
+int64_t bf16_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, bf16_row(linear->inputs));
+}
 
 void bf16_round(const float *from, void *to, int64_t inputs) {
     value *rounded = to;
@@ -53,6 +55,8 @@ void bf16_round(const float *from, void *to, int64_t inputs) {
 #endif
     }
 }
+
+static void round_token(const Linear *linear, const float *from, void *to) { bf16_round(from, to, linear->inputs); }
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
@@ -99,20 +103,20 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
 }
 
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
-    Rows row = {rounded, output, 0, 1, AHEAD};
+    Rows row = {rounded, {output, NULL}, 0, 1, AHEAD};
     if (!tiles_are_granted) {
         multiply_by_vectors(linear, &row, panel);
         return;
     }
-    begin_tiles(1);
+    begin_tiles(1, TILE_BYTES);
     multiply_by_tiles(linear, &row, panel);
     end_tiles();
 }
 
-void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, bf16_round);
-    Rows rows = {rounded, output, apart, tokens, 0};
-    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);
+    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0};
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

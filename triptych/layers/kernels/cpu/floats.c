@@ -57,12 +57,26 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 }
 
 void float_panel(const Linear *linear, const float *input, float *output, int64_t panel) {
-    Rows row = {(const char *)input, output, 0, 1, AHEAD};
+    Rows row = {(const char *)input, {output, NULL}, 0, 1, AHEAD};
     multiply_panel(linear, &row, panel);
 }
 
-void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens) {
+inlined int64_t row_of(int64_t inputs) { return whole_lines(inputs * sizeof(float)); }
+
+int64_t float_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
+}
+
+static void copy(const Linear *linear, const float *from, void *to) {
+    memcpy(to, from, linear->inputs * sizeof(float));
+}
+
+void float_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
-    Rows rows = {(const char *)input, output, stride * sizeof(float), tokens, 0};
-    multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_panel);
+    Rows rows = {(const char *)input->values, *output, input->stride * sizeof(float), tokens, 0};
+    if (input->norm || input->is_activated) {
+        rows.stride = row_of(linear->inputs);
+        rows.input = round_together(linear, input, tokens, room, rows.stride, copy);
+    }
+    multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_panel);
 }

@@ -5,6 +5,7 @@
  * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX
  * multiply more than a few tokens by tiles.
  */
+#include "int8_tokens.h"
 #include "tile_products.h"
 
 #if defined __AVX512F__
@@ -16,21 +17,13 @@
 #endif
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int8_t bytes __attribute__((vector_size(4 * LANES), aligned(1)));
 
 /* In each lane: sum + the dot product of four weights and four activations. UNSIGNED is the offset added to the weights,
  * because VNNI multiplies unsigned by signed values. Without VNNI two products are added in 16 bits, which hold
  * 2 * 127 * 127. */
-#if defined __AVX512VNNI__
+#if HAS_VNNI
 #define UNSIGNED 128
-inlined ints dot(ints sum, ints weights, ints four) {
-    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)four);
-}
-#elif defined __AVXVNNI__ && !defined __AVX512F__
-#define UNSIGNED 128
-inlined ints dot(ints sum, ints weights, ints four) {
-    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)four);
-}
+inlined ints dot(ints sum, ints weights, ints four) { return add_products(sum, weights, four); }
 #elif defined __AVX512BW__
 #define UNSIGNED 0
 inlined ints dot(ints sum, ints weights, ints four) {
@@ -63,34 +56,22 @@ const int int8_outputs = OUTPUTS, int8_multiple = INPUT_BYTES;
 inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(int8_t)); }
 inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
 
-int64_t int8_room(const Linear *linear, int64_t tokens) { return rounded_room(tokens, row_of(linear->inputs)); }
-
-/* Stores the lowest byte of each lane. Compilers convert vectors to bytes one lane at a time. */
-inlined void store_lowest(char *to, ints value) {
-#if defined __AVX512F__
-    *(__m128i_u *)to = _mm512_cvtepi32_epi8((__m512i)value);
-#else
-    bytes first = __builtin_shuffle((bytes)value, (bytes){0, 4, 8, 12, 16, 20, 24, 28});
-    memcpy(to, &first, LANES);
-#endif
+int64_t int8_room(const Linear *linear, int64_t tokens) {
+    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
 }
 
-static void round_token(const float *from, void *to, int64_t inputs) {
-    floats highest = splat(SMALLEST), strange = {}, total = {};
-    for (int64_t i = 0; i < inputs; i += LANES) {
-        floats x = load(from + i, inputs - i);
-        highest = larger(choose(x > 0, x, -x), highest);
-        strange += x * 0.0f; /* NaN if x is NaN or infinite */
-    }
-    float maximum = largest_of(highest), factor = 127.0f / maximum, odd = sum_of(strange);
-    for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
-        floats whole = (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
-        store_lowest((char *)to + i, (ints)whole);
+static void round_token(const Linear *linear, const float *from, void *to) {
+    int64_t inputs = linear->inputs, depth = depth_of(inputs);
+    float maximum = largest_magnitude(from, inputs, SMALLEST);
+    floats total = {};
+    for (int64_t i = 0; i < depth; i += LANES) {
+        floats whole = rounded_inputs(from, i, inputs, LEVELS / maximum);
+        *(int8s *)((char *)to + i) = lowest((ints)whole);
         total += whole - ROUNDING;
     }
-    Token *token = (Token *)((char *)to + depth_of(inputs));
-    token->scale = maximum / 127.0f + odd;
-    token->start = odd == 0 ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+    Token *token = (Token *)((char *)to + depth);
+    token->scale = maximum / LEVELS;
+    token->start = maximum == maximum ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
 /* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs.
@@ -100,18 +81,18 @@ inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *row
     const ints (*sum)[2] = sums;
     int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
     const char *tokens = rows->input + first * rows->stride + depth_of(linear->inputs);
-    float *outputs = rows->output + first * linear->outputs + column;
+    int64_t place = first * linear->outputs + column;
     floats scales[2] = {load(linear->scales + column, left)}, bias[2] = {};
     if (second) scales[1] = load(linear->scales + column + LANES, second);
     if (linear->bias) bias[0] = load(linear->bias + column, left);
     if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, tokens += rows->stride, outputs += linear->outputs) {
+    for (int64_t i = 0; i < count; i++, tokens += rows->stride, place += linear->outputs) {
         Token own = *(const Token *)tokens;
         if (!is_offset) own.start = 0;
         floats low = __builtin_convertvector(sum[i][0] + own.start, floats) * own.scale * scales[0] + bias[0];
         floats high = __builtin_convertvector(sum[i][1] + own.start, floats) * own.scale * scales[1] + bias[1];
-        store(outputs, low, left);
-        if (second) store(outputs + LANES, high, second);
+        keep_vector(low, &rows->output, place, left);
+        if (second) keep_vector(high, &rows->output, place + LANES, second);
     }
 }
 
@@ -173,10 +154,11 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
     multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_signed);
 }
 
-void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room) {
+void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
-    char *rounded = round_together(input, stride, linear->inputs, tokens, room, apart, round_token);
-    Rows rows = {rounded, output, apart, tokens, 0};
-    if (tiles_are_granted && tokens > FEW) multiply_together_by_tiles(linear, &rows, bytes, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, multiply_by_vectors);
+    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0};
+    if (tiles_are_granted && tokens > FEW)
+        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

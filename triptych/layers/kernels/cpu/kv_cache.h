@@ -75,15 +75,10 @@ inlined ints nearest(floats value) {
 
 /* A head with a value that isn't finite has zeros, and NaN as its scale. */
 inlined void store_int8(char *head, const float *from, int64_t dim) {
-    floats highest = splat(SMALLEST_MAXIMUM), strange = {};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        floats value = load(from + i, dim - i);
-        highest = larger(choose(value > 0, value, -value), highest);
-        strange += value * 0.0f; /* NaN if the value is NaN or infinite */
-    }
-    int finite = sum_of(strange) == 0;
-    float maximum = largest_of(highest), scale = finite ? maximum / LARGEST_INT8 : __builtin_nanf("");
-    float factor = LARGEST_INT8 / maximum;
+    float maximum = largest_magnitude(from, dim, SMALLEST_MAXIMUM);
+    int finite = maximum == maximum;
+    /* one NaN of many, so that heads are the same to the bit */
+    float scale = finite ? maximum / LARGEST_INT8 : __builtin_nanf(""), factor = LARGEST_INT8 / maximum;
     for (int64_t i = 0; i < dim; i += LANES) {
         ints whole = finite ? nearest(load(from + i, dim - i) * factor) : (ints){};
         int8s low = __builtin_convertvector(whole, int8s);

@@ -23,25 +23,23 @@ typedef struct {
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
-    if (linear->kind == BF16) return bf16_room(linear, tokens);
-    if (linear->kind == INT4) return int4_room(linear, tokens);
-    return linear->kind == INT8 ? int8_room(linear, tokens) : 0;
+    switch (linear->kind) {
+    case INT8: return int8_room(linear, tokens);
+    case INT4: return int4_room(linear, tokens);
+    case BF16: return bf16_room(linear, tokens);
+    default: return float_room(linear, tokens);
+    }
 }
-
-inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static void *memory(int64_t bytes) { return aligned_alloc(64, whole_lines(bytes + 1)); }
 
-inlined void multiply_apart(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens,
-                            void *room) {
-    if (linear->kind == INT8) int8_together(linear, input, stride, output, tokens, room);
-    else if (linear->kind == INT4) int4_together(linear, input, stride, output, tokens, room);
-    else if (linear->kind == BF16) bf16_together(linear, input, stride, output, tokens, room);
-    else float_together(linear, input, stride, output, tokens);
-}
-
-inlined void multiply(const Linear *linear, const float *input, float *output, int64_t tokens, void *room) {
-    multiply_apart(linear, input, linear->inputs, output, tokens, room);
+static void multiply(const Linear *linear, Input input, Output output, int64_t tokens, void *room) {
+    switch (linear->kind) {
+    case INT8: int8_together(linear, &input, &output, tokens, room); break;
+    case INT4: int4_together(linear, &input, &output, tokens, room); break;
+    case BF16: bf16_together(linear, &input, &output, tokens, room); break;
+    default: float_together(linear, &input, &output, tokens, room);
+    }
 }
 
 /* One linear layer, with stride floats between the input's tokens. Returns 0 if there is no memory. */
@@ -49,7 +47,7 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
     void *room = memory(room_for(linear, tokens));
     if (!room) return 0;
 #pragma omp parallel
-    multiply_apart(linear, input, stride, output, tokens, room);
+    multiply(linear, (Input){input, stride}, (Output){output}, tokens, room);
     free(room);
     return 1;
 }
@@ -63,9 +61,9 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
     if (bytes < 0) return 0;
     bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
-    void *room = memory(bytes + tokens * (width + stride) * sizeof(float));
+    void *room = memory(bytes + tokens * stride * sizeof(float));
     if (!room) return -1;
-    float *normed = (float *)((char *)room + bytes), *qkv = normed + tokens * width;
+    float *qkv = (float *)((char *)room + bytes);
     Step step = *given;
     step.query = qkv;
     step.key = qkv + step.heads * dim;
@@ -78,10 +76,7 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     }
 #pragma omp parallel
     {
-#pragma omp for
-        for (int64_t token = 0; token < tokens; token++)
-            normalise(hidden + token * width, &layer->norm, normed + token * width, width);
-        multiply(&layer->qkv, normed, qkv, tokens, room);
+        multiply(&layer->qkv, (Input){hidden, width, &layer->norm}, (Output){qkv}, tokens, room);
 #pragma omp for
         for (int64_t vector = 0; vector < tokens * heads; vector++) {
             int64_t token = vector / heads, head = vector % heads;
@@ -101,28 +96,15 @@ int finish_layer(const After *layer, const float *hidden, const float *attended,
     int64_t width = layer->output.outputs, first = layer->up.outputs, inner = layer->down.inputs;
     int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
     bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
-    void *room = memory(bytes + tokens * (2 * width + first + inner) * sizeof(float));
+    void *room = memory(bytes + tokens * (width + first) * sizeof(float));
     if (!room) return 0;
-    float *added = (float *)((char *)room + bytes), *normed = added + tokens * width;
-    float *up = normed + tokens * width, *inputs = first == inner ? up : up + tokens * first;
+    float *between = (float *)((char *)room + bytes), *up = between + tokens * width; /* between: attention and MLP */
 #pragma omp parallel
     {
-        multiply(&layer->output, attended, added, tokens, room);
-#pragma omp for
-        for (int64_t token = 0; token < tokens; token++) {
-            int64_t own = token * width;
-            for (int64_t i = 0; i < width; i++) output[own + i] = hidden[own + i] + added[own + i];
-            normalise(output + own, &layer->norm, normed + own, width);
-        }
-        multiply(&layer->up, normed, up, tokens, room);
-#pragma omp for
-        for (int64_t token = 0; token < tokens; token++) {
-            const float *own = up + token * first, *factors = first == inner ? NULL : own + inner;
-            activate(own, factors, inputs + token * inner, inner, layer->activation);
-        }
-        multiply(&layer->down, inputs, added, tokens, room);
-#pragma omp for
-        for (int64_t i = 0; i < tokens * width; i++) output[i] += added[i];
+        Input activated = {up, first, .is_activated = 1, .is_gated = first != inner, .activation = layer->activation};
+        multiply(&layer->output, (Input){attended, layer->output.inputs}, (Output){between, hidden}, tokens, room);
+        multiply(&layer->up, (Input){between, width, &layer->norm}, (Output){up}, tokens, room);
+        multiply(&layer->down, activated, (Output){output, between}, tokens, room);
     }
     free(room);
     return 1;

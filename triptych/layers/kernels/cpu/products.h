@@ -1,7 +1,9 @@
 /* A linear layer with packed weights: y = W x + b for several tokens. */
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
+#include "pointwise.h"
 #include "vectors.h"
 
 #define FLOAT_OUTPUTS (2 * LANES) /* outputs per panel of float and bfloat16 weights */
@@ -21,17 +23,42 @@ typedef struct {
     int64_t group, has_zeros; /* inputs per group, and whether groups have zero points; int4 only */
 } Linear;
 
-/* Bytes of working memory for ``tokens`` tokens; other kinds need none. */
+/* What a product takes: values [tokens, inputs] after a norm, if any, or after an activation. The activated values may
+ * be followed by as many factors. */
+typedef struct {
+    const float *values;
+    int64_t stride;   /* floats between tokens */
+    const Norm *norm; /* or NULL */
+    int is_activated, is_gated;
+    int64_t activation;
+} Input;
+
+inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* Returns a token's values after the norm or the activation; ``room`` [inputs] is memory for them. */
+inlined const float *values_of(const Input *input, int64_t inputs, int64_t token, float *room) {
+    const float *from = input->values + token * input->stride, *factors = input->is_gated ? from + inputs : NULL;
+    if (input->norm) normalise(from, input->norm, room, inputs);
+    else if (input->is_activated) activate(from, factors, room, inputs, input->activation);
+    else return from;
+    return room;
+}
+
+/* Where a product goes, [tokens, outputs], and what is added to it: of the same shape and elsewhere, or NULL. */
+typedef struct {
+    float *values;
+    const float *added;
+} Output;
+
+/* Bytes of working memory for ``tokens`` tokens. */
+int64_t float_room(const Linear *linear, int64_t tokens);
 int64_t int8_room(const Linear *linear, int64_t tokens);
 int64_t int4_room(const Linear *linear, int64_t tokens);
 int64_t bf16_room(const Linear *linear, int64_t tokens);
 
-/* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Called by all threads of a
- * team, which share the work; all of it is done when they return. */
-void float_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
-void int8_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
-void int4_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
-void bf16_together(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens, void *room);
+/* Called by all threads of a team, which share the work; all of it is done when they return. */
+typedef void Together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room);
+Together float_together, int8_together, int4_together, bf16_together;
 
 /* Computes one token's outputs of one panel of weights and writes them into output [outputs]; by one thread. For
  * bfloat16 the token has been rounded by ``bf16_round`` to ``bf16_row`` bytes at a multiple of 32. */

@@ -52,7 +52,7 @@ const int pruned_head_is_faster = 0;
 inlined floats size_of(floats x) { return choose(x > 0, x, -x); }
 
 /* The token's values from ``i`` on, as the exact product takes them. */
-inlined floats values_of(const Token *token, int64_t i, int64_t inputs, const int is_rounded) {
+inlined floats as_exact(const Token *token, int64_t i, int64_t inputs, const int is_rounded) {
     floats x = load(token->input + i, inputs - i);
     return is_rounded ? rounded_bf16(x) : x;
 }
@@ -60,13 +60,13 @@ inlined floats values_of(const Token *token, int64_t i, int64_t inputs, const in
 inlined void split(Token *token, int64_t inputs, const int is_rounded) {
     floats highest = splat(SMALLEST), squares = {}, left = {};
     for (int64_t i = 0; i < inputs; i += LANES) {
-        floats x = values_of(token, i, inputs, is_rounded);
+        floats x = as_exact(token, i, inputs, is_rounded);
         highest = larger(size_of(x), highest);
         squares += x * x;
     }
     float maximum = largest_of(highest), factor = STEPS / maximum, step = maximum / STEPS;
     for (int64_t i = 0; i < inputs; i += LANES) {
-        floats x = values_of(token, i, inputs, is_rounded), whole = x * factor + ROUNDING;
+        floats x = as_exact(token, i, inputs, is_rounded), whole = x * factor + ROUNDING;
         floats high = (whole - ROUNDING) * step, low = x - high;
         left = larger(size_of(low), left);
         store(token->high + i, high, inputs - i);
@@ -181,7 +181,7 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
             if (head->exact.kind == BF16) split(&all[i], inputs, 1);
             else split(&all[i], inputs, 0);
         }
-        int8_together(&head->rough, halves, inputs, sums, 2 * tokens, room);
+        int8_together(&head->rough, &(Input){halves, inputs}, &(Output){sums}, 2 * tokens, room);
 #pragma omp for
         for (int64_t i = 0; i < tokens * stretches; i++) {
             int64_t first = i % stretches * STRETCH;

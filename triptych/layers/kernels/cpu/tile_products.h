@@ -10,16 +10,21 @@
 
 #define PAIR_ROWS (2 * TILE_ROWS) /* tokens of two tiles, which are multiplied together */
 #define TILE_LINE 128             /* bytes of a panel's 32 outputs with 4 bytes of inputs each */
-#define KEPT (1088 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
+#define KEPT (1600 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
 #define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
+#define NEAR (8 * INPUT_BYTES)    /* bytes of inputs multiplied for all tokens of a block before the next ones: as many
+                                     bytes of a panel stay in the L1 cache */
+#define SUMS (PAIR_ROWS * TILE_LINE) /* bytes of the sums of a pair of tiles */
 
 /* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs. */
 typedef void Keep(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count);
 
 /* Multiplies a panel's weights by ``depth`` bytes of the inputs of one tile of tokens, ``low``, or of two. ``sums``
- * [PAIR_ROWS, 32] are float or int32. Prefetches ``share`` bytes from ``later`` on for each step. */
+ * [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them. Prefetches ``share`` bytes
+ * from ``later`` on for each step. */
 inlined void multiply_tiles(const char *weights, const char *low, const char *high, int64_t stride, int64_t depth,
-                            const char *later, int64_t share, char *sums, const int is_pair, const int in_int8) {
+                            const char *later, int64_t share, char *sums, int is_first, const int is_pair,
+                            const int in_int8) {
 #define ADD_PRODUCT(sum, tokens, weights) \
     do { \
         if (in_int8) _tile_dpbssd(sum, tokens, weights); \
@@ -27,11 +32,20 @@ inlined void multiply_tiles(const char *weights, const char *low, const char *hi
     } while (0)
 #if defined __AMX_BF16__ && defined __AMX_INT8__
     __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
-    _tile_zero(0);
-    _tile_zero(1);
-    if (is_pair) {
-        _tile_zero(2);
-        _tile_zero(3);
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (is_pair) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    } else {
+        _tile_loadd(0, sums, TILE_LINE);
+        _tile_loadd(1, sums + TILE_LINE / 2, TILE_LINE);
+        if (is_pair) {
+            _tile_loadd(2, sums + TILE_ROWS * TILE_LINE, TILE_LINE);
+            _tile_loadd(3, sums + TILE_ROWS * TILE_LINE + TILE_LINE / 2, TILE_LINE);
+        }
     }
     for (int64_t at = 0; at < depth; at += INPUT_BYTES, weights += TILE_STEP, later += share) {
         _tile_loadd(4, low + at, stride);
@@ -59,33 +73,53 @@ inlined void multiply_tiles(const char *weights, const char *low, const char *hi
 #undef ADD_PRODUCT
 }
 
+/* Prefetches where a panel's outputs of ``count`` tokens from ``first`` on will be stored: outputs that aren't in the
+ * cache hold up the sums that are stored after them. */
+inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count) {
+    const float *output = rows->output.values + first * linear->outputs + panel * OUTPUTS;
+    for (int64_t token = 0; token < count; token++, output += linear->outputs) {
+        __builtin_prefetch(output, 1, 2);
+        __builtin_prefetch(output + LANES, 1, 2);
+    }
+}
+
 /* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs. The last tiles begin early enough to be whole:
  * some tokens are then computed twice, to the same bits. */
 inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
                                      const int in_int8, Keep *keep_sums) {
-    char sums[PAIR_ROWS * TILE_LINE] __attribute__((aligned(64)));
+    char sums[BLOCK / PAIR_ROWS][SUMS] __attribute__((aligned(64)));
     int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, size = depth / 4 * TILE_LINE;
     const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
     if (tokens <= TILE_ROWS) {
-        multiply_tiles(weights, rows->input, NULL, rows->stride, depth, later, TILE_STEP, sums, 0, in_int8);
-        keep_sums(sums, linear, rows, panel, 0, tokens);
+        multiply_tiles(weights, rows->input, NULL, rows->stride, depth, later, TILE_STEP, sums[0], 1, 0, in_int8);
+        keep_sums(sums[0], linear, rows, panel, 0, tokens);
         return;
     }
     int64_t share = (TILE_STEP / pairs + 63) / 64 * 64; /* each pair prefetches its share of the next panel */
-    for (int64_t pair = 0; pair < pairs; pair++, later += size / TILE_STEP * share) {
-        int64_t low = most(0, least(pair * PAIR_ROWS, tokens - PAIR_ROWS)), high = least(low, tokens - PAIR_ROWS) + TILE_ROWS;
-        const char *first = rows->input + low * rows->stride, *second = rows->input + high * rows->stride;
-        multiply_tiles(weights, first, second, rows->stride, depth, later, share, sums, 1, in_int8);
-        keep_sums(sums, linear, rows, panel, low, TILE_ROWS);
-        keep_sums(sums + TILE_ROWS * TILE_LINE, linear, rows, panel, high, TILE_ROWS);
+    for (int64_t at = 0; at < depth; at += NEAR, weights += NEAR / INPUT_BYTES * TILE_STEP) {
+        int64_t some = least(NEAR, depth - at);
+        for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
+            int64_t low = most(0, least(pair * PAIR_ROWS, tokens - PAIR_ROWS));
+            int64_t high = least(low, tokens - PAIR_ROWS) + TILE_ROWS;
+            const char *first = rows->input + low * rows->stride + at, *second = rows->input + high * rows->stride + at;
+            int is_last = at + some == depth;
+            if (is_last) {
+                prefetch_outputs(linear, rows, panel, low, TILE_ROWS);
+                prefetch_outputs(linear, rows, panel, high, TILE_ROWS);
+            }
+            multiply_tiles(weights, first, second, rows->stride, some, later, share, sums[pair], at == 0, 1, in_int8);
+            if (!is_last) continue;
+            keep_sums(sums[pair], linear, rows, panel, low, TILE_ROWS);
+            keep_sums(sums[pair] + TILE_ROWS * TILE_LINE, linear, rows, panel, high, TILE_ROWS);
+        }
     }
 }
 
-/* As ``multiply_together``, in blocks that stay in the L2 cache. */
-inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes,
-                                        PanelProduct *multiply_panel) {
+/* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
+inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes, int64_t step,
+                                        int64_t task, PanelProduct *multiply_panel) {
     int64_t block = most(2 * PAIR_ROWS, least(BLOCK, KEPT / rows->stride) / PAIR_ROWS * PAIR_ROWS);
-    begin_tiles(most(1, least(rows->tokens, TILE_ROWS)));
-    multiply_together(linear, rows, bytes, PAIR_ROWS, block, multiply_panel);
+    begin_tiles(most(1, least(rows->tokens, TILE_ROWS)), step);
+    multiply_together(linear, rows, bytes, PAIR_ROWS, block, task, multiply_panel);
     end_tiles();
 }

@@ -14,7 +14,7 @@ extern int tiles_are_granted;
 
 /* Configures the calling thread's tiles: numbers 0 to 5 have ``rows`` rows, at most TILE_ROWS, the others all. To be
  * released, since other threads wait longer for a thread's processor while its tiles are in use. */
-inlined void begin_tiles(int64_t rows) {
+inlined void begin_tiles(int64_t rows, int64_t bytes) {
 #ifdef __AMX_TILE__
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -22,8 +22,8 @@ inlined void begin_tiles(int64_t rows) {
         uint8_t rows[16];
     } shape = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        shape.bytes[tile] = TILE_BYTES;
-        shape.rows[tile] = tile < 6 ? rows : TILE_ROWS;
+        shape.bytes[tile] = tile == 4 || tile == 5 ? bytes : TILE_BYTES;
+        shape.rows[tile] = tile < 6 ? rows : bytes / 4;
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
 #endif

@@ -48,6 +48,17 @@ inlined floats larger(floats a, floats b) {
 #endif
 }
 
+/* a * b + c, rounded once where the processor has an instruction for it, always. */
+inlined floats multiply_add(floats a, floats b, floats c) {
+#if defined __AVX512F__
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* e^x for x <= 0, to about 2 units in the last place: 2^n e^r, where r is at most half of ln 2 and e^r a Taylor
  * series. */
 inlined floats exponential(floats x) {
@@ -176,6 +187,17 @@ inlined float largest_of(floats value) {
     value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(2)));
     value = larger(value, __builtin_shuffle(value, (ints)NEIGHBOURS(1)));
     return value[0];
+}
+
+/* The largest magnitude of ``count`` floats, at least ``smallest``; NaN if one of them isn't finite. */
+inlined float largest_magnitude(const float *from, int64_t count, float smallest) {
+    floats highest = splat(smallest), strange = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats x = load(from + i, count - i);
+        highest = larger(choose(x > 0, x, -x), highest);
+        strange += x * 0.0f; /* NaN if x is NaN or infinite */
+    }
+    return largest_of(highest) + sum_of(strange);
 }
 
 /* Transposes rows[i][j] in place: swaps two quarters of the square, then two of each quarter, … */

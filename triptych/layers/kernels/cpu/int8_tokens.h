@@ -1,0 +1,42 @@
+/* What products with quantized weights share: tokens are quantized to int8, each with its own scale, and VNNI adds the
+ * products of their bytes with those of weights. */
+#pragma once
+#include "panels.h"
+
+#define LEVELS 127.0f /* steps of either sign */
+
+typedef int8_t int8s __attribute__((vector_size(LANES), aligned(1)));
+
+/* A token's inputs from ``i`` on, zeros beyond its end, rounded and added to ROUNDING. ``factor``: LEVELS divided by
+ * the token's largest magnitude. */
+inlined floats rounded_inputs(const float *from, int64_t i, int64_t inputs, float factor) {
+    return (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
+}
+
+/* The lowest byte of each lane. Compilers convert vectors to bytes one lane at a time. */
+inlined int8s lowest(ints value) {
+#if defined __AVX512F__
+    return (int8s)_mm512_cvtepi32_epi8((__m512i)value);
+#else
+    typedef int8_t bytes __attribute__((vector_size(4 * LANES)));
+    bytes all = __builtin_shuffle((bytes)value, (bytes){0, 4, 8, 12, 16, 20, 24, 28});
+    int8s found;
+    memcpy(&found, &all, LANES);
+    return found;
+#endif
+}
+
+/* In each lane: sum + the dot product of four unsigned and four signed bytes. */
+#if defined __AVX512VNNI__
+#define HAS_VNNI 1
+inlined ints add_products(ints sum, ints weights, ints four) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)four);
+}
+#elif defined __AVXVNNI__ && !defined __AVX512F__
+#define HAS_VNNI 1
+inlined ints add_products(ints sum, ints weights, ints four) {
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)four);
+}
+#else
+#define HAS_VNNI 0
+#endif
