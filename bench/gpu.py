@@ -38,7 +38,7 @@ from triptych.layers.linear import CUDA_FORMATS, PlainLinear
 from triptych.layers.pinned import to_cpu, to_device
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
-from triptych.models.shared.backbone import detect_decoder_keys
+from triptych.models.shared.decoder_keys import detect_decoder_keys
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -132,7 +132,7 @@ class Bench:
         products, flop = self.products(num_tokens)
         config = self.decoder.config
         pairs = num_tokens * past + num_tokens * (num_tokens + 1) / 2
-        attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        attention = 4 * pairs * sum(layer.mixer.output_size for layer in config.layers)
         return {
             "tokens": num_tokens,
             "past": past,

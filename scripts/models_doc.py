@@ -11,9 +11,7 @@ from pathlib import Path
 from tests.models.golden.make_videos import family_of
 from tests.support import families
 from tests.support.tiny import TINY
-from triptych.layers.decoder_config import RopeConfig
 from triptych.models.registry import FAMILIES, Family, resolve
-from triptych.models.shared.backbone import BackboneDefaults
 from triptych.models.shared.encoder import TowerSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -125,22 +123,11 @@ def _family(name: str, family: Family) -> str:
     adapter = resolve(family.adapter)
     towers = ", ".join(map(_tower, adapter.specs)) if family.takes_media else "none"
     modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {_backbone(adapter.backbone)} | {towers} |"
+    return f"| `{name}` | {family.name} | {modalities} | {resolve(family.backbone).description} | {towers} |"
 
 
 def _tower(spec: TowerSpec) -> str:
     return spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "")
-
-
-def _backbone(backbone: BackboneDefaults) -> str:
-    parts = ["Qwen3 (normalised queries and keys)" if backbone.qk_norm else "Qwen2 (query, key and value biases)"]
-    parts += ["mixture of experts"] if backbone.experts else []
-    parts += [_rope(backbone.rope)] if backbone.rope.mrope_section else []
-    return ", ".join(parts)
-
-
-def _rope(rope: RopeConfig) -> str:
-    return "interleaved M-RoPE" if rope.interleaved else "M-RoPE in sections"
 
 
 def _check(check: Check) -> str:

@@ -17,8 +17,9 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import DecoderLayer, GatedMLP
+from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder import Decoder
+from triptych.layers.ffns import GatedMLP
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
 
 CPU = torch.device("cpu")

@@ -248,7 +248,7 @@ def test_windowed_layers_follow_the_config(
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
     edit_config(tmp_path, **changes)
     config = load_adapter(tmp_path).decoder_config
-    assert [config.window_of(layer) for layer in range(config.num_layers)] == windows
+    assert [layer.mixer.window for layer in config.layers] == windows
 
 
 def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from triptych.config import DTYPES, ENCODER_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
-from triptych.layers.decoder_config import RopeConfig
 from triptych.layers.float_product import bf16_product, half_product
 from triptych.layers.linear import (
     QUANTIZED_FORMATS,
@@ -32,7 +31,9 @@ from triptych.layers.linear import (
     RMSNorm,
 )
 from triptych.layers.pointwise import rotate
-from triptych.layers.rope import Rope, parse_rope_config
+from triptych.layers.rope import Rope
+from triptych.layers.specs import RopeConfig
+from triptych.models.backbones.rope import parse_rope_config
 
 CPU = torch.device("cpu")
 INTERLEAVED = RopeConfig(5e5, (24, 20, 20), interleaved=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from triptych.layers.decoder_config import per_rank
+from triptych.layers.specs import per_rank
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """How long ranks may take to connect to each other, once all of them are ready."""

@@ -19,8 +19,8 @@ from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.registry import resolve
-from triptych.models.shared.backbone import BackboneDefaults, build_decoder_config, detect_decoder_keys
+from triptych.models.registry import backbone_of, resolve
+from triptych.models.shared.decoder_keys import detect_decoder_keys
 from triptych.models.shared.settings import setting
 
 if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
@@ -116,14 +116,13 @@ LAYOUTS = (
 
 
 class MultimodalAdapter:
-    """``ModelAdapter`` of a family with towers; subclasses set ``specs`` and ``backbone``.
+    """``ModelAdapter`` of a family with towers; subclasses set ``specs``.
 
     Raises CheckpointError for a config that lacks a setting or asks for something unsupported.
     """
 
     specs: ClassVar[Sequence[TowerSpec]]
     """The towers, the vision tower first."""
-    backbone: ClassVar[BackboneDefaults]
     layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
     """The naming schemes of checkpoints, in order of preference."""
 
@@ -132,9 +131,8 @@ class MultimodalAdapter:
         self._sections = {spec.name: setting(config, spec.section, dict) for spec in self.specs}
         vision, key = self._sections[VISION], self.specs[0].deepstack
         deepstack = setting(vision, key, list) if key else []
-        self.decoder_config = build_decoder_config(
+        self.decoder_config = backbone_of(config).decoder_config(
             text,
-            self.backbone,
             # The top level takes precedence, as in transformers: the text section of saved MoE files contradicts it.
             tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             num_deepstack_layers=len(deepstack),

@@ -1,12 +1,10 @@
-"""Adapters of the text-only models Qwen2, Qwen3 and Qwen3-MoE: decoder parameters and tensor names.
+"""Adapter of text-only models: decoder parameters and tensor names.
 
 Tensors are named ``model.…`` and ``lm_head.weight`` (absent when tied), both in the published files and in those saved
 by transformers 5. Both store experts' weights one by one; stacked ones, as the modules hold them, load as well.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -18,7 +16,8 @@ from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.models.base import ModelConfig
-from triptych.models.shared.backbone import QWEN2, QWEN3, BackboneDefaults, build_decoder_config, detect_decoder_keys
+from triptych.models.registry import backbone_of
+from triptych.models.shared.decoder_keys import detect_decoder_keys
 
 PREFIX, HEAD = "model.", "lm_head.weight"
 
@@ -26,11 +25,9 @@ PREFIX, HEAD = "model.", "lm_head.weight"
 class TextAdapter:
     """``ModelAdapter`` of a text-only model. Raises CheckpointError for an unsupported config."""
 
-    backbone: ClassVar[BackboneDefaults]
-
     def __init__(self, config: ModelConfig) -> None:
         tied = bool(config.get("tie_word_embeddings", False))
-        self.decoder_config = build_decoder_config(config, self.backbone, tie_embeddings=tied)
+        self.decoder_config = backbone_of(config).decoder_config(config, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
@@ -64,21 +61,3 @@ class TextAdapter:
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": 0, "decoder": …}``."""
         return {"encoder": 0, "decoder": sum(tensors[key].num_bytes for key in self.decoder_keys(tensors))}
-
-
-class Qwen2(TextAdapter):
-    """Model type ``qwen2``: Qwen2 and Qwen2.5."""
-
-    backbone = QWEN2
-
-
-class Qwen3(TextAdapter):
-    """Model type ``qwen3``."""
-
-    backbone = QWEN3
-
-
-class Qwen3Moe(TextAdapter):
-    """Model type ``qwen3_moe``."""
-
-    backbone = replace(QWEN3, head_dim=None, experts=True, norm_topk_prob=False, windows="all")

@@ -1,0 +1,71 @@
+"""The modules that mix tokens, built from their specs; ``prefix`` is a module's name in the decoder.
+
+The reference is ``Qwen2Attention`` and ``Qwen3Attention`` in transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triptych.errors import ConfigError
+from triptych.layers.attention.base import AttentionBackend, AttentionBatch
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.linear import RMSNorm
+from triptych.layers.parallel import ShardedDimension
+from triptych.layers.pointwise import rotate
+from triptych.layers.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one forward pass share."""
+
+    rotations: Sequence[tuple[Tensor, Tensor]]
+    """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
+    attention: AttentionBatch
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
+    the layer applies to the tokens it needs."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix, spec = f"layers.{index}.self_attn", config.layers[index].mixer
+        shard, head_dim = spec.shard(reader.group.size), spec.head_dim
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
+        self.head_counts = [heads, kv_heads, kv_heads]
+        self.head_dim = head_dim
+        self.backend = backend
+        self.window = spec.window
+        self.rope_index = config.ropes.index((head_dim, spec.rope))
+        if self.window is not None and not backend.takes_windows:
+            raise ConfigError("layers with sliding windows are served on CPUs only so far")
+        queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
+        self.qkv = reader.column_parallel(
+            {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
+            config.hidden_size,
+            bias=spec.qkv_bias,
+        )
+        self.output = reader.all_reduced(
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=spec.output_bias)
+        )
+        self.qk_norm: nn.Module = nn.Identity()
+        if spec.qk_norm:
+            # Queries and keys are adjacent, so one norm with a weight per head serves both.
+            q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
+            k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
+            self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+        """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
+        and values to the layer's cache, ``keys`` and ``values``."""
+        heads, kv_heads, _ = self.head_counts
+        # a new tensor, in which queries and keys are rotated in place
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
+        attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
+        return attended.flatten(1)

@@ -1,0 +1,57 @@
+"""Qwen2 and Qwen2.5, also as the language model of Qwen2-VL and Qwen2.5-VL: queries, keys and values have biases, and
+the upper layers may have a sliding window.
+
+The reference is ``Qwen2Model`` in transformers.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from triptych.errors import CheckpointError
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.specs import LayerSpec, RopeConfig
+from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
+from triptych.models.backbones.rope import parse_rope_config
+from triptych.models.shared.settings import setting
+
+
+def describe(text: TextConfig, *, rope: RopeConfig, eps: float) -> DecoderConfig:
+    """Return the decoder of ``text``; ``rope`` and ``eps`` are defaults. Raises CheckpointError."""
+    mixer = replace(attention(text, parse_rope_config(text, rope)), qkv_bias=True)
+    mlp = gated_mlp(text)
+    layers = [LayerSpec(replace(mixer, window=window), mlp) for window in upper_windows(text)]
+    return decoder(text, layers, eps=eps)
+
+
+def upper_windows(text: TextConfig) -> list[int | None]:
+    """Return each layer's sliding window: that of layers from ``max_window_layers`` on or, if the config names them, of
+    those in ``layer_types``."""
+    layers, window = range(num_layers(text)), window_if_enabled(text)
+    types = setting(text, "layer_types", list, default=[])
+    if window is None:
+        return [None for _ in layers]
+    if not types:
+        first = text.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
+        return [window if index >= first else None for index in layers]
+    if len(types) != len(layers) or not all(kind in ("full_attention", "sliding_attention") for kind in types):
+        raise CheckpointError(
+            f"config.json: layer_types {types} must name full_attention or sliding_attention per layer"
+        )
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def window_if_enabled(text: TextConfig) -> int | None:
+    """Return the size of the sliding window, if the config switches it on."""
+    # files saved by transformers have a null for a disabled window
+    if not text.get("use_sliding_window") or text.get("sliding_window", 0) is None:
+        return None
+    return setting(text, "sliding_window", int, default=4096)
+
+
+QWEN2 = Backbone("Qwen2 (query, key and value biases)", partial(describe, rope=RopeConfig(10_000.0), eps=1e-6))
+QWEN2_VL = Backbone(
+    "Qwen2 (query, key and value biases), M-RoPE in sections",
+    partial(describe, rope=RopeConfig(1_000_000.0, (16, 24, 24)), eps=1e-5),
+)
