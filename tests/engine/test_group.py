@@ -14,7 +14,8 @@ from triptych.engine.kv_rows import CacheRows
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
-from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec, RopeConfig
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec
 
 LAYERS, PAGES, PAGE_SIZE, DIM = 3, 5, 4, 8
 

@@ -205,11 +205,12 @@ TINY = {
 
 
 def make_tiny(
-    folder: Path, family: str, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
+    folder: Path, family: str | Tiny, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
 ) -> Path:
     """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
     overrides top-level settings."""
-    tiny = replace(TINY[family], config=TINY[family].config | (config or {}))
+    tiny = TINY[family] if isinstance(family, str) else family
+    tiny = replace(tiny, config=tiny.config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]

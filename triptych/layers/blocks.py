@@ -19,31 +19,39 @@ def compiled(linear: nn.Module) -> CompiledProduct | None:
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: attention and MLP, each preceded by a norm and added to the residual stream."""
+    """One decoder layer: attention and ffn, each with its norms and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
-        prefix = f"layers.{index}"
-        self.attention_norm = reader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        prefix, spec = f"layers.{index}", config.layers[index]
+
+        def norm(name: str) -> RMSNorm:
+            return reader.norm(f"{prefix}.{name}", config.hidden_size, config.rms_norm_eps)
+
+        self.attention_norm, self.mlp_norm = norm(spec.norms.before_mixer), norm(spec.norms.before_ffn)
+        after_mixer, after_ffn = spec.norms.after_mixer, spec.norms.after_ffn
+        self.attended_norm = None if after_mixer is None else norm(after_mixer)
+        self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.attention = Attention(config, reader, index, backend)
-        self.mlp_norm = reader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.mlp = load_ffn(config.layers[index].ffn, config.hidden_size, reader, f"{prefix}.mlp")
+        self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
-        """Return the layer's two halves as compiled calls, each None if the kernels don't support it."""
+        """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
+        attention whose queries aren't scaled, and for gated MLPs, without norms of either's output."""
         attention, mlp, kernel = self.attention, self.mlp, getattr(self.attention.backend, "kernel", None)
         heads, kv_heads, _ = attention.head_counts
         attend, finish = None, None
-        if kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
+        is_plain = attention.query_scaling is None
+        if is_plain and kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
             shape = heads, kv_heads, attention.head_dim
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
             if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
                 attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.window)
-        if isinstance(mlp, GatedMLP):
+        if isinstance(mlp, GatedMLP) and self.attended_norm is None and self.finished_norm is None:
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
-                finish = FinishLayer(self.mlp_norm, output, gate_up, down)
+                finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
         return attend, finish
 
     def forward(
@@ -62,5 +70,7 @@ class DecoderLayer(nn.Module):
                 return hidden
         if self.compiled_finish is not None:
             return self.compiled_finish(hidden, attended)
-        hidden = hidden + self.attention.output(attended)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        attended = self.attention.output(attended)
+        hidden = hidden + (attended if self.attended_norm is None else self.attended_norm(attended))
+        finished = self.mlp(self.mlp_norm(hidden))
+        return hidden + (finished if self.finished_norm is None else self.finished_norm(finished))

@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        context = LayerContext(rotations, batch.attention)
+        context = LayerContext(batch.positions, rotations, batch.attention)
         wanted, last = batch.logits_index, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None

@@ -4,7 +4,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triptych.errors import CheckpointError
-from triptych.layers.specs import LayerSpec, MoESpec, RopeConfig, check_divides
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import LayerSpec, MoESpec, check_divides
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """How a backbone's checkpoints name tensors differently from the decoder, which uses the names of most text models
+    in transformers (``layers.0.self_attn.q_proj.weight``). A part of a name is what stands between the layer's number
+    and ``.weight``."""
+
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Parts that hold several parts' outputs, one after the other, and those parts."""
+    ignored: tuple[str, ...] = ()
+    """Ends of the names of tensors that checkpoints may hold and the decoder doesn't need."""
+
+
+OWN_NAMES = TensorNames()
 
 
 @dataclass(frozen=True)
@@ -17,6 +33,7 @@ class DecoderConfig:
     """Width of the residual stream [T, hidden]."""
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
+    names: TensorNames = OWN_NAMES
     tie_embeddings: bool = False
     """Whether the output projection is the embedding."""
     num_deepstack_layers: int = 0

@@ -8,22 +8,23 @@ from torch import Tensor, nn
 
 from triptych.layers.linear import Linear
 from triptych.layers.parallel import ShardedDimension
-from triptych.layers.pointwise import silu_and_mul
+from triptych.layers.pointwise import Activation, gate_and_mul
 from triptych.layers.specs import FfnSpec, GatedMLPSpec, MoESpec
 from triptych.layers.weights import WeightReader
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``, with gate and up fused."""
+    """``down(activation(gate(x)) * up(x))`` (arXiv:2002.05202), with gate and up fused."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation = Activation.SILU) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
+        self.activation = activation
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]."""
-        return self.down(silu_and_mul(self.gate_up(hidden)))
+        return self.down(gate_and_mul(self.gate_up(hidden), self.activation))
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,9 +71,10 @@ def _load_mlp(spec: GatedMLPSpec, hidden_size: int, reader: WeightReader, prefix
     intermediate = ShardedDimension(spec.intermediate_size)
     return GatedMLP(
         gate_up=reader.column_parallel(
-            {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden_size
+            {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}, hidden_size, bias=spec.bias
         ),
-        down=reader.row_parallel(f"{prefix}.down_proj", hidden_size, intermediate),
+        down=reader.row_parallel(f"{prefix}.down_proj", hidden_size, intermediate, bias=spec.bias),
+        activation=Activation[spec.activation.upper()],
     )
 
 

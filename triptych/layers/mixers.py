@@ -4,7 +4,7 @@ The reference is ``Qwen2Attention`` and ``Qwen3Attention`` in transformers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.linear import RMSNorm
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate
+from triptych.layers.specs import QueryScaling
 from triptych.layers.weights import WeightReader
 
 
@@ -22,6 +23,8 @@ from triptych.layers.weights import WeightReader
 class LayerContext:
     """What all layers of one forward pass share."""
 
+    positions: Tensor
+    """float64 [3, T]: temporal, height and width."""
     rotations: Sequence[tuple[Tensor, Tensor]]
     """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
     attention: AttentionBatch
@@ -40,12 +43,18 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.backend = backend
         self.window = spec.window
+        self.query_scaling = spec.query_scaling
         self.rope_index = config.ropes.index((head_dim, spec.rope))
         if self.window is not None and not backend.takes_windows:
             raise ConfigError("layers with sliding windows are served on CPUs only so far")
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
+        order = spec.rope.order(head_dim)
         self.qkv = reader.column_parallel(
-            {f"{prefix}.q_proj": queries, f"{prefix}.k_proj": keys, f"{prefix}.v_proj": keys},
+            {
+                f"{prefix}.q_proj": replace(queries, order=order),
+                f"{prefix}.k_proj": replace(keys, order=order),
+                f"{prefix}.v_proj": keys,
+            },
             config.hidden_size,
             bias=spec.qkv_bias,
         )
@@ -55,9 +64,10 @@ class Attention(nn.Module):
         self.qk_norm: nn.Module = nn.Identity()
         if spec.qk_norm:
             # Queries and keys are adjacent, so one norm with a weight per head serves both.
-            q_weight = reader.vector(f"{prefix}.q_norm", head_dim).expand(heads, -1)
-            k_weight = reader.vector(f"{prefix}.k_norm", head_dim).expand(kv_heads, -1)
-            self.qk_norm = RMSNorm(torch.cat((q_weight, k_weight)), config.rms_norm_eps)
+            weights = (reader.vector(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+            q_weight, k_weight = (one if order is None else one[list(order)] for one in weights)
+            both = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
+            self.qk_norm = RMSNorm(both, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
         """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
@@ -67,5 +77,13 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
+        if self.query_scaling is not None:
+            query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
         attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
         return attended.flatten(1)
+
+
+def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
+    """Return the factors of queries, float32 [T, 1, 1], at ``positions`` [3, T]."""
+    lengths = torch.floor(positions[0].float() / scaling.original_length)
+    return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)

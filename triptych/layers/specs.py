@@ -7,18 +7,16 @@ A spec describes a whole layer; ``shard`` returns one rank's part of it.
 from dataclasses import dataclass, replace
 
 from triptych.errors import ConfigError
+from triptych.layers.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Parameters of the rotary position embedding."""
+class QueryScaling:
+    """Queries grow with their position: by ``1 + beta * log(1 + floor(position / original_length))``."""
 
-    theta: float
-    """Base of the frequencies."""
-    mrope_section: tuple[int, int, int] | None = None
-    """Number of frequencies for the temporal, height and width axes (M-RoPE); None: all use the first axis."""
-    interleaved: bool = False
-    """Whether frequencies of the three axes alternate, instead of forming three sections."""
+    beta: float
+    original_length: int
+    """In tokens; within it, queries stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class AttentionSpec:
     """Whether each head's query and key are normalised."""
     window: int | None = None
     """Tokens that a token attends to, including itself; None: all before it."""
+    query_scaling: QueryScaling | None = None
 
     @property
     def output_size(self) -> int:
@@ -63,9 +62,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class GatedMLPSpec:
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """``down(activation(gate(x)) * up(x))``."""
 
     intermediate_size: int
+    activation: str = "silu"
+    """In lower case, the name of one of ``pointwise.Activation``."""
+    bias: bool = False
+    """Whether all three projections have biases."""
 
     def shard(self, size: int) -> "GatedMLPSpec":
         """Return one of ``size`` ranks' share of the MLP. Raises ConfigError if there is none."""
@@ -96,11 +99,27 @@ FfnSpec = GatedMLPSpec | MoESpec
 
 
 @dataclass(frozen=True)
+class NormNames:
+    """The norms around a layer's two parts, by the names of their tensors."""
+
+    before_mixer: str = "input_layernorm"
+    before_ffn: str = "post_attention_layernorm"
+    after_mixer: str | None = None
+    """Of the mixer's output, before it is added to the residual stream; None if there is none."""
+    after_ffn: str | None = None
+    """Of the ffn's output."""
+
+
+PRE_NORMS = NormNames()
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: a mixer and an ffn, each preceded by a norm and added to the residual stream."""
+    """One decoder layer: a mixer and an ffn, each with its norms and added to the residual stream."""
 
     mixer: AttentionSpec
     ffn: FfnSpec
+    norms: NormNames = PRE_NORMS
 
     def shard(self, size: int) -> "LayerSpec":
         """Return one of ``size`` ranks' share. Raises ConfigError if there is none."""

@@ -1,8 +1,9 @@
 """Builds a decoder's modules from a checkpoint's tensors, one at a time, and checks every name and shape."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers.decoder_config import OWN_NAMES, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
@@ -42,10 +44,20 @@ class DecoderKeys:
     head: str
     """The checkpoint's name of the output projection."""
     experts: ExpertLayout = ExpertLayout.STACKED
+    names: TensorNames = OWN_NAMES
 
     def key(self, name: str) -> str:
         """Return the checkpoint's name of the decoder's tensor ``name``."""
         return self.head if name == HEAD else self.prefix + name
+
+    def fused_name(self, parts: Sequence[str]) -> str | None:
+        """Return the name under which ``parts`` of a layer are stored as one, or None if they are stored apart."""
+        first = parts[0]
+        for fused, names in self.names.fused:
+            stem = first.removesuffix(names[0])
+            if [f"{stem}{name}" for name in names] == list(parts):
+                return stem + fused
+        return None
 
     def owns(self, key: str) -> bool:
         """Return whether the checkpoint's tensor ``key`` belongs to the decoder."""
@@ -82,15 +94,28 @@ class WeightReader:
 
     def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
-        parts = [(name, out, out.part(self.group)) for name, out in layers.items()]
-        biases = [self.tensor(f"{name}.bias", (out.size,))[part] for name, out, part in parts] if bias else []
+        stored = self._stored(layers)
+        biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
         vector = concatenate(biases) if bias else None
-        if quantization := self._quantization_of(layers):
-            quantized = [self._grouped(name, (out.size, in_features), quantization) for name, out, _ in parts]
-            rows = [weight.rows(part) for weight, (_, _, part) in zip(quantized, parts, strict=True)]
-            return PackedLinear(grouped_product(concatenate_grouped(rows), vector))
-        weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
+        if quantization := self._quantization_of([name for name, _, _ in stored]):
+            quantized = [
+                self._grouped(name, (size, in_features), quantization).rows(rows) for name, size, rows in stored
+            ]
+            return PackedLinear(grouped_product(concatenate_grouped(quantized), vector))
+        weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
         return self._linear(concatenate(weights), vector)
+
+    def _stored(self, layers: Mapping[str, ShardedDimension]) -> list[tuple[str, int, slice | Tensor]]:
+        """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
+        fused = self._keys.fused_name(list(layers))
+        if fused is None:
+            return [
+                (name, out.size, out.part(self.group) if out.order is None else out.index(self.group))
+                for name, out in layers.items()
+            ]
+        ends = list(accumulate(out.size for out in layers.values()))
+        rows = [end - out.size + out.index(self.group) for end, out in zip(ends, layers.values(), strict=True)]
+        return [(fused, ends[-1], torch.cat(rows))]
 
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
@@ -187,7 +212,11 @@ class WeightReader:
     def finish(self) -> None:
         """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read. Then config and
         weights disagree, or the model has unsupported parts."""
-        unread = sorted(key for key in self._checkpoint.tensors if self._keys.owns(key) and key not in self._read)
+        unread = sorted(
+            key
+            for key in self._checkpoint.tensors
+            if self._keys.owns(key) and key not in self._read and not key.endswith(self._keys.names.ignored)
+        )
         if unread:
             raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {unread[0]!r}")
 

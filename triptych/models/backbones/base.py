@@ -10,11 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec, RopeConfig
+from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec
 from triptych.models.shared.settings import setting
 
 TextConfig = Mapping[str, Any]
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names of ``layers.pointwise.Activation``, by those in configs."""
+
+
+INV_FREQ_IGNORED = TensorNames(ignored=("rotary_emb.inv_freq",))
+"""Files of older versions of transformers hold the rotary frequencies, which follow from the config."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +40,16 @@ class Backbone:
         return replace(found, tie_embeddings=tie_embeddings, num_deepstack_layers=num_deepstack_layers)
 
 
-def decoder(text: TextConfig, layers: Iterable[LayerSpec], *, eps: float) -> DecoderConfig:
+def decoder(
+    text: TextConfig, layers: Iterable[LayerSpec], *, eps: float, names: TensorNames = INV_FREQ_IGNORED
+) -> DecoderConfig:
     """Return a decoder of ``layers``; ``eps`` is the default of its norms."""
     return DecoderConfig(
         vocab_size=setting(text, "vocab_size", int),
         hidden_size=setting(text, "hidden_size", int),
         layers=tuple(layers),
         rms_norm_eps=setting(text, "rms_norm_eps", float, default=eps),
+        names=names,
     )
 
 
@@ -47,12 +58,25 @@ def num_layers(text: TextConfig) -> int:
     return setting(text, "num_hidden_layers", int)
 
 
-def attention(text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None) -> AttentionSpec:
-    """Return attention with the config's heads; ``head_dim`` defaults to the hidden size divided by their number."""
+def layer_types(text: TextConfig) -> list[str]:
+    """Return the kind of each layer's attention, ``full_attention`` or ``sliding_attention``; empty if the config
+    doesn't say."""
+    types = setting(text, "layer_types", list, default=[])
+    known = ("full_attention", "sliding_attention")
+    if types and (len(types) != num_layers(text) or not all(kind in known for kind in types)):
+        raise CheckpointError(f"config.json: layer_types {types} must name {' or '.join(known)} per layer")
+    return types
+
+
+def attention(
+    text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None, num_kv_heads: int | None = None
+) -> AttentionSpec:
+    """Return attention with the config's heads. ``head_dim`` and ``num_kv_heads`` are defaults; None: the hidden size
+    divided by the number of heads, and as many as query heads."""
     num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
     return AttentionSpec(
         num_heads=num_heads,
-        num_kv_heads=setting(text, "num_key_value_heads", int, default=num_heads),
+        num_kv_heads=setting(text, "num_key_value_heads", int, default=num_kv_heads or num_heads),
         head_dim=setting(text, "head_dim", int, default=head_dim or hidden_size // num_heads),
         rope=rope,
     )
@@ -60,11 +84,20 @@ def attention(text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None
 
 def gated_mlp(text: TextConfig) -> GatedMLPSpec:
     """Return the MLP of dense layers."""
-    check_activation(text)
-    return GatedMLPSpec(setting(text, "intermediate_size", int))
+    return GatedMLPSpec(setting(text, "intermediate_size", int), _activation(text))
 
 
-def check_activation(text: TextConfig) -> None:
+def check_silu(text: TextConfig) -> None:
     """Raise CheckpointError for an activation other than SiLU."""
     if (activation := text.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"config.json: hidden_act {activation!r} is not served; only 'silu' is")
+
+
+def _activation(text: TextConfig) -> str:
+    """Return the name of ``layers.pointwise.Activation`` for an MLP's activation."""
+    activation = text.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act {activation!r} is not served; served are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[activation]

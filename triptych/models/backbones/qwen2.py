@@ -9,15 +9,16 @@ from functools import partial
 
 from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.specs import LayerSpec, RopeConfig
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
-from triptych.models.backbones.rope import parse_rope_config
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import LayerSpec
+from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, layer_types, num_layers
+from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
 
 def describe(text: TextConfig, *, rope: RopeConfig, eps: float) -> DecoderConfig:
     """Return the decoder of ``text``; ``rope`` and ``eps`` are defaults. Raises CheckpointError."""
-    mixer = replace(attention(text, parse_rope_config(text, rope)), qkv_bias=True)
+    mixer = replace(attention(text, read_rope(text, rope)), qkv_bias=True)
     mlp = gated_mlp(text)
     layers = [LayerSpec(replace(mixer, window=window), mlp) for window in upper_windows(text)]
     return decoder(text, layers, eps=eps)
@@ -27,18 +28,13 @@ def upper_windows(text: TextConfig) -> list[int | None]:
     """Return each layer's sliding window: that of layers from ``max_window_layers`` on or, if the config names them, of
     those in ``layer_types``."""
     layers, window = range(num_layers(text)), window_if_enabled(text)
-    types = setting(text, "layer_types", list, default=[])
     if window is None:
         return [None for _ in layers]
-    if not types:
+    if not (types := layer_types(text)):
         first = text.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
             raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
         return [window if index >= first else None for index in layers]
-    if len(types) != len(layers) or not all(kind in ("full_attention", "sliding_attention") for kind in types):
-        raise CheckpointError(
-            f"config.json: layer_types {types} must name full_attention or sliding_attention per layer"
-        )
     return [window if kind == "sliding_attention" else None for kind in types]
 
 

@@ -8,18 +8,19 @@ from dataclasses import replace
 from functools import partial
 
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.specs import AttentionSpec, FfnSpec, LayerSpec, MoESpec, RopeConfig
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import AttentionSpec, FfnSpec, LayerSpec, MoESpec
 from triptych.models.backbones.base import (
     Backbone,
     TextConfig,
     attention,
-    check_activation,
+    check_silu,
     decoder,
     gated_mlp,
     num_layers,
 )
 from triptych.models.backbones.qwen2 import upper_windows, window_if_enabled
-from triptych.models.backbones.rope import parse_rope_config
+from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
 TEXT = RopeConfig(10_000.0)
@@ -44,7 +45,7 @@ def mixture(text: TextConfig, *, rope: RopeConfig, norm_topk_prob: bool, has_win
 
 def _attention(text: TextConfig, rope: RopeConfig, head_dim: int | None = None) -> AttentionSpec:
     has_bias = bool(text.get("attention_bias", False))
-    heads = attention(text, parse_rope_config(text, rope), head_dim=head_dim)
+    heads = attention(text, read_rope(text, rope), head_dim=head_dim)
     return replace(heads, qk_norm=True, qkv_bias=has_bias, output_bias=has_bias)
 
 
@@ -54,7 +55,7 @@ def _layers(mixer: AttentionSpec, windows: Sequence[int | None], ffns: Sequence[
 
 def _ffns(text: TextConfig, norm_topk_prob: bool) -> list[FfnSpec]:
     """Return each layer's ffn. Files saved by transformers spell ``num_experts`` as ``num_local_experts``."""
-    check_activation(text)
+    check_silu(text)
     experts = MoESpec(
         num_experts=setting(text, "num_experts" if "num_experts" in text else "num_local_experts", int),
         experts_per_token=setting(text, "num_experts_per_tok", int),

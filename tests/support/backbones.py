@@ -1,0 +1,73 @@
+"""Tiny text-only checkpoints of the backbones that no family with towers has, with every oddity switched on."""
+
+from typing import Any
+
+from tests.support.random_checkpoint import token_ids
+from tests.support.tiny import Tiny
+
+VOCABULARY = 264
+IDS = token_ids(VOCABULARY)
+
+
+def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
+    """No size is a power of two."""
+    shared = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 104,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "bos_token_id": IDS["<|endoftext|>"],
+        "eos_token_id": IDS["<|im_end|>"],
+        "pad_token_id": IDS["<|endoftext|>"],
+        "tie_word_embeddings": False,
+    }
+    return Tiny(shared | settings)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 64
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+
+BACKBONES = {
+    "llama": _tiny("Llama", "llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True),
+    "llama-gelu": _tiny(
+        "Llama",
+        "llama",
+        hidden_act="gelu_pytorch_tanh",
+        head_dim=20,
+        tie_word_embeddings=True,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    ),
+    "mistral": _tiny("Mistral", "mistral", sliding_window=16, num_key_value_heads=3),
+    "ministral": _tiny(
+        "Ministral",
+        "ministral",
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "ministral3": _tiny(
+        "Ministral3",
+        "ministral3",
+        head_dim=16,
+        sliding_window=None,
+        rope_parameters=YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.3},
+    ),
+    "phi3": _tiny(
+        "Phi3",
+        "phi3",
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=1024,
+        rope_scaling={"type": "longrope", "short_factor": [1.1, 1.3, 1.7, 2.0, 2.5, 3.0], "long_factor": [9.0] * 6},
+    ),
+    "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
+    "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),
+}
