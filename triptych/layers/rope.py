@@ -86,7 +86,7 @@ def _yarn(powers: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     size = 2 * len(powers)
 
     def index_at(turns: float) -> float:
-        """Return the index of the frequency that makes so many turns in the original length."""
+        """Return the index of the frequency with this number of turns in the original length."""
         return size * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = index_at(scaling.beta_fast), index_at(scaling.beta_slow)

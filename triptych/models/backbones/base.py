@@ -72,7 +72,7 @@ def attention(
     text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None, num_kv_heads: int | None = None
 ) -> AttentionSpec:
     """Return attention with the config's heads. ``head_dim`` and ``num_kv_heads`` are defaults; None: the hidden size
-    divided by the number of heads, and as many as query heads."""
+    divided by the number of heads, and the number of query heads."""
     num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
     return AttentionSpec(
         num_heads=num_heads,
