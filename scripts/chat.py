@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging
 
 from bench.gguf_checkpoint import convert
 from triptych.cli import flags
@@ -91,6 +92,8 @@ def main() -> int:
     parser.add_argument("--topology", default="1P1D", help="instances to start (default: 1P1D)")
     flags.add_settings(parser)
     arguments, console = parser.parse_args(), Console(stderr=True)
+    logging.set_verbosity_error()  # of transformers, which reads the file
+    logging.disable_progress_bar()
     try:
         arguments.model = str(prepared(console))
         config = flags.serve_config(arguments)
