@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import DENSE, edit_config, make_checkpoint
 from tests.support.forward import layers_of
 from tests.support.tiny import make_tiny
@@ -29,6 +30,8 @@ from triptych.server.model_bundle import ModelBundle
 
 SYMMETRIC = GroupQuantization(32, has_zeros=False)
 WIDE = replace(DENSE, layers=2, intermediate=128, deepstack=(0,))
+WHOLE = {"intermediate_size": 160, "head_dim": 16}
+"""Whole groups."""
 LAYER = "model.language_model.layers.1"
 
 
@@ -69,6 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(lambda path: make_tiny(path, "qwen2"), id="qwen2, biases"),
         pytest.param(lambda path: make_tiny(path, "qwen2_5_vl"), id="qwen2_5_vl"),
         pytest.param(lambda path: make_tiny(path, "qwen3_moe", config={"moe_intermediate_size": 32}), id="experts"),
+        pytest.param(lambda path: make_tiny(path, BACKBONES["phi3"], config=WHOLE), id="phi3, fused"),
+        pytest.param(lambda path: make_tiny(path, BACKBONES["glm4"], config=WHOLE), id="glm4, reordered"),
     ],
 )
 def test_the_copy_is_what_quantizing_at_load_makes(tmp_path: Path, make: Callable[[Path], Path]) -> None:
