@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import Pool, Prompt, Running, assert_close, step
+from tests.support.forward import Pool, Prompt, Running, assert_close, layers_of, step
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.layers.parallel import SingleRank
 from triptych.layers.rope import Rope, inverse_frequencies
@@ -54,6 +57,18 @@ def test_logits(folder: Folder, name: str, layout: str) -> None:
     pool, running = Pool(decoder), Running(prompt())
     chunks = [step(pool, [(running, min(7, running.left))]) for _ in range(0, len(TOKENS), 7)]
     assert_close(torch.cat(chunks), expected, 2e-4)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
+    """Scaled queries and norms of outputs need the kernels one by one."""
+    path = folder(name, "published")
+    decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
+    if not isinstance(backend := layers_of(decoder)[0].attention.backend, CpuAttention) or backend.kernel is None:
+        pytest.skip("there are no compiled kernels")
+    for layer in layers_of(decoder):
+        assert (layer.compiled_attend is not None) == (name != "ministral3")
+        assert (layer.compiled_finish is not None) == (name != "glm4")
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "glm4"])
@@ -153,6 +168,24 @@ def test_scaled_frequencies(name: str) -> None:
     )
     published = {"rope_theta": 500_000.0, "rope_scaling": {k: v for k, v in parameters.items() if k != "rope_theta"}}
     assert read_rope(text | published | {"rope_parameters": None}, RopeConfig(10_000.0)) == rope
+
+
+def test_part_of_a_head_in_three_axes() -> None:
+    """As in Qwen3.5: a quarter of each head, by interleaved axes."""
+    parameters = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
+    config = Qwen3_5TextConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        head_dim=64,
+        rope_parameters=parameters | {"rope_type": "default", "mrope_interleaved": True},
+    )
+    positions = torch.randint(0, 10_000, (3, 9), generator=torch.Generator().manual_seed(0)).double()
+    expected = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+    rope = read_rope({"rope_parameters": parameters}, RopeConfig(1e4, (11, 11, 10), interleaved=True))
+    for ours, theirs, still in zip(Rope(64, rope, CPU)(positions, torch.float32), expected, (1, 0), strict=True):
+        for half in ours[:, 0].chunk(2, 1):
+            assert torch.equal(half[:, :8], theirs[0, :, :8])
+            assert (half[:, 8:] == still).all()
 
 
 def test_dynamic_scaling_needs_nothing_within_its_context() -> None:
