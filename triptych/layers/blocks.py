@@ -33,6 +33,7 @@ class DecoderLayer(nn.Module):
         self.attended_norm = None if after_mixer is None else norm(after_mixer)
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.attention = Attention(config, reader, index, backend)
+        self._rope_index = self.attention.rope_index  # a submodule's takes longer to look up
         self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
@@ -60,8 +61,8 @@ class DecoderLayer(nn.Module):
         """Return a new tensor [T, hidden] for ``hidden`` [T, hidden]; with ``rows``, int64 [R], only those tokens',
         [R, hidden]. Keys and values of all T tokens are written."""
         if self.compiled_attend is not None and self.compiled_attend.takes(keys.dtype):
-            rotation = context.rotations[self.attention.rope_index]
-            attended = self.compiled_attend(hidden, keys, values, *rotation, context.attention)
+            cos, sin = context.rotations[self._rope_index]
+            attended = self.compiled_attend(hidden, keys, values, cos, sin, context.attention)
         else:
             attended = self.attention(self.attention_norm(hidden), keys, values, context)
         if rows is not None:
