@@ -269,7 +269,7 @@ def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok must be"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "two"}, "max_window_layers must be a number"),
         ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
-        ("qwen2_vl", {"rope_scaling": {"type": "yarn"}}, "'yarn' is not served"),
+        ("qwen2_vl", {"rope_scaling": {"type": "spiral"}}, "'spiral' is not served"),
         ("qwen2_vl", {"rope_scaling": {"mrope_interleaved": True}}, "only M-RoPE that is not interleaved"),
         ("qwen2_vl", {"vision_config": {"hidden_size": 32}}, "hidden_size 32 isn't the hidden size 64"),
         ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 32}}, "out_hidden_size 32 isn't the hidden size 64"),

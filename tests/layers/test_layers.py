@@ -174,8 +174,7 @@ def test_text_alone_has_one_axis() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "yarn"}, "'yarn' is not served"),
-        ({"type": "linear"}, "'linear' is not served"),
+        ({"rope_type": "spiral"}, "'spiral' is not served"),
         ({"mrope_interleaved": False}, "only M-RoPE that is interleaved"),
         ({"mrope_section": [4, 4]}, "three positive counts"),
         ({"mrope_section": [4, "2", 2]}, "three positive counts"),
