@@ -19,8 +19,8 @@ from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder import Decoder
-from triptych.layers.ffns import GatedMLP
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
+from triptych.layers.mlp import GatedMLP
 
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]

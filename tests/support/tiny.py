@@ -226,7 +226,7 @@ def make_tiny(
     if tiny.config.get("tie_word_embeddings"):
         del weights["lm_head.weight"]
     if layout == "published" and tiny.split_experts:
-        weights = _split_experts(weights)
+        weights = split_experts(weights)
     renamed = {tiny.published(name): weight.contiguous() for name, weight in weights.items()}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -246,7 +246,7 @@ def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each expert's matrices by themselves."""
     split = {}
     for name, weight in weights.items():

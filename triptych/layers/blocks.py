@@ -5,9 +5,10 @@ from torch import Tensor, nn
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.ffns import GatedMLP, load_ffn
+from triptych.layers.ffns import load_ffn
 from triptych.layers.linear import PackedLinear, RMSNorm
 from triptych.layers.mixers import Attention, LayerContext
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.products import CompiledProduct
 from triptych.layers.weights import WeightReader
 

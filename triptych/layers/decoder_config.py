@@ -18,6 +18,8 @@ class TensorNames:
     """Parts that hold several parts' outputs, one after the other, and those parts."""
     ignored: tuple[str, ...] = ()
     """Ends of the names of tensors that checkpoints may hold and the decoder doesn't need."""
+    ignored_modules: tuple[str, ...] = ()
+    """Beginnings of such names."""
 
 
 OWN_NAMES = TensorNames()

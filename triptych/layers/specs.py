@@ -5,8 +5,9 @@ A spec describes a whole layer; ``shard`` returns one rank's part of it.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from triptych.errors import ConfigError
+from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.rope_config import RopeConfig
 
 
@@ -70,28 +71,117 @@ class GatedMLPSpec:
     bias: bool = False
     """Whether all three projections have biases."""
 
+    @property
+    def step_values(self) -> int:
+        """Values that a step holds per token at most."""
+        return 4 * self.intermediate_size
+
     def shard(self, size: int) -> "GatedMLPSpec":
         """Return one of ``size`` ranks' share of the MLP. Raises ConfigError if there is none."""
         check_divides("intermediate values", self.intermediate_size, size)
         return replace(self, intermediate_size=per_rank(self.intermediate_size, size))
 
 
+class Score(Enum):
+    """How a router's logits become scores, from 0 to 1."""
+
+    SOFTMAX = "softmax"
+    """Over all experts. Normalised, the scores of the chosen experts are the softmax of their logits alone."""
+    SIGMOID = "sigmoid"
+    """Of each logit by itself."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Divides the experts, in order, into groups of equal size; a token's experts come from its best groups."""
+
+    count: int
+    """Number of groups; divides the number of experts."""
+    kept: int
+    """Number of groups that a token's experts come from."""
+    ranked_by: int
+    """How many of a group's best experts are added up to rank it; at most the group's size."""
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How a router chooses each token's experts, and weighs them."""
+
+    experts_per_token: int
+    score: Score = Score.SOFTMAX
+    normalised: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor of all weights."""
+    groups: ExpertGroups | None = None
+    """None: all experts compete."""
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """Activation ``(up + 1) * gate * sigmoid(alpha * gate)``, with clamped gate and up."""
+
+    limit: float
+    """Largest gate, and largest magnitude of up."""
+    alpha: float
+
+
+@dataclass(frozen=True)
+class SharedExpertSpec:
+    """A gated MLP that processes every token, beside the chosen experts."""
+
+    name: str
+    mlp: GatedMLPSpec
+    gate: str | None = None
+    """Name of a layer [hidden] → [1] whose sigmoid scales the output; None: it isn't scaled."""
+
+
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts, each a gated MLP, with a softmax router."""
+    """A mixture of experts, each a gated MLP. Names are those of its parts in the layer's ffn."""
 
     num_experts: int
-    experts_per_token: int
-    """Experts that process a token."""
     intermediate_size: int
     """Of one expert."""
-    norm_topk_prob: bool
-    """Whether the chosen experts' weights are normalised to sum to one."""
+    routing: RoutingSpec
+    router: str = "gate"
+    """Name of the layer [hidden] → [experts] that yields the logits."""
+    correction: str | None = None
+    """Name of the tensor that is added to scores for the choice of experts only; None: there is none."""
+    shared: SharedExpertSpec | None = None
+    weighs_inputs: bool = False
+    """Whether weights multiply the experts' inputs instead of their outputs."""
+    has_biases: bool = False
+    """Whether router and experts have biases."""
+    activation: str | ClampedSwiGLU = "silu"
+    """Of the experts, as in ``GatedMLPSpec``, or clamped."""
+    alternating: bool = False
+    """Whether gates and ups alternate in the checkpoint, instead of all gates preceding all ups."""
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError if there aren't enough experts to choose from."""
+        groups, experts = self.routing.groups, self.num_experts
+        if groups is not None:
+            size = experts // groups.count
+            if experts % groups.count or groups.kept > groups.count or groups.ranked_by > size:
+                raise CheckpointError(f"config.json: {experts} experts can't be routed in {groups}")
+            experts = groups.kept * size
+        if self.routing.experts_per_token > experts:
+            raise CheckpointError(
+                f"config.json: {self.routing.experts_per_token} experts per token can't be chosen from {experts}"
+            )
+
+    @property
+    def step_values(self) -> int:
+        """Values that a step holds per token at most: of an expert or the shared one, and the scores."""
+        shared = 0 if self.shared is None else self.shared.mlp.step_values
+        return max(4 * self.intermediate_size, shared) + 4 * self.num_experts
 
     def shard(self, size: int) -> "MoESpec":
         """Return one of ``size`` ranks' share of each expert. Raises ConfigError if there is none."""
         check_divides("intermediate values of an expert", self.intermediate_size, size)
-        return replace(self, intermediate_size=per_rank(self.intermediate_size, size))
+        shared = None if self.shared is None else replace(self.shared, mlp=self.shared.mlp.shard(size))
+        return replace(self, intermediate_size=per_rank(self.intermediate_size, size), shared=shared)
 
 
 FfnSpec = GatedMLPSpec | MoESpec
@@ -127,7 +217,7 @@ class LayerSpec:
 
     def step_values(self, tokens: int, context_length: int, hidden_size: int) -> int:
         """Return how many values a step holds at most: those of the mixer, or its output with those of the ffn."""
-        ffn = tokens * (4 * self.ffn.intermediate_size + self.mixer.output_size + 2 * hidden_size)
+        ffn = tokens * (self.ffn.step_values + self.mixer.output_size + 2 * hidden_size)
         return max(self.mixer.step_values(tokens, context_length), ffn)
 
 

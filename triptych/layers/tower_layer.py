@@ -11,8 +11,8 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.blocks import compiled
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer
-from triptych.layers.ffns import GatedMLP
 from triptych.layers.linear import LayerNorm, RMSNorm
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
 
 ACTIVATIONS = {

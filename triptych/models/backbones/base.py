@@ -68,6 +68,14 @@ def layer_types(text: TextConfig) -> list[str]:
     return types
 
 
+def layers_up_to(text: TextConfig, name: str, default: int) -> int:
+    """Return a setting that counts layers and may be 0."""
+    count = text.get(name, default)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"config.json: {name} must be a number of layers, not {count!r}")
+    return count
+
+
 def attention(
     text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None, num_kv_heads: int | None = None
 ) -> AttentionSpec:

@@ -4,6 +4,8 @@ the upper layers may have a sliding window.
 The reference is ``Qwen2Model`` in transformers.
 """
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +13,16 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, layer_types, num_layers
+from triptych.models.backbones.base import (
+    Backbone,
+    TextConfig,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    layers_up_to,
+    num_layers,
+)
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
@@ -20,21 +31,19 @@ def describe(text: TextConfig, *, rope: RopeConfig, eps: float) -> DecoderConfig
     """Return the decoder of ``text``; ``rope`` and ``eps`` are defaults. Raises CheckpointError."""
     mixer = replace(attention(text, read_rope(text, rope)), qkv_bias=True)
     mlp = gated_mlp(text)
-    layers = [LayerSpec(replace(mixer, window=window), mlp) for window in upper_windows(text)]
+    layers = [LayerSpec(replace(mixer, window=window), mlp) for window in layer_windows(text)]
     return decoder(text, layers, eps=eps)
 
 
-def upper_windows(text: TextConfig) -> list[int | None]:
-    """Return each layer's sliding window: that of layers from ``max_window_layers`` on or, if the config names them, of
-    those in ``layer_types``."""
+def layer_windows(text: TextConfig, is_windowed: Callable[[int, int], bool] = operator.ge) -> list[int | None]:
+    """Return each layer's sliding window: that of the layers that ``layer_types`` names or, without it, of those for
+    which ``is_windowed`` is true of index and ``max_window_layers``: by default, of the upper ones."""
     layers, window = range(num_layers(text)), window_if_enabled(text)
     if window is None:
         return [None for _ in layers]
     if not (types := layer_types(text)):
-        first = text.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise CheckpointError(f"config.json: max_window_layers must be a number of layers, not {first!r}")
-        return [window if index >= first else None for index in layers]
+        limit = layers_up_to(text, "max_window_layers", 28)
+        return [window if is_windowed(index, limit) else None for index in layers]
     return [window if kind == "sliding_attention" else None for kind in types]
 
 

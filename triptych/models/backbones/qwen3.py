@@ -9,19 +9,18 @@ from functools import partial
 
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
-from triptych.layers.specs import AttentionSpec, FfnSpec, LayerSpec, MoESpec
+from triptych.layers.specs import AttentionSpec, FfnSpec, LayerSpec
 from triptych.models.backbones.base import (
     Backbone,
     TextConfig,
     attention,
-    check_silu,
     decoder,
     gated_mlp,
     num_layers,
 )
-from triptych.models.backbones.qwen2 import upper_windows, window_if_enabled
+from triptych.models.backbones.experts import qwen_experts, qwen_ffns
+from triptych.models.backbones.qwen2 import layer_windows, window_if_enabled
 from triptych.models.backbones.rope import read_rope
-from triptych.models.shared.settings import setting
 
 TEXT = RopeConfig(10_000.0)
 VISION = RopeConfig(500_000.0, (24, 20, 20), interleaved=True)
@@ -31,7 +30,7 @@ OMNI = RopeConfig(1_000_000.0, (24, 20, 20), interleaved=True)
 def dense(text: TextConfig, *, rope: RopeConfig, has_windows: bool) -> DecoderConfig:
     """Return the decoder of ``text``; ``rope`` is the default. Raises CheckpointError."""
     mixer, mlp = _attention(text, rope, head_dim=128), gated_mlp(text)
-    windows = upper_windows(text) if has_windows else [None] * num_layers(text)
+    windows = layer_windows(text) if has_windows else [None] * num_layers(text)
     return decoder(text, _layers(mixer, windows, [mlp] * len(windows)), eps=1e-6)
 
 
@@ -39,7 +38,7 @@ def mixture(text: TextConfig, *, rope: RopeConfig, norm_topk_prob: bool, has_win
     """Return the decoder of ``text``, whose layers are mixtures of experts unless the config makes them dense; ``rope``
     and ``norm_topk_prob`` are defaults. Raises CheckpointError."""
     mixer, window = _attention(text, rope), window_if_enabled(text) if has_windows else None
-    ffns = _ffns(text, norm_topk_prob)
+    ffns = qwen_ffns(text, qwen_experts(text, norm_topk_prob=norm_topk_prob))
     return decoder(text, _layers(mixer, [window] * len(ffns), ffns), eps=1e-6)
 
 
@@ -51,21 +50,6 @@ def _attention(text: TextConfig, rope: RopeConfig, head_dim: int | None = None) 
 
 def _layers(mixer: AttentionSpec, windows: Sequence[int | None], ffns: Sequence[FfnSpec]) -> list[LayerSpec]:
     return [LayerSpec(replace(mixer, window=window), ffn) for window, ffn in zip(windows, ffns, strict=True)]
-
-
-def _ffns(text: TextConfig, norm_topk_prob: bool) -> list[FfnSpec]:
-    """Return each layer's ffn. Files saved by transformers spell ``num_experts`` as ``num_local_experts``."""
-    check_silu(text)
-    experts = MoESpec(
-        num_experts=setting(text, "num_experts" if "num_experts" in text else "num_local_experts", int),
-        experts_per_token=setting(text, "num_experts_per_tok", int),
-        intermediate_size=setting(text, "moe_intermediate_size", int),
-        norm_topk_prob=bool(text.get("norm_topk_prob", norm_topk_prob)),
-    )
-    step = setting(text, "decoder_sparse_step", int, default=1)
-    dense_layers = setting(text, "mlp_only_layers", list, default=[])
-    mixed = [(index + 1) % step == 0 and index not in dense_layers for index in range(num_layers(text))]
-    return [experts if is_mixed else gated_mlp(text) for is_mixed in mixed]
 
 
 QWEN3 = Backbone("Qwen3 (normalised queries and keys)", partial(dense, rope=TEXT, has_windows=True))

@@ -18,9 +18,9 @@ from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
+from triptych.layers.weights import DecoderKeys
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import backbone_of, resolve
-from triptych.models.shared.decoder_keys import detect_decoder_keys
 from triptych.models.shared.settings import setting
 
 if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
@@ -181,7 +181,7 @@ class MultimodalAdapter:
         """
         self._split_keys(checkpoint.tensors)
         prefixes = self.weight_prefixes(checkpoint.tensors)
-        keys = detect_decoder_keys(self.decoder_config, checkpoint, prefixes.decoder, prefixes.head)
+        keys = DecoderKeys(prefixes.decoder, prefixes.head, self.decoder_config.names)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:

@@ -15,11 +15,9 @@ from triptych.layers.decoder import Decoder
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
+from triptych.layers.weights import DecoderKeys
 from triptych.models.base import ModelConfig
 from triptych.models.registry import backbone_of
-from triptych.models.shared.decoder_keys import detect_decoder_keys
-
-PREFIX, HEAD = "model.", "lm_head.weight"
 
 
 class TextAdapter:
@@ -29,18 +27,20 @@ class TextAdapter:
         tied = bool(config.get("tie_word_embeddings", False))
         self.decoder_config = backbone_of(config).decoder_config(config, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
+        self._keys = DecoderKeys("model.", "lm_head.weight", self.decoder_config.names)
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return no keys: there is no encoder."""
         return []
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """Return all keys, sorted. Raises CheckpointError for a key that isn't the decoder's."""
+        """Return the keys of all tensors that the decoder uses, sorted. Raises CheckpointError for a key that isn't the
+        decoder's."""
         keys = sorted(all_keys)
         for key in keys:
-            if not key.startswith(PREFIX) and key != HEAD:
+            if not self._keys.owns(key):
                 raise CheckpointError(f"tensor {key!r} belongs to no part of a text-only model")
-        return keys
+        return [key for key in keys if not self._keys.ignores(key)]
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Raises CheckpointError."""
@@ -55,8 +55,7 @@ class TextAdapter:
         device doesn't support or a group size that doesn't divide the decoder.
         """
         self.decoder_keys(checkpoint.tensors)
-        keys = detect_decoder_keys(self.decoder_config, checkpoint, PREFIX, HEAD)
-        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
+        return Decoder.load(self.decoder_config, checkpoint, self._keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": 0, "decoder": …}``."""
