@@ -28,7 +28,7 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
         "pad_token_id": IDS["<|endoftext|>"],
         "tie_word_embeddings": False,
     }
-    return Tiny(shared | settings)
+    return Tiny(shared | settings, split_experts=True)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
@@ -67,6 +67,21 @@ BACKBONES = {
         partial_rotary_factor=0.75,
         original_max_position_embeddings=1024,
         rope_scaling={"type": "longrope", "short_factor": [1.1, 1.3, 1.7, 2.0, 2.5, 3.0], "long_factor": [9.0] * 6},
+    ),
+    "qwen2_moe": _tiny(
+        "Qwen2Moe",
+        "qwen2_moe",
+        num_hidden_layers=6,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=56,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=4,
     ),
     "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
     "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),

@@ -90,6 +90,7 @@ FAMILIES = {
     "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
     "qwen3": _text("Qwen3", "qwen3:QWEN3"),
     "qwen3_moe": _text("Qwen3-MoE", "qwen3:QWEN3_MOE"),
+    "qwen2_moe": _text("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe:QWEN2_MOE"),
     "llama": _text("Llama 2, Llama 3, SmolLM2", "llama:LLAMA"),
     "mistral": _text("Mistral", "mistral:MISTRAL"),
     "ministral": _text("Ministral", "mistral:MINISTRAL"),

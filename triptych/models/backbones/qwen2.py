@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
