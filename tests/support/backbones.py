@@ -35,6 +35,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     "original_max_position_embeddings": 64
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+EXPERTS = {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
 
 BACKBONES = {
     "llama": _tiny("Llama", "llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True),
@@ -85,4 +96,22 @@ BACKBONES = {
     ),
     "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
     "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),
+    "glm4_moe": _tiny(
+        "Glm4Moe",
+        "glm4_moe",
+        attention_bias=True,
+        use_qk_norm=True,
+        head_dim=24,
+        first_k_dense_replace=1,
+        **EXPERTS,
+    ),
+    "glm4_moe-air": _tiny(
+        "Glm4Moe",
+        "glm4_moe",
+        attention_bias=False,
+        head_dim=24,
+        first_k_dense_replace=0,
+        partial_rotary_factor=0.25,
+        **EXPERTS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    ),
 }

@@ -98,6 +98,7 @@ FAMILIES = {
     "phi3": _text("Phi-3, Phi-4, Phi-4-mini", "phi3:PHI3"),
     "glm": _text("GLM-4-9B", "glm:GLM"),
     "glm4": _text("GLM-4-0414", "glm:GLM4"),
+    "glm4_moe": _text("GLM-4.5, GLM-4.6, GLM-4.7", "glm4_moe:GLM4_MOE"),
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
