@@ -92,6 +92,24 @@ def test_ranks_have_their_parts(folder: Folder, name: str) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
+def test_layers_for_multi_token_prediction_are_ignored(folder: Folder, tmp_path: Path) -> None:
+    """Not those of other numbers."""
+    path = folder("glm4_moe", "published")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    weights, sizes = load_file(path / "model.safetensors"), []
+    for layer in (3, 4):
+        extra = {f"model.layers.{layer}.{name}.weight": torch.ones(96) for name in ("enorm", "shared_head.norm")}
+        save_file(weights | extra, tmp_path / "model.safetensors")
+        adapter, checkpoint = load_adapter(tmp_path), Checkpoint(tmp_path)
+        sizes.append(adapter.weight_bytes_by_stage(checkpoint.tensors)["decoder"])
+        if layer == 3:
+            adapter.load_decoder(checkpoint, FP32, CPU)
+            continue
+        with pytest.raises(CheckpointError, match=r"no place for tensor 'model\.layers\.4\.enorm\.weight'"):
+            adapter.load_decoder(checkpoint, FP32, CPU)
+    assert sizes == [sum(tensor.nbytes for tensor in weights.values()) + extra for extra in (0, 2 * 96 * 4)]
+
+
 def test_frequencies_in_old_files_are_ignored(folder: Folder, tmp_path: Path) -> None:
     """Other tensors without a place are errors."""
     path = folder("llama", "published")
