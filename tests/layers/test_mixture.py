@@ -1,5 +1,6 @@
 """Routers and mixtures of experts against the modules of transformers, on random weights."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +33,11 @@ from tests.support.forward import assert_close
 from tests.support.tiny import split_experts
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, ConfigError
+from triptych.layers import native, pointwise
+from triptych.layers.compiled_layer import RunExperts
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, PlainLinear, WeightFormat
 from triptych.layers.mixture import ExpertRouter, MixtureOfExperts, load_mixture
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.routing import route
 from triptych.layers.specs import (
@@ -250,24 +254,35 @@ def test_a_router_with_a_scale_per_expert_and_inputs_of_its_own() -> None:
     chosen, weights = router(module.norm(tokens))
     assert chosen.equal(expected)
     assert_close(weights, expected_weights, 1e-6)
-    seen = []
-
-    def experts_of(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return torch.zeros_like(hidden)
-
-    mixture = MixtureOfExperts(router, [])
-    mixture.experts = nn.ModuleList(Seen(experts_of) for _ in range(EXPERTS))
-    mixture(tokens, routed_by=module.norm(tokens))
-    assert sum(map(len, seen)) == 3 * TOKENS
+    pairs = [(torch.randn(2 * WIDTH, HIDDEN) / 9, torch.randn(HIDDEN, WIDTH) / 6) for _ in range(EXPERTS)]
+    experts = [GatedMLP(*(FP32.linear(weight, None, CPU) for weight in pair)) for pair in pairs]
+    mixture = MixtureOfExperts(router, experts)
+    assert mixture(tokens, routed_by=module.norm(tokens)).equal(mixture.run_experts(tokens, chosen, weights))
 
 
-class Seen(nn.Module):
-    """An expert that shows what it is given."""
-
-    def __init__(self, see: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = see
+@pytest.mark.parametrize("weights", ["float16", "float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss"])
+def test_one_call_equals_expert_by_expert(
+    tmp_path: Path, name: str, weights: str, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, except for an activation that only the call has a kernel for."""
+    library = pointwise.declared(kernels)
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    monkeypatch.setattr(pointwise, "compiled_kernels", lambda: library)
+    case, tokens = CASES[name], random_tokens()
+    mixture = loaded(
+        tmp_path, case.spec, tensors_of(random_module(case)), (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]
+    )
+    tolerance = 1e-4 if name == "gpt_oss" else 0
+    with torch.inference_mode():
+        routed = mixture.router(tokens)
+        assert isinstance(mixture.run_experts, RunExperts)
+        together = mixture.run_experts(tokens, *routed)
+        assert_close(together, mixture.one_by_one(tokens, *routed), tolerance)
+        one = slice(5, 6)
+        assert mixture.run_experts(tokens[one], *(part[one] for part in routed)).equal(together[one])
+        torch.set_num_threads(3 if weights == "float16" else 1)
+        assert mixture.run_experts(tokens, *routed).equal(together)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss"])

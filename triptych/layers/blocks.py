@@ -3,20 +3,13 @@
 from torch import Tensor, nn
 
 from triptych.layers.attention.base import AttentionBackend
-from triptych.layers.compiled_layer import AttendLayer, FinishLayer
+from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
-from triptych.layers.linear import PackedLinear, RMSNorm
+from triptych.layers.linear import RMSNorm
 from triptych.layers.mixers import Attention, LayerContext
 from triptych.layers.mlp import GatedMLP
-from triptych.layers.products import CompiledProduct
 from triptych.layers.weights import WeightReader
-
-
-def compiled(linear: nn.Module) -> CompiledProduct | None:
-    """Return a linear layer's product if it uses the compiled kernels and needs no all-reduce, else None."""
-    product = linear.product if isinstance(linear, PackedLinear) else None
-    return product if isinstance(product, CompiledProduct) else None
 
 
 class DecoderLayer(nn.Module):

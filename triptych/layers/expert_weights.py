@@ -7,7 +7,7 @@ stacks, with gate and up in one tensor: [experts, out, in], as most modules of t
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from triptych.layers.linear import Linear
 from triptych.layers.mlp import ClampedMLP, GatedMLP
@@ -17,7 +17,7 @@ from triptych.layers.specs import ClampedSwiGLU, MoESpec
 from triptych.layers.weights import WeightReader
 
 
-def load_experts(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> Sequence[nn.Module]:
+def load_experts(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> Sequence[GatedMLP | ClampedMLP]:
     """Load this rank's part of each expert; ``prefix`` is the experts' name. The ranks' outputs still have to be
     summed. Raises CheckpointError, as the reader does."""
     load = _separate if reader.has_linear(f"{prefix}.0.down_proj") else _stacked

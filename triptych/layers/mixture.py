@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from triptych.layers.compiled_layer import RunExperts, compiled
 from triptych.layers.expert_weights import load_experts
 from triptych.layers.linear import Linear
-from triptych.layers.mlp import GatedMLP, load_mlp
+from triptych.layers.mlp import ClampedMLP, GatedMLP, load_mlp
 from triptych.layers.routing import route
 from triptych.layers.specs import MoESpec, RoutingSpec, SharedExpertSpec
 from triptych.layers.weights import WeightReader
@@ -56,13 +57,16 @@ class SharedExpert(nn.Module):
         return output if self.gate is None else output * self.gate(hidden.float()).sigmoid().to(output.dtype)
 
 
+Expert = GatedMLP | ClampedMLP
+
+
 class MixtureOfExperts(nn.Module):
     """Adds up the weighted outputs of each token's experts, and the output of the shared expert."""
 
     def __init__(
         self,
         router: ExpertRouter,
-        experts: Sequence[nn.Module],
+        experts: Sequence[Expert],
         shared: SharedExpert | None = None,
         *,
         weighs_inputs: bool = False,
@@ -73,10 +77,16 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.shared = shared
         self.weighs_inputs = weighs_inputs
+        self.run_experts = _in_one_call(experts, weighs_inputs) or self.one_by_one
 
     def forward(self, hidden: Tensor, routed_by: Tensor | None = None) -> Tensor:
         """``hidden`` [T, hidden] → [T, hidden]. The router sees ``routed_by``, of the same shape, if given."""
         chosen, weights = self.router(hidden if routed_by is None else routed_by)
+        output = self.run_experts(hidden, chosen, weights)
+        return output if self.shared is None else output + self.shared(hidden)
+
+    def one_by_one(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of each token's experts, as ``RunExperts`` does, by PyTorch."""
         # sorted by expert, the assignments of tokens form one run per expert, so each expert runs once
         assigned, order = chosen.flatten().sort(stable=True)
         used, counts = torch.stack(assigned.unique_consecutive(return_counts=True)).tolist()
@@ -90,7 +100,16 @@ class MixtureOfExperts(nn.Module):
             else:
                 outputs = self.experts[expert](inputs) * scale
             output.index_add_(0, rows, outputs)
-        return output if self.shared is None else output + self.shared(hidden)
+        return output
+
+
+def _in_one_call(experts: Sequence[Expert], weighs_inputs: bool) -> RunExperts | None:
+    """Return all experts as one compiled call, or None if the kernels don't support one of them."""
+    pairs = [(compiled(expert.gate_up), compiled(expert.down)) for expert in experts]
+    supported = [(gate_up, down) for gate_up, down in pairs if gate_up is not None and down is not None]
+    if len(supported) < len(experts):
+        return None
+    return RunExperts(supported, experts[0].activation, weighs_inputs=weighs_inputs)
 
 
 def load_mixture(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> MixtureOfExperts:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.blocks import compiled
-from triptych.layers.compiled_layer import AttendLayer, FinishLayer
+from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.linear import LayerNorm, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
