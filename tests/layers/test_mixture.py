@@ -255,7 +255,7 @@ def test_a_router_with_a_scale_per_expert_and_inputs_of_its_own() -> None:
     assert chosen.equal(expected)
     assert_close(weights, expected_weights, 1e-6)
     pairs = [(torch.randn(2 * WIDTH, HIDDEN) / 9, torch.randn(HIDDEN, WIDTH) / 6) for _ in range(EXPERTS)]
-    experts = [GatedMLP(*(FP32.linear(weight, None, CPU) for weight in pair)) for pair in pairs]
+    experts = [GatedMLP(FP32.linear(up, None, CPU), FP32.linear(down, None, CPU)) for up, down in pairs]
     mixture = MixtureOfExperts(router, experts)
     assert mixture(tokens, routed_by=module.norm(tokens)).equal(mixture.run_experts(tokens, chosen, weights))
 
