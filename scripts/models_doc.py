@@ -124,7 +124,6 @@ def page() -> str:
         "`max_position_embeddings`, and for `longrope` at `original_max_position_embeddings`.",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
-        "Sliding windows are served on CPUs only.",
         "",
         "## What is checked, and how",
         "",

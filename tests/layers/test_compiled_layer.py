@@ -111,7 +111,7 @@ def test_compiled_layer_is_bit_identical(
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
     decoder = load(folders(name), FORMATS[weights], backend)
-    assert any(layer.attention.window for layer in layers_of(decoder)) == ("window" in name)
+    assert any(layer.attention.options.window for layer in layers_of(decoder)) == ("window" in name)
     for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)

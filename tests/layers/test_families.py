@@ -26,13 +26,10 @@ from tests.support.forward import (
 )
 from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError, ConfigError
+from triptych.errors import CheckpointError
 from triptych.layers import native
-from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
-from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import FAMILIES
 from triptych.models.shared.encoder import MultiTowerEncoder
@@ -249,16 +246,6 @@ def test_windowed_layers_follow_the_config(
     edit_config(tmp_path, **changes)
     config = load_adapter(tmp_path).decoder_config
     assert [layer.mixer.window for layer in config.layers] == windows
-
-
-def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -> None:
-    class Without(CpuAttention):
-        takes_windows = False
-
-    folder = make_tiny(tmp_path, "qwen2", config={"use_sliding_window": True})
-    keys, config = DecoderKeys("model.", "lm_head.weight"), load_adapter(folder).decoder_config
-    with pytest.raises(ConfigError, match="sliding windows"):
-        Decoder.load(config, Checkpoint(folder), keys, FP32, CPU, backend=Without(None))
 
 
 @pytest.mark.parametrize(

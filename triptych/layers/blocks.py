@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
             shape = heads, kv_heads, attention.head_dim
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
             if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
-                attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.window)
+                attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.options)
         if isinstance(mlp, GatedMLP) and self.attended_norm is None and self.finished_norm is None:
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from triptych.layers.attention.base import AttentionBatch
-from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_caches
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
+from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_layer
 from triptych.layers.linear import LayerNorm, PackedLinear, RMSNorm
 from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
@@ -63,12 +63,12 @@ class AttendLayer:
         qkv: CompiledProduct,
         heads_norm: RMSNorm | None,
         shape: tuple[int, int, int],
-        window: int | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
-        heads, head_dim); ``window`` as in ``AttentionBackend``."""
+        heads, head_dim)."""
         self.takes = kernel.takes
-        self._kernel, self._shape, self._window = kernel, shape, window
+        self._kernel, self._shape, self._options = kernel, shape, options
         self._keep_alive = qkv, norm, heads_norm
         of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
         self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
@@ -90,7 +90,7 @@ class AttendLayer:
         ``PagedAttention`` does.
         """
         step = self._kernel.shared_operands(batch, self._shape)
-        set_caches(step, keys, values, self._window)
+        set_layer(step, keys, values, self._options)
         return self._attend(hidden, cos, sin, step)
 
     def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from triptych.errors import ConfigError
-from triptych.layers.attention.base import AttentionBackend, AttentionBatch
+from triptych.layers.attention.base import AttentionBackend, AttentionBatch, AttentionOptions
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.linear import RMSNorm
 from triptych.layers.parallel import ShardedDimension
@@ -42,11 +41,9 @@ class Attention(nn.Module):
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
-        self.window = spec.window
+        self.options = AttentionOptions(window=spec.window)
         self.query_scaling = spec.query_scaling
         self.rope_index = config.ropes.index((head_dim, spec.rope))
-        if self.window is not None and not backend.takes_windows:
-            raise ConfigError("layers with sliding windows are served on CPUs only so far")
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
         order = spec.rope.order(head_dim)
         self.qkv = reader.column_parallel(
@@ -79,8 +76,8 @@ class Attention(nn.Module):
         query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
         if self.query_scaling is not None:
             query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
-        attended = self.backend(query, key, value, keys, values, context.attention, self.window)  # [T, heads, head_dim]
-        return attended.flatten(1)
+        attended = self.backend(query, key, value, keys, values, context.attention, self.options)
+        return attended.flatten(1)  # from [T, heads, head_dim]
 
 
 def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
