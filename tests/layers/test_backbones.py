@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from triptych.layers.mixture import MixtureOfExperts
 from triptych.layers.parallel import SingleRank
 from triptych.layers.rope import Rope, inverse_frequencies
 from triptych.layers.rope_config import RopeConfig
+from triptych.models.backbones.gemma import GEMMA3
 from triptych.models.backbones.rope import context_length, read_rope
 
 CPU = torch.device("cpu")
@@ -71,8 +73,24 @@ def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
     for layer in layers_of(decoder):
         assert (layer.compiled_attend is not None) == (name != "ministral3")
         is_mixture = isinstance(layer.mlp, MixtureOfExperts)
-        assert (layer.compiled_finish is not None) == (name != "glm4" and not is_mixture)
+        assert (layer.compiled_finish is not None) == (not is_mixture and name not in {"glm4", "gemma2", "gemma3"})
         assert not is_mixture or isinstance(layer.mlp.run_experts, RunExperts)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_ties_embeddings_by_default(tmp_path: Path, name: str) -> None:
+    """The head has the embeddings as they are stored; tokens have them scaled."""
+    tiny = BACKBONES[name]
+    settings = {key: value for key, value in tiny.config.items() if key != "tie_word_embeddings"}
+    path = make_tiny(tmp_path, replace(tiny, config=settings), "saved")
+    saved = json.loads((path / "config.json").read_text())
+    saved.pop("tie_word_embeddings", None)
+    (path / "config.json").write_text(json.dumps(saved))
+    decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
+    assert decoder.config.tie_embeddings
+    assert_close(
+        step(Pool(decoder), [(Running(prompt()), len(TOKENS))]), load_reference(path)(TOKENS[None]).logits[0], 2e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "glm4"])
@@ -223,6 +241,20 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
     assert context_length(BACKBONES["llama"].config) == 4096
 
 
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_theta": 1e4}, "must be settings of full_attention and sliding_attention"),
+        ({"full_attention": 3}, "rope settings must be an object"),
+        ({"sliding_attention": {"rope_theta": "big"}}, "rope_theta must be a number"),
+        ({"full_attention": {"rope_type": "longrope", "short_factor": [1.0] * 12}}, "'longrope' is not served"),
+    ],
+)
+def test_ropes_of_gemma_that_are_not_served(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        GEMMA3.describe(BACKBONES["gemma3"].config | {"rope_parameters": rope})
+
+
 @pytest.mark.parametrize(("partial", "pairs"), [(1.0, False), (0.5, False), (0.25, True), (1.0, True)])
 def test_order_of_rotated_values(partial: float, pairs: bool) -> None:
     """Value i rotates with value i + half of the head, by the frequency that the checkpoint gives them."""
@@ -267,6 +299,11 @@ def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "with rope type 'yarn' only"),
         ("glm4", {"head_dim": 10}, "5 of 10 values of a head"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 5}}, "5 rope factors for 6 frequencies"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
+        ("gemma2", {"query_pre_attn_scalar": -1.0}, "query_pre_attn_scalar must be a positive number"),
+        ("gemma3", {"hidden_activation": "relu"}, "'relu' is not served"),
+        ("gemma3", {"sliding_window": "all"}, "sliding_window must be a positive integer"),
     ],
 )
 def test_unsupported_configs_are_rejected(

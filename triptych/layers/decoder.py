@@ -111,6 +111,8 @@ class Decoder(nn.Module):
         """
         media = self._media_features(batch)
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
+        if self.config.embedding_scale != 1:
+            hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         context = LayerContext(batch.positions, rotations, batch.attention)
@@ -126,7 +128,8 @@ class Decoder(nn.Module):
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         if len(hidden) != len(wanted):
             hidden = hidden[wanted]
-        return self.head(self.norm(hidden), batch.num_largest)
+        logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
+        return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
         """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for
@@ -145,3 +148,9 @@ class Decoder(nn.Module):
         if batch.media_embeddings.shape != shape:
             raise ValueError(f"media embeddings have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
         return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return ``cap * tanh(logit / cap)``, float32. Logits of minus infinity, which weren't computed, stay."""
+    capped = (logits / cap).tanh_().mul_(cap)
+    return capped.masked_fill_(logits == -torch.inf, -torch.inf)

@@ -10,7 +10,7 @@ from triptych.layers.specs import LayerSpec, MoESpec, check_divides
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a backbone's checkpoints name tensors differently from the decoder, which uses the names of most text models
+    """How a backbone's checkpoints hold tensors differently from the decoder, which uses the names of most text models
     in transformers (``layers.0.self_attn.q_proj.weight``). A part of a name is what stands between the layer's number
     and ``.weight``."""
 
@@ -20,6 +20,8 @@ class TensorNames:
     """Ends of the names of tensors that checkpoints may hold and the decoder doesn't need."""
     ignored_modules: tuple[str, ...] = ()
     """Beginnings of such names."""
+    norm_offset: float = 0.0
+    """What is added to the stored weights of norms."""
 
 
 OWN_NAMES = TensorNames()
@@ -38,6 +40,10 @@ class DecoderConfig:
     names: TensorNames = OWN_NAMES
     tie_embeddings: bool = False
     """Whether the output projection is the embedding."""
+    embedding_scale: float = 1.0
+    """Factor of tokens' embeddings, but not of media's."""
+    logit_softcap: float | None = None
+    """Logits become ``logit_softcap * tanh(logit / logit_softcap)``."""
     num_deepstack_layers: int = 0
     """Number of first layers after which deepstack features are added."""
 

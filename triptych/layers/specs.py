@@ -39,6 +39,10 @@ class AttentionSpec:
     """Whether each head's query and key are normalised."""
     window: int | None = None
     """Tokens that a token attends to, including itself; None: all before it."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None: ``head_dim ** -0.5``."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
     query_scaling: QueryScaling | None = None
 
     @property

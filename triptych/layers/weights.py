@@ -179,7 +179,8 @@ class WeightReader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """Load a norm's weight [size], in the activations' dtype."""
-        return self.tensor(f"{name}.weight", (size,)).to(self.device, self.weights.activations)
+        weight = self.tensor(f"{name}.weight", (size,)).float() + self._keys.names.norm_offset
+        return weight.to(self.device, self.weights.activations)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """Load a norm over ``size`` values."""

@@ -33,6 +33,8 @@ class Backbone:
     """What is special about it, for documentation."""
     describe: Callable[[TextConfig], DecoderConfig]
     """Returns the decoder's parameters, but for those that ``decoder_config`` adds."""
+    ties_embeddings: bool = False
+    """Default of ``tie_word_embeddings``."""
 
     def decoder_config(self, text: TextConfig, *, tie_embeddings: bool, num_deepstack_layers: int = 0) -> DecoderConfig:
         """Return the parameters of the decoder that ``text`` describes. Raises CheckpointError."""

@@ -15,7 +15,7 @@ from triptych.layers.rope_config import (
     Scaling,
     YarnScaling,
 )
-from triptych.models.shared.settings import setting
+from triptych.models.shared.settings import positive_number, setting
 
 LONGROPE = ("longrope", "su")
 """The second is its name in older files of Phi-3."""
@@ -30,8 +30,10 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
     type, for axes in the other order, and for invalid values.
     """
     rope = rope_settings(text)
-    theta = _number(rope, "rope_theta", _number(text, "rope_theta", default.theta))
-    partial = _number(rope, "partial_rotary_factor", _number(text, "partial_rotary_factor", default.partial))
+    theta = positive_number(rope, "rope_theta", positive_number(text, "rope_theta", default.theta))
+    partial = positive_number(
+        rope, "partial_rotary_factor", positive_number(text, "partial_rotary_factor", default.partial)
+    )
     if partial > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, not {partial}")
     found = replace(default, theta=theta, partial=partial, scaling=_scaling(_rope_type(rope, default), rope, text))
@@ -78,18 +80,18 @@ def _rope_type(rope: Mapping[str, Any], default: RopeConfig) -> str:
 def _scaling(rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -> Scaling | None:
     match rope_type:
         case "linear":
-            return LinearScaling(_number(rope, "factor"))
+            return LinearScaling(positive_number(rope, "factor"))
         case "llama3":
-            low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+            low, high = positive_number(rope, "low_freq_factor"), positive_number(rope, "high_freq_factor")
             if low >= high:
                 raise CheckpointError(f"config.json: low_freq_factor {low} must be less than high_freq_factor {high}")
-            return Llama3Scaling(_number(rope, "factor"), low, high, _original_length(rope, text))
+            return Llama3Scaling(positive_number(rope, "factor"), low, high, _original_length(rope, text))
         case "yarn":
             return _yarn(rope, text)
         case "longrope" | "su":
             return _longrope(rope, text)
         case "proportional":
-            return ProportionalScaling(_number(rope, "factor", 1.0))
+            return ProportionalScaling(positive_number(rope, "factor", 1.0))
     return None  # "dynamic" has no effect up to max_position_embeddings
 
 
@@ -98,13 +100,15 @@ def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
     factor = _factor(rope, text, original)
     magnitude = _magnitude(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # zeros count as absent
-        magnitude = _magnitude(factor, _number(rope, "mscale")) / _magnitude(factor, _number(rope, "mscale_all_dim"))
+        magnitude = _magnitude(factor, positive_number(rope, "mscale")) / _magnitude(
+            factor, positive_number(rope, "mscale_all_dim")
+        )
     return YarnScaling(
         factor=factor,
         original_length=original,
-        attention_factor=_number(rope, "attention_factor", magnitude),
-        beta_fast=_number(rope, "beta_fast", 32.0),
-        beta_slow=_number(rope, "beta_slow", 1.0),
+        attention_factor=positive_number(rope, "attention_factor", magnitude),
+        beta_fast=positive_number(rope, "beta_fast", 32.0),
+        beta_slow=positive_number(rope, "beta_slow", 1.0),
         truncate=bool(rope.get("truncate", True)),
     )
 
@@ -120,7 +124,7 @@ def _longrope(rope: Mapping[str, Any], text: Mapping[str, Any]) -> LongRopeScali
     if not all(isinstance(one, int | float) and 0 < one < math.inf for one in factors):
         raise CheckpointError(f"config.json: short_factor must be positive numbers, not {factors!r}")
     enlarged = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return LongRopeScaling(tuple(map(float, factors)), _number(rope, "attention_factor", enlarged))
+    return LongRopeScaling(tuple(map(float, factors)), positive_number(rope, "attention_factor", enlarged))
 
 
 def _original_length(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int:
@@ -132,12 +136,4 @@ def _original_length(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int:
 
 def _factor(rope: Mapping[str, Any], text: Mapping[str, Any], original: int) -> float:
     """Return the factor by which the context was extended."""
-    return _number(rope, "factor", setting(text, "max_position_embeddings", int) / original)
-
-
-def _number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a positive number; absent and null mean ``default``."""
-    value = setting(settings, name, float, default=default)
-    if not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a positive number, not {value}")
-    return value
+    return positive_number(rope, "factor", setting(text, "max_position_embeddings", int) / original)

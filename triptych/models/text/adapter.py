@@ -24,8 +24,9 @@ class TextAdapter:
     """``ModelAdapter`` of a text-only model. Raises CheckpointError for an unsupported config."""
 
     def __init__(self, config: ModelConfig) -> None:
-        tied = bool(config.get("tie_word_embeddings", False))
-        self.decoder_config = backbone_of(config).decoder_config(config, tie_embeddings=tied)
+        backbone = backbone_of(config)
+        tied = bool(config.get("tie_word_embeddings", backbone.ties_embeddings))
+        self.decoder_config = backbone.decoder_config(config, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
         self._keys = DecoderKeys("model.", "lm_head.weight", self.decoder_config.names)
 
