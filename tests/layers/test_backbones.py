@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
@@ -29,6 +29,7 @@ from triptych.layers.parallel import SingleRank
 from triptych.layers.rope import Rope, inverse_frequencies
 from triptych.layers.rope_config import RopeConfig
 from triptych.models.backbones.gemma import GEMMA3
+from triptych.models.backbones.gpt_oss import GPT_OSS
 from triptych.models.backbones.rope import context_length, read_rope
 
 CPU = torch.device("cpu")
@@ -112,6 +113,18 @@ def test_ranks_have_their_parts(folder: Folder, name: str) -> None:
     ranks = [products(rank, 2) for rank in range(2)]
     for whole, *parts in zip(products(0, 1), *ranks, strict=True):
         torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_ranks_have_their_sinks(folder: Folder) -> None:
+    path, sinks = folder("gpt_oss", "published"), []
+    for rank in range(2):
+        group = SingleRank()
+        group.rank, group.size = rank, 2
+        layer = layers_of(load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU, group))[1]
+        assert layer.attention.options.sinks is not None
+        sinks.append(layer.attention.options.sinks)
+    whole = load_file(path / "model.safetensors")["model.layers.1.self_attn.sinks"]
+    assert torch.equal(torch.cat(sinks), whole)
 
 
 def test_layers_for_multi_token_prediction_are_ignored(folder: Folder, tmp_path: Path) -> None:
@@ -241,6 +254,27 @@ def test_longrope_is_served_up_to_its_original_length() -> None:
     assert context_length(BACKBONES["llama"].config) == 4096
 
 
+def test_mxfp4_is_refused(folder: Folder, tmp_path: Path) -> None:
+    """Experts as gpt-oss is published."""
+    path = folder("gpt_oss", "published")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    weights = load_file(path / "model.safetensors")
+    experts = {name: weights.pop(name) for name in list(weights) if ".experts." in name}
+    blocks = {f"{name}_blocks": torch.zeros(1, dtype=torch.uint8) for name in experts}
+    save_file(weights | blocks, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quant_method 'mxfp4' is not served"):
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+def test_gpt_oss_has_yarn_by_default() -> None:
+    """As in transformers."""
+    config = {key: value for key, value in BACKBONES["gpt_oss"].config.items() if not key.startswith("rope_")}
+    (_, rope), *others = GPT_OSS.describe(config).ropes
+    expected = read_rope(GptOssConfig(**config).to_dict(), RopeConfig(1.0))
+    assert (rope, others) == (expected, [])
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
@@ -304,6 +338,9 @@ def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -
         ("gemma2", {"query_pre_attn_scalar": -1.0}, "query_pre_attn_scalar must be a positive number"),
         ("gemma3", {"hidden_activation": "relu"}, "'relu' is not served"),
         ("gemma3", {"sliding_window": "all"}, "sliding_window must be a positive integer"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a positive number"),
+        ("gpt_oss", {"num_local_experts": 2}, "3 experts per token can't be chosen from 2"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ],
 )
 def test_unsupported_configs_are_rejected(

@@ -15,7 +15,7 @@ from triptych.config import EngineConfig, RankSizes
 
 SEED = 4
 CHUNKS = (1, 7, 64)
-ALWAYS = ("phi3", "glm4", "glm4_moe", "gemma2", "gemma3")
+ALWAYS = ("phi3", "glm4", "glm4_moe", "gemma2", "gemma3", "gpt_oss")
 """The others differ from Qwen's backbones by what the tests of ``layers`` compare, and are left to the slow suite."""
 EACH = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
 

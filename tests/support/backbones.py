@@ -28,7 +28,7 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
         "pad_token_id": IDS["<|endoftext|>"],
         "tie_word_embeddings": False,
     }
-    return Tiny(shared | settings, split_experts=True)
+    return Tiny(shared | settings, split_experts=model_type != "gpt_oss")
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
@@ -117,6 +117,18 @@ BACKBONES = {
         rope_local_base_freq=1e4,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
         attention_bias=True,
+    ),
+    "gpt_oss": _tiny(
+        "GptOss",
+        "gpt_oss",
+        num_hidden_layers=4,
+        head_dim=20,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        swiglu_limit=0.8,
+        sliding_window=16,
+        rope_theta=150_000.0,
+        rope_scaling=YARN | {"truncate": False},
     ),
     "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
     "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),

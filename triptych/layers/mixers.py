@@ -41,7 +41,11 @@ class Attention(nn.Module):
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
-        self.options = AttentionOptions(window=spec.window, scale=spec.scale, softcap=spec.softcap)
+        sinks = None
+        if spec.has_sinks:
+            own = ShardedDimension(spec.num_heads).part(reader.group)
+            sinks = reader.float32_vector(f"{prefix}.sinks", spec.num_heads)[own].contiguous()
+        self.options = AttentionOptions(spec.window, spec.scale, spec.softcap, sinks)
         self.query_scaling = spec.query_scaling
         self.rope_index = config.ropes.index((head_dim, spec.rope))
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)

@@ -43,6 +43,8 @@ class AttentionSpec:
     """Factor of the products of queries and keys; None: ``head_dim ** -0.5``."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)``."""
+    has_sinks: bool = False
+    """Whether each query head has a logit that takes part in the softmax's sum, without a value."""
     query_scaling: QueryScaling | None = None
 
     @property
@@ -58,9 +60,9 @@ class AttentionSpec:
 
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: three copies of queries, keys and values and, without compiled
-        kernels, a mask and gathered pages."""
+        kernels, a mask, the scores of a head if PyTorch's fused attention can't be used, and gathered pages."""
         heads = self.num_heads + 2 * self.num_kv_heads
-        mask = tokens * context_length
+        mask = tokens * context_length * (4 if self.has_sinks or self.softcap is not None else 1)
         gathered = 3 * context_length * self.num_kv_heads * self.head_dim
         return 3 * tokens * heads * self.head_dim + mask + gathered
 

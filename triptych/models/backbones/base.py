@@ -17,6 +17,8 @@ from triptych.models.shared.settings import setting
 
 TextConfig = Mapping[str, Any]
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names of ``layers.pointwise.Activation``, by those in configs."""
 
@@ -61,13 +63,18 @@ def num_layers(text: TextConfig) -> int:
 
 
 def layer_types(text: TextConfig) -> list[str]:
-    """Return the kind of each layer's attention, ``full_attention`` or ``sliding_attention``; empty if the config
-    doesn't say."""
+    """Return the kind of each layer's attention, ``FULL`` or ``SLIDING``; empty if the config doesn't say."""
     types = setting(text, "layer_types", list, default=[])
-    known = ("full_attention", "sliding_attention")
+    known = (FULL, SLIDING)
     if types and (len(types) != num_layers(text) or not all(kind in known for kind in types)):
         raise CheckpointError(f"config.json: layer_types {types} must name {' or '.join(known)} per layer")
     return types
+
+
+def alternating_types(text: TextConfig, period: int) -> list[str]:
+    """Return the kind of each layer's attention; by default, it is full in every ``period``-th layer."""
+    default = [FULL if (1 + index) % period == 0 else SLIDING for index in range(num_layers(text))]
+    return layer_types(text) or default
 
 
 def layers_up_to(text: TextConfig, name: str, default: int) -> int:

@@ -13,7 +13,16 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig, TensorNames
 from triptych.layers.rope_config import LongRopeScaling, RopeConfig
 from triptych.layers.specs import LayerSpec, NormNames
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, layer_types, num_layers
+from triptych.models.backbones.base import (
+    FULL,
+    SLIDING,
+    Backbone,
+    TextConfig,
+    alternating_types,
+    attention,
+    decoder,
+    gated_mlp,
+)
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import positive_number, setting
 
@@ -23,27 +32,25 @@ NORMS = NormNames(
     after_mixer="post_attention_layernorm",
     after_ffn="post_feedforward_layernorm",
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def gemma2(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
     rope = read_rope(text, RopeConfig(10_000.0))
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | text
-    return _gemma(caps, {FULL: rope, SLIDING: rope}, pattern=2, qk_norm=False)
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **text}
+    return _gemma(caps, {FULL: rope, SLIDING: rope}, period=2, qk_norm=False)
 
 
 def gemma3(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
-    pattern = setting(text, "sliding_window_pattern", int, default=6)
-    return _gemma(text, _ropes(text), pattern=pattern, qk_norm=True)
+    period = setting(text, "sliding_window_pattern", int, default=6)
+    return _gemma(text, _ropes(text), period=period, qk_norm=True)
 
 
-def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, pattern: int, qk_norm: bool) -> DecoderConfig:
-    """``ropes`` are those of each type of layer; by default, every ``pattern``-th layer has no window."""
+def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk_norm: bool) -> DecoderConfig:
+    """``ropes`` are those of each type of layer; by default, every ``period``-th layer has no window."""
     if text.get("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention is not served")
-    types = layer_types(text) or [SLIDING if (1 + index) % pattern else FULL for index in range(num_layers(text))]
     windows = {FULL: None, SLIDING: setting(text, "sliding_window", int, default=4096)}
     heads = attention(text, ropes[FULL], head_dim=256, num_kv_heads=4)
     has_bias = bool(text.get("attention_bias", False))
@@ -56,7 +63,10 @@ def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, pattern: int, q
         softcap=_softcap(text, "attn_logit_softcapping"),
     )
     mlp = gated_mlp({**text, "hidden_act": text.get("hidden_activation", "gelu_pytorch_tanh")})
-    layers = [LayerSpec(replace(mixer, rope=ropes[kind], window=windows[kind]), mlp, NORMS) for kind in types]
+    layers = [
+        LayerSpec(replace(mixer, rope=ropes[kind], window=windows[kind]), mlp, NORMS)
+        for kind in alternating_types(text, period)
+    ]
     found = decoder(text, layers, eps=1e-6, names=NAMES)
     cap = _softcap(text, "final_logit_softcapping")
     return replace(found, embedding_scale=found.hidden_size**0.5, logit_softcap=cap)
