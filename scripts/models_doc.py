@@ -101,7 +101,7 @@ CHECKS = (
         "sliding windows",
         "the same answers with windows switched on",
         "tests/parity",
-        {*families.SLIDING_WINDOWS, "mistral", "ministral", "qwen2_moe"},
+        {*families.SLIDING_WINDOWS, "mistral", "ministral", "qwen2_moe", "gemma2", "gemma3_text", "gpt_oss"},
     ),
 )
 
