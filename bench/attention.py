@@ -77,13 +77,14 @@ def seconds_per_layer(
     batch = AttentionBatch([step.new] * step.sequences, [step.kv_len] * step.sequences, list(tables), slots)
     dtypes = {way.dtype for way in ways.values()}
     num_layers = max(1, READ_BYTES // min(bytes_read(step, decoder, dtype) for dtype in dtypes))
-    several = replace(decoder, num_layers=num_layers)
+    several = replace(decoder, layers=decoder.layers[:1] * num_layers)
     caches = {dtype: KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, dtype, CPU) for dtype in dtypes}
     for cache in caches.values():
         for layer in (*cache.keys, *cache.values):
             random = torch.randn(*layer.shape[:-1], decoder.head_dim)
             layer.copy_(to_stored(random, layer.dtype))
-    widths = decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads
+    mixer = decoder.layers[0].mixer
+    widths = mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads
     query, key, value = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
 
     def all_layers(way: Way) -> None:
@@ -116,7 +117,7 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 
 def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's keys and values, each read once."""
-    one_layer = replace(decoder, num_layers=1)
+    one_layer = replace(decoder, layers=decoder.layers[:1])
     return step.sequences * step.kv_len * one_layer.kv_bytes(head_bytes(decoder.head_dim, dtype))
 
 
@@ -154,7 +155,7 @@ def main() -> None:
             "rounds": options.rounds,
             "processor_time": options.processor_time,
         },
-        "shape": {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
+        "shape": {name: getattr(decoder.layers[0].mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim")},
         "ms_per_layer": {
             str(step): {name: round(1e3 * one, 3) for name, one in taken.items()} for step, taken in seconds.items()
         },

@@ -35,7 +35,8 @@ from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.compiled import paged_attention
-from triptych.layers.blocks import DecoderLayer, compiled
+from triptych.layers.blocks import DecoderLayer
+from triptych.layers.compiled_layer import compiled
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
 from triptych.layers.parallel import SINGLE_RANK

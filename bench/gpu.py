@@ -36,9 +36,9 @@ from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
 from triptych.layers.pinned import to_cpu, to_device
+from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
-from triptych.models.shared.backbone import detect_decoder_keys
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -59,7 +59,7 @@ class Bench:
 
             backend = TritonAttention(num_processors=4)
         weights = CUDA_FORMATS[dtype]
-        keys = detect_decoder_keys(adapter.decoder_config, checkpoint, "model.language_model.", "lm_head.weight")
+        keys = DecoderKeys("model.language_model.", "lm_head.weight")
         self.decoder = Decoder.load(adapter.decoder_config, checkpoint, keys, weights, device, backend=backend)
         self.tower = adapter.load_encoder(checkpoint, weights, device)
         self.budget = budget
@@ -132,7 +132,7 @@ class Bench:
         products, flop = self.products(num_tokens)
         config = self.decoder.config
         pairs = num_tokens * past + num_tokens * (num_tokens + 1) / 2
-        attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        attention = 4 * pairs * sum(layer.mixer.output_size for layer in config.layers)
         return {
             "tokens": num_tokens,
             "past": past,

@@ -28,7 +28,7 @@ def weight_bytes_read(folder: Path, weights: WeightFormat) -> int | None:
     decoder = decoder_config(folder)
     sample = weights.head(torch.randn(64, decoder.hidden_size), torch.device("cpu"))
     head = "int8" if sample.pruned_head is not None else weights.high_precision_dtype
-    if decoder.moe is not None or not {head, weights.linear_dtype} <= BYTES.keys():
+    if decoder.has_experts or not {head, weights.linear_dtype} <= BYTES.keys():
         return None
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
     read = BYTES[weights.linear_dtype] * layer * decoder.num_layers
@@ -42,12 +42,13 @@ def decoder_config(folder: Path) -> DecoderConfig:
 
 
 def decoder_shapes(folder: Path) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's linear layers, by name."""
+    """(outputs, inputs) of the first layer's linear layers, by name."""
     decoder = decoder_config(folder)
-    heads = decoder.num_heads + 2 * decoder.num_kv_heads
+    mixer, ffn = decoder.layers[0].mixer, decoder.layers[0].ffn
+    heads = mixer.num_heads + 2 * mixer.num_kv_heads
     return {
-        "qkv": (heads * decoder.head_dim, decoder.hidden_size),
-        "o": (decoder.hidden_size, decoder.num_heads * decoder.head_dim),
-        "gate_up": (2 * decoder.intermediate_size, decoder.hidden_size),
-        "down": (decoder.hidden_size, decoder.intermediate_size),
+        "qkv": (heads * mixer.head_dim, decoder.hidden_size),
+        "o": (decoder.hidden_size, mixer.output_size),
+        "gate_up": (2 * ffn.intermediate_size, decoder.hidden_size),
+        "down": (decoder.hidden_size, ffn.intermediate_size),
     }

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,23 +12,12 @@ import torch
 from triptych.engine.group import GroupCache, make_cache
 from triptych.engine.kv_rows import CacheRows
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.decoder_config import DecoderConfig, RopeConfig
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec
 
 LAYERS, PAGES, PAGE_SIZE, DIM = 3, 5, 4, 8
-CONFIG = DecoderConfig(
-    vocab_size=8,
-    hidden_size=8,
-    num_layers=LAYERS,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=DIM,
-    intermediate_size=8,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(1e4),
-    tie_embeddings=True,
-    num_deepstack_layers=0,
-)
 
 
 @dataclass
@@ -44,6 +33,11 @@ def file_in_memory() -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
         os.close(file)
+
+
+def config_of(kv_heads: int) -> DecoderConfig:
+    layer = LayerSpec(AttentionSpec(8, kv_heads, DIM, RopeConfig(1e4)), GatedMLPSpec(8))
+    return DecoderConfig(vocab_size=8, hidden_size=8, layers=(layer,) * LAYERS, rms_norm_eps=1e-6)
 
 
 def cache_of(config: DecoderConfig, group: Group, path: str, dtype: torch.dtype) -> GroupCache:
@@ -64,7 +58,7 @@ def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2)])
 def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
     """And the ranks read what it writes. With fewer heads than ranks, several ranks write the same values."""
-    config, pages = replace(CONFIG, num_kv_heads=kv_heads), [3, 4, 0]
+    config, pages = config_of(kv_heads), [3, 4, 0]
     one = filled(config, dtype)
     with file_in_memory() as path:
         ranks = [cache_of(config, Rank(rank, size), path, dtype) for rank in range(size)]
@@ -94,7 +88,7 @@ def test_memory_is_released_with_the_last_tensor() -> None:
         return Path("/proc/self/maps").read_text().count("/memfd:cache")
 
     with file_in_memory() as path:
-        ranks = [cache_of(CONFIG, Rank(rank, 2), path, torch.float32) for rank in range(2)]
+        ranks = [cache_of(config_of(4), Rank(rank, 2), path, torch.float32) for rank in range(2)]
         assert mapped() == 2
     kept = ranks[0].own.keys[0]
     del ranks

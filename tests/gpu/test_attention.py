@@ -1,9 +1,11 @@
 """The Triton kernels on a GPU: the cases that run in the interpreter elsewhere, in all dtypes, and larger ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+from tests.support.paged_cases import BATCHES, OPTIONS, SHAPES, Shape, check, make_case, make_options
 from triptych.layers.devices import attention_for
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -30,6 +32,16 @@ def test_sizes_of_real_models(
     gpu: torch.device, dtype: torch.dtype, shape: Shape, lens: tuple[list[int], list[int]]
 ) -> None:
     check(make_case(shape, *lens, dtype, dtype, gpu), attention_for(gpu))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(gpu: torch.device, dtype: torch.dtype, option: str) -> None:
+    for shape in SHAPES:
+        options = make_options(shape)[option]
+        sinks = None if options.sinks is None else options.sinks.to(gpu)
+        for lens in (*BATCHES.values(), LARGE["a chunk of a long prompt"], LARGE["decodes of a service"]):
+            check(make_case(shape, *lens, dtype, dtype, gpu, options=replace(options, sinks=sinks)), attention_for(gpu))
 
 
 def test_cache_in_another_dtype(gpu: torch.device) -> None:

@@ -94,7 +94,9 @@ static double stored(int which, int64_t slot, int64_t kv, int i, int format) {
     return ((const int8_t *)head)[i] * (double)stored_scale(head, DIM, KV_INT8);
 }
 
-static void check_attention(int format, const char *name) {
+static void check_attention(int format, int with_options, const char *name) {
+    static const float sinks[HEADS] = {-1, 0, 1, 2};
+    int64_t window = with_options ? 3 : 1 << 30;
     static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS][HEADS][DIM];
     int64_t pages[] = {4, 1, 0, 5, 2}, page_starts[] = {0, 2}, starts[] = {0, 1}, lens[] = {1, 7}, kv_lens[] = {5, 9};
     int64_t slots[TOKENS], decodes[] = {0}, tiles[2 * TOKENS], num_tiles = 0;
@@ -120,20 +122,22 @@ static void check_attention(int format, const char *name) {
         .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
         .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .dim = DIM, .num_pages = PAGES,
         .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
-        .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = 1 << 30, .causal = 1, .format = format,
-        .scale = 0.25f,
+        .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = window, .causal = 1, .format = format,
+        .scale = 0.25f, .cap = with_options ? 2 : 0, .sinks = with_options ? sinks : NULL,
     };
     expect(paged_attention(&step) == 1, "attention's result", 0, 1);
     for (int64_t token = 0; token < TOKENS; token++)
         for (int64_t head = 0; head < HEADS; head++) {
             int64_t which = token > 0, kv = head / (HEADS / KV_HEADS), seen = kv_lens[which] - lens[which] + 1;
-            double total = 0, sums[DIM] = {0};
-            for (int64_t key = 0; key < seen + token - starts[which]; key++) {
+            double total = with_options ? exp(sinks[head]) : 0, sums[DIM] = {0};
+            int64_t end = seen + token - starts[which];
+            for (int64_t key = end > window ? end - window : 0; key < end; key++) {
                 int64_t slot = pages[page_starts[which] + key / PAGE] * PAGE + key % PAGE;
                 double score = 0;
                 for (int i = 0; i < DIM; i++)
                     score += query[token][head][i] * stored(0, slot, kv, i, format);
-                total += score = exp(score / 4);
+                score /= 4;
+                total += score = exp(with_options ? 2 * tanh(score / 2) : score);
                 for (int i = 0; i < DIM; i++) sums[i] += score * stored(1, slot, kv, i, format);
             }
             for (int i = 0; i < DIM; i++) {
@@ -148,8 +152,10 @@ int main(void) {
     const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 24}};
     for (int kind = HALF; kind <= INT4; kind++)
         for (int i = 0; i < 5; i++) check_products(kind, names[kind], shapes[i][0], shapes[i][1], shapes[i][2]);
-    check_attention(KV_FLOAT, "attention");
-    check_attention(KV_HALF, "attention, halves");
-    check_attention(KV_INT8, "attention, int8");
+    check_attention(KV_FLOAT, 0, "attention");
+    check_attention(KV_HALF, 0, "attention, halves");
+    check_attention(KV_INT8, 0, "attention, int8");
+    check_attention(KV_FLOAT, 1, "attention with a window, a cap and sinks");
+    check_attention(KV_INT8, 1, "attention with a window, a cap and sinks, int8");
     return failures != 0;
 }

@@ -19,7 +19,7 @@ LIMIT = 99 * 2**10
 """Bytes of shared memory that a program may have on the smallest of these GPUs."""
 
 
-def compiled(name: str, target: int, dtype: str, **values: int) -> Any:
+def compiled(name: str, target: int, dtype: str, **values: float) -> Any:
     """A kernel for a target, with these constants."""
     kernel = getattr(triton_kernels, name)
     names = kernel.arg_names
@@ -29,7 +29,7 @@ def compiled(name: str, target: int, dtype: str, **values: int) -> Any:
             signature[argument] = "constexpr"
         elif argument in POINTERS:
             signature[argument] = f"*{dtype}"
-        elif argument.startswith("partial"):
+        elif argument.startswith("partial") or argument == "sinks":
             signature[argument] = "*fp32"
         elif argument == "scale":
             signature[argument] = "fp32"
@@ -49,10 +49,13 @@ def main() -> None:
                 tile = tile_tokens(heads, kv_heads, dim, itemsize)
                 reduced = {"HEADS": heads, "DIM": dim, "DIM_BLOCK": shape["DIM_BLOCK"], "SPLITS": 32}
                 written = {"WIDTH": kv_heads * dim, "BLOCK": triton.next_power_of_2(kv_heads * dim)}
+                plain, opted = {"WINDOW": 0, "CAP": 0.0, "SINKS": 0}, {"WINDOW": 128, "CAP": 50.0, "SINKS": 1}
+                decode, prefill = {"GROUP_BLOCK": max(MIN_ROWS, group)}, {"GROUP_BLOCK": group, "TILE": tile}
                 for name, values in (
-                    ("decode_kernel", shape | {"GROUP_BLOCK": max(MIN_ROWS, group), "SPLITS": 1}),
-                    ("decode_kernel", shape | {"GROUP_BLOCK": max(MIN_ROWS, group), "SPLITS": 32}),
-                    ("prefill_kernel", shape | {"GROUP_BLOCK": group, "TILE": tile}),
+                    ("decode_kernel", shape | decode | plain | {"SPLITS": 1}),
+                    ("decode_kernel", shape | decode | opted | {"SPLITS": 32}),
+                    ("prefill_kernel", shape | prefill | plain),
+                    ("prefill_kernel", shape | prefill | opted),
                     ("reduce_kernel", reduced),
                     ("write_kernel", written),
                 ):

@@ -1,16 +1,29 @@
 """The CPU attention backend against attention written out in full."""
 
 import ctypes
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.paged_cases import BATCHES, SHAPES, TOLERANCES, Shape, check, make_case, unwritten, written_out
+from tests.support.paged_cases import (
+    BATCHES,
+    OPTIONS,
+    SHAPES,
+    TOLERANCES,
+    Shape,
+    check,
+    make_case,
+    make_options,
+    unwritten,
+    written_out,
+)
 from triptych.layers import native
 from triptych.layers.attention import compiled
-from triptych.layers.attention.base import AttentionBatch, PageRun, leading_run
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions, PageRun, leading_run
 from triptych.layers.attention.cpu import CpuAttention, read_pages
 from triptych.layers.attention.kv_format import from_stored, to_stored
 from triptych.layers.rounding import saturating_cast
@@ -160,20 +173,39 @@ def test_heads_are_quantized_alike(kernel: compiled.PagedAttention, dim: int) ->
         torch.testing.assert_close(attended, read, atol=0, rtol=1e-6, equal_nan=True)
 
 
-@cache_dtypes
-@pytest.mark.parametrize("window", [1, 16, 70])
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_the_compiled_kernel_with_windows(
-    kernel: compiled.PagedAttention, shape: Shape, window: int, cache_dtype: torch.dtype
-) -> None:
-    """Equals PyTorch's attention, which ``tests/layers/test_families.py`` compares with transformers."""
-    for lengths in BATCHES.values():
-        one, same = (make_case(shape, *lengths, torch.float32, cache_dtype, CPU) for _ in range(2))
-        outputs = [
-            attend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, window)
-            for attend, case in ((kernel, one), (CpuAttention(None), same))
-        ]
-        torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
+@pytest.mark.parametrize(
+    ("option", "cache_dtype"),
+    [*((option, torch.float32) for option in OPTIONS), ("together", torch.float16), ("together", torch.int8)],
+)
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_options(kernels: ctypes.CDLL, option: str, in_bf16: bool, cache_dtype: torch.dtype) -> None:
+    kernel, tolerance = compiled.PagedAttention(kernels, in_bf16), TOLERANCES[torch.bfloat16] if in_bf16 else None
+    for shape, lengths in zip([*SHAPES, SHAPES[0]], [*BATCHES.values(), BATCHES["mixed"]], strict=True):
+        case = make_case(shape, *lengths, torch.float32, cache_dtype, CPU, options=make_options(shape)[option])
+        check(case, kernel, tolerance)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_by_pytorch(option: str) -> None:
+    for dtype, lengths in itertools.product((torch.float32, torch.bfloat16), BATCHES.values()):
+        case = make_case(SHAPES[0], *lengths, dtype, dtype, CPU, options=make_options(SHAPES[0])[option])
+        check(case, CpuAttention(None))
+
+
+@pytest.mark.parametrize(("size", "bound"), [(0.1, 1e-6), (10.0, 2e-6), (300.0, 1e-5)])
+def test_soft_caps_are_exact_near_and_far_from_zero(kernel: compiled.PagedAttention, size: float, bound: float) -> None:
+    """Two keys, whose values tell their weights apart."""
+    scores = torch.linspace(-size, size, 64)
+    query, key, value = torch.zeros(3, 128, 1, 8)
+    query[1::2, 0, 0] = 1
+    key[1::2, 0, 0] = scores
+    value[1::2] = 1
+    twos, slots = [2] * 64, torch.arange(128)
+    batch = AttentionBatch(twos, twos, list(slots.split(2)), slots)
+    caches = torch.empty(2, 128, 1, 1, 8)
+    found = kernel(query, key, value, caches[0], caches[1], batch, AttentionOptions(scale=1.0, softcap=50.0))
+    expected = (50 * (scores.double() / 50).tanh()).sigmoid().float()
+    torch.testing.assert_close(found[1::2, 0, 0], expected, atol=0, rtol=bound)
 
 
 def test_large_scores(kernel: compiled.PagedAttention) -> None:
@@ -187,19 +219,22 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
+@pytest.mark.parametrize("option", ["", "together"])
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_output_depends_only_on_the_tokens_own_sequence(
-    kernels: ctypes.CDLL, in_bf16: bool, cache_dtype: torch.dtype
+    kernels: ctypes.CDLL, in_bf16: bool, option: str, cache_dtype: torch.dtype
 ) -> None:
     """Bit-identical whatever the token's chunk, unless it is a single token, and whatever else is in the step."""
     kernel = compiled.PagedAttention(kernels, in_bf16)
     shape, length = Shape(16, 8, 128, 16), 90
+    options = make_options(shape).get(option, PLAIN)
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
-    whole = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)[:length]
+    whole = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, options)[:length]
     for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
         part = slice(begin, end)
         batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
-        chunk = kernel(case.query[part], case.key[part], case.value[part], case.caches[0], case.caches[1], batch)
+        new = case.query[part], case.key[part], case.value[part]
+        chunk = kernel(*new, case.caches[0], case.caches[1], batch, options)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
@@ -207,23 +242,25 @@ LONG = [1024, 3000, 1, 1025, 3072]
 
 
 @cache_dtypes
-@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("options", [{}, {"window": 1500, "softcap": 2.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("shape", [Shape(16, 8, 128, 16), Shape(40, 40, 64, 16), Shape(6, 2, 80, 4)], ids=str)
 def test_long_contexts(
-    kernel: compiled.PagedAttention, shape: Shape, window: int | None, cache_dtype: torch.dtype
+    kernel: compiled.PagedAttention, shape: Shape, options: dict[str, Any], cache_dtype: torch.dtype
 ) -> None:
     """A single token's history is processed in spans, which depend neither on the other sequences nor on the number of
     threads."""
+    sinks = torch.linspace(-4, 6, shape.heads) if options.get("sinks") else None
+    given = AttentionOptions(**options | {"sinks": sinks})
     case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
     query, key, value = case.query, case.key, case.value
-    together = kernel(query, key, value, case.caches[0], case.caches[1], case.batch, window)
-    expected = CpuAttention(None)(query, key, value, case.caches[0], case.caches[1], case.batch, window)
+    together = kernel(query, key, value, case.caches[0], case.caches[1], case.batch, given)
+    expected = CpuAttention(None)(query, key, value, case.caches[0], case.caches[1], case.batch, given)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
     torch.set_num_threads(3)
     for index, length in enumerate(LONG):
         part = slice(index, index + 1)
         batch = AttentionBatch([1], [length], case.batch.page_tables[part], case.batch.slots[part])
-        alone = kernel(query[part], key[part], value[part], case.caches[0], case.caches[1], batch, window)
+        alone = kernel(query[part], key[part], value[part], case.caches[0], case.caches[1], batch, given)
         torch.testing.assert_close(alone, together[part], atol=0, rtol=0)
 
 

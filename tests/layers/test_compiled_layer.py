@@ -17,9 +17,10 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import DecoderLayer, GatedMLP
+from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
+from triptych.layers.mlp import GatedMLP
 
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]
@@ -110,7 +111,7 @@ def test_compiled_layer_is_bit_identical(
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
     decoder = load(folders(name), FORMATS[weights], backend)
-    assert any(layer.attention.window for layer in layers_of(decoder)) == ("window" in name)
+    assert any(layer.attention.options.window for layer in layers_of(decoder)) == ("window" in name)
     for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)

@@ -26,13 +26,10 @@ from tests.support.forward import (
 )
 from tests.support.tiny import TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError, ConfigError
+from triptych.errors import CheckpointError
 from triptych.layers import native
-from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
-from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import FAMILIES
 from triptych.models.shared.encoder import MultiTowerEncoder
@@ -248,17 +245,7 @@ def test_windowed_layers_follow_the_config(
     (tmp_path / "config.json").write_text(json.dumps(TINY[name].config))
     edit_config(tmp_path, **changes)
     config = load_adapter(tmp_path).decoder_config
-    assert [config.window_of(layer) for layer in range(config.num_layers)] == windows
-
-
-def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -> None:
-    class Without(CpuAttention):
-        takes_windows = False
-
-    folder = make_tiny(tmp_path, "qwen2", config={"use_sliding_window": True})
-    keys, config = DecoderKeys("model.", "lm_head.weight"), load_adapter(folder).decoder_config
-    with pytest.raises(ConfigError, match="sliding windows"):
-        Decoder.load(config, Checkpoint(folder), keys, FP32, CPU, backend=Without(None))
+    assert [layer.mixer.window for layer in config.layers] == windows
 
 
 @pytest.mark.parametrize(
@@ -269,7 +256,7 @@ def test_windows_need_a_backend_that_supports_them(tiny: Tiny, tmp_path: Path) -
         ("qwen3_moe", {"num_experts_per_tok": None}, "num_experts_per_tok must be"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "two"}, "max_window_layers must be a number"),
         ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
-        ("qwen2_vl", {"rope_scaling": {"type": "yarn"}}, "'yarn' is not served"),
+        ("qwen2_vl", {"rope_scaling": {"type": "spiral"}}, "'spiral' is not served"),
         ("qwen2_vl", {"rope_scaling": {"mrope_interleaved": True}}, "only M-RoPE that is not interleaved"),
         ("qwen2_vl", {"vision_config": {"hidden_size": 32}}, "hidden_size 32 isn't the hidden size 64"),
         ("qwen2_5_vl", {"vision_config": {"out_hidden_size": 32}}, "out_hidden_size 32 isn't the hidden size 64"),

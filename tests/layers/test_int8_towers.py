@@ -20,6 +20,7 @@ from triptych.layers import native
 from triptych.layers.int8 import OneDnnInt8Product
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedLinear, WeightFormat
 from triptych.layers.products import CompiledProduct, WeightKind
+from triptych.layers.specs import MoESpec
 from triptych.models.base import AUDIO, EncoderInput
 from triptych.models.registry import FAMILIES
 
@@ -128,7 +129,7 @@ def test_int8_reaches_every_product_of_a_decoder_but_head_and_router(name: str, 
     folder = make_tiny(tmp_path, name, "published")
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), INT8, CPU)
     found = dict(int8_layers(decoder))
-    config = decoder.config
-    experts = [config.moe.num_experts if config.moe and config.is_moe_layer(n) else 1 for n in range(config.num_layers)]
+    ffns = [layer.ffn for layer in decoder.config.layers]
+    experts = [ffn.num_experts if isinstance(ffn, MoESpec) else 1 for ffn in ffns]
     assert len(found) == sum(2 + 2 * count for count in experts) + 1
     assert [layer for layer, is_int8 in found.items() if not is_int8] == ["head.linear"]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.layers.conftest import load_variant, usable_variants
-from tests.support.paged_cases import BATCHES, SHAPES, check, make_case
+from tests.support.paged_cases import BATCHES, SHAPES, check, make_case, make_options
 from triptych.layers import native
+from triptych.layers.attention.base import PLAIN
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.int4 import int4_product
@@ -43,10 +44,11 @@ def test_products_are_near_and_the_same_in_any_batch() -> None:
 
 
 def test_attention(variant: ctypes.CDLL) -> None:
+    shape, cpu = SHAPES[0], torch.device("cpu")
     for dtype in (torch.float32, torch.float16):
-        check(
-            make_case(SHAPES[0], *BATCHES["mixed"], torch.float32, dtype, torch.device("cpu")), PagedAttention(variant)
-        )
+        for options in (PLAIN, make_options(shape)["together"]):
+            case = make_case(shape, *BATCHES["mixed"], torch.float32, dtype, cpu, options=options)
+            check(case, PagedAttention(variant))
 
 
 REFUSED = """

@@ -155,8 +155,6 @@ def test_every_weight_format_accepts_few_tokens_and_none(checkpoint_folder: Fold
 class Slow:
     """Attention that sleeps before it writes."""
 
-    takes_windows = True
-
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 

@@ -19,7 +19,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from triptych.config import DTYPES, ENCODER_QUANTIZATIONS, QUANTIZATIONS, EngineConfig
 from triptych.errors import CheckpointError, ConfigError
-from triptych.layers.decoder_config import RopeConfig
 from triptych.layers.float_product import bf16_product, half_product
 from triptych.layers.linear import (
     QUANTIZED_FORMATS,
@@ -32,7 +31,9 @@ from triptych.layers.linear import (
     RMSNorm,
 )
 from triptych.layers.pointwise import rotate
-from triptych.layers.rope import Rope, parse_rope_config
+from triptych.layers.rope import Rope
+from triptych.layers.rope_config import RopeConfig
+from triptych.models.backbones.rope import read_rope
 
 CPU = torch.device("cpu")
 INTERLEAVED = RopeConfig(5e5, (24, 20, 20), interleaved=True)
@@ -146,21 +147,21 @@ def test_rope_equals_transformers(
 
 def test_rope_settings_in_both_spellings() -> None:
     scaling = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    published = parse_rope_config({"rope_theta": 1e6, "rope_scaling": scaling}, INTERLEAVED)
-    assert published == parse_rope_config({"rope_parameters": scaling | {"rope_theta": 1e6}}, INTERLEAVED)
+    published = read_rope({"rope_theta": 1e6, "rope_scaling": scaling}, INTERLEAVED)
+    assert published == read_rope({"rope_parameters": scaling | {"rope_theta": 1e6}}, INTERLEAVED)
     assert published == RopeConfig(1e6, (4, 2, 2), interleaved=True)
-    assert parse_rope_config({"rope_scaling": None}, INTERLEAVED) == INTERLEAVED
+    assert read_rope({"rope_scaling": None}, INTERLEAVED) == INTERLEAVED
 
 
 def test_rope_settings_of_older_files() -> None:
     scaling = {"type": "mrope", "mrope_section": [4, 2, 2]}
-    assert parse_rope_config({"rope_theta": 1e5, "rope_scaling": scaling}, CHUNKED) == RopeConfig(1e5, (4, 2, 2))
+    assert read_rope({"rope_theta": 1e5, "rope_scaling": scaling}, CHUNKED) == RopeConfig(1e5, (4, 2, 2))
     with pytest.raises(CheckpointError, match="'mrope' is not served"):
-        parse_rope_config({"rope_scaling": scaling}, RopeConfig(1e6))
+        read_rope({"rope_scaling": scaling}, RopeConfig(1e6))
 
 
 def test_text_alone_has_one_axis() -> None:
-    assert parse_rope_config({"rope_theta": 1e5, "rope_scaling": None}, RopeConfig(1e6)) == RopeConfig(1e5)
+    assert read_rope({"rope_theta": 1e5, "rope_scaling": None}, RopeConfig(1e6)) == RopeConfig(1e5)
     positions = torch.randint(0, 100_000, (1, 9))
     query = torch.randn(1, 3, 9, 16)
     expected = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=64, num_attention_heads=4))(query, positions)
@@ -173,8 +174,7 @@ def test_text_alone_has_one_axis() -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "yarn"}, "'yarn' is not served"),
-        ({"type": "linear"}, "'linear' is not served"),
+        ({"rope_type": "spiral"}, "'spiral' is not served"),
         ({"mrope_interleaved": False}, "only M-RoPE that is interleaved"),
         ({"mrope_section": [4, 4]}, "three positive counts"),
         ({"mrope_section": [4, "2", 2]}, "three positive counts"),
@@ -185,7 +185,7 @@ def test_text_alone_has_one_axis() -> None:
 )
 def test_rope_settings_that_are_not_served(rope: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        parse_rope_config({"rope_scaling": rope}, INTERLEAVED)
+        read_rope({"rope_scaling": rope}, INTERLEAVED)
 
 
 def test_sections_must_fill_the_head() -> None:

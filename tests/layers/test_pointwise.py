@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from triptych.layers import pointwise
-from triptych.layers.pointwise import Activation, argmax_rows, layer_norm, rms_norm, rotate, silu_and_mul
+from triptych.layers.pointwise import Activation, argmax_rows, gate_and_mul, layer_norm, rms_norm, rotate
 
 TOKENS = (1, 3, 700)
 """Numbers of tokens for a single thread and for several."""
@@ -55,12 +55,14 @@ def test_rotate(num_tokens: int, heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("width", [96, 41])
-def test_silu_and_mul(num_tokens: int, width: int) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gate_and_mul(num_tokens: int, width: int, activation: Activation) -> None:
     """Also for large values, whose exponentials overflow."""
     torch.manual_seed(0)
     gate_up = 40 * torch.randn(num_tokens, 2 * width)
     gate, up = gate_up.chunk(2, dim=-1)
-    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
+    expected = activation(gate.clone()) * up
+    torch.testing.assert_close(gate_and_mul(gate_up, activation), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 700, 33)])
@@ -96,10 +98,11 @@ def test_layer_norm(shape: tuple[int, ...]) -> None:
 def test_other_dtypes_and_layouts_go_through_pytorch() -> None:
     activations, weight = torch.randn(3, 8).bfloat16(), torch.ones(8).bfloat16()
     assert rms_norm(activations, weight, 1e-6).dtype == torch.bfloat16
-    assert silu_and_mul(activations).dtype == torch.bfloat16
+    assert gate_and_mul(activations, Activation.SILU).dtype == torch.bfloat16
     columns = torch.randn(8, 3).T
-    torch.testing.assert_close(silu_and_mul(columns), silu_and_mul(columns.contiguous()))
     for activation in Activation:
+        gated = (gate_and_mul(one, activation) for one in (columns, columns.contiguous()))
+        torch.testing.assert_close(*gated)
         torch.testing.assert_close(activation(columns), activation(columns.contiguous()))
 
 

@@ -18,8 +18,8 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise, tower_layer
 from triptych.layers.attention import tower
 from triptych.layers.attention.compiled import PagedAttention
-from triptych.layers.blocks import GatedMLP
 from triptych.layers.linear import WEIGHT_FORMATS, LayerNorm, PlainFormat, RMSNorm
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer, gates_with_factors, use_our_modules
 from triptych.models.shared.encoder import MultiTowerEncoder

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.paged_cases import BATCHES, SHAPES, Shape, check, make_case
+from tests.support.paged_cases import BATCHES, OPTIONS, SHAPES, Shape, check, make_case, make_options
 
 pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
@@ -28,6 +28,14 @@ def test_batches(shape: Shape, lens: tuple[list[int], list[int]]) -> None:
 )
 def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     check(make_case(SHAPES[0], *BATCHES["mixed"], dtype, cache_dtype, CPU), TritonAttention(num_processors=8))
+
+
+@pytest.mark.parametrize(("option", "num_processors"), [*((option, 8) for option in OPTIONS), ("together", 1)])
+def test_options(option: str, num_processors: int) -> None:
+    """With contexts in several parts, and in one."""
+    options = make_options(SHAPES[0])[option]
+    case = make_case(SHAPES[0], *BATCHES["mixed"], torch.float32, torch.float32, CPU, options=options)
+    check(case, TritonAttention(num_processors))
 
 
 @pytest.mark.parametrize("num_processors", [1, 4, 132])

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import DENSE, edit_config, make_checkpoint
 from tests.support.forward import layers_of
 from tests.support.tiny import make_tiny
@@ -29,6 +30,8 @@ from triptych.server.model_bundle import ModelBundle
 
 SYMMETRIC = GroupQuantization(32, has_zeros=False)
 WIDE = replace(DENSE, layers=2, intermediate=128, deepstack=(0,))
+WHOLE = {"intermediate_size": 160, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+"""Whole groups."""
 LAYER = "model.language_model.layers.1"
 
 
@@ -68,7 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(lambda path: make_checkpoint(path, layout="saved", dtype=torch.float16), id="qwen3_vl, saved"),
         pytest.param(lambda path: make_tiny(path, "qwen2"), id="qwen2, biases"),
         pytest.param(lambda path: make_tiny(path, "qwen2_5_vl"), id="qwen2_5_vl"),
-        pytest.param(lambda path: make_tiny(path, "qwen3_moe", config={"moe_intermediate_size": 32}), id="experts"),
+        pytest.param(lambda path: make_tiny(path, BACKBONES["phi3"], config=WHOLE), id="phi3, fused"),
+        pytest.param(lambda path: make_tiny(path, BACKBONES["glm4"], config=WHOLE), id="glm4, reordered"),
+        pytest.param(lambda path: make_tiny(path, BACKBONES["qwen2_moe"], config=WHOLE), id="experts"),
     ],
 )
 def test_the_copy_is_what_quantizing_at_load_makes(tmp_path: Path, make: Callable[[Path], Path]) -> None:
@@ -117,6 +122,23 @@ def test_ranks_have_parts_of_the_whole(folder: Path, tmp_path: Path) -> None:
     narrow = quantized(make_checkpoint(tmp_path / "narrow"))
     with pytest.raises(ConfigError, match=r"inputs, 0 to 48 of 96, aren't whole groups of 32 .*--tensor-parallel-size"):
         load(narrow, group=Rank(0))
+
+
+def test_what_stays_as_it_is_is_listed(tmp_path: Path) -> None:
+    """Routers, gates, and layers that aren't served; not the experts that have a layer's number."""
+    for name in ("qwen2_moe", "glm4_moe"):
+        source = make_tiny(tmp_path / name, BACKBONES[name], config=WHOLE)
+        if name == "glm4_moe":
+            file = source / "model.safetensors"
+            save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.ones(96, 192)}, file)
+        config = json.loads((quantized(source) / "config.json").read_text())
+        assert (
+            config["quantization_config"]["ignore"]
+            == {
+                "qwen2_moe": ["lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.mlp\.shared_expert_gate$"],
+                "glm4_moe": ["lm_head", r"re:(.*\.)?layers\.3\..*", r"re:.*\.mlp\.gate$"],
+            }[name]
+        )
 
 
 def test_settings_that_contradict_the_checkpoint(folder: Path) -> None:

@@ -5,10 +5,13 @@ import json
 from typing import Any
 
 from tests.models.golden.make_videos import FILE
+from tests.support.backbones import BACKBONES
 from tests.support.tiny import TINY
 from triptych.models.registry import FAMILIES
 
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
+BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
+"""Model types of ``tests/support/backbones.py``."""
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
 
 LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]

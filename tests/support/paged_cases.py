@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.kv_format import from_stored, stored_dim, to_stored
 
 
@@ -42,6 +42,22 @@ BATCHES = {
 """New tokens and tokens in the cache of each sequence."""
 
 
+def make_options(shape: Shape) -> dict[str, AttentionOptions]:
+    """Options one by one, and together. Sinks are below, among and above the scores."""
+    sinks = torch.linspace(-4, 6, shape.heads)
+    together = AttentionOptions(window=70, scale=0.3, softcap=2.0, sinks=sinks)
+    return {
+        "window": AttentionOptions(window=16),
+        "scale": AttentionOptions(scale=0.3),
+        "softcap": AttentionOptions(softcap=0.5),
+        "sinks": AttentionOptions(sinks=sinks),
+        "together": together,
+    }
+
+
+OPTIONS = tuple(make_options(SHAPES[0]))
+
+
 @dataclass
 class Case:
     """A batch, what goes in, and the caches as they must be and the output as it must come close to."""
@@ -53,11 +69,12 @@ class Case:
     batch: AttentionBatch
     filled: Tensor
     expected: Tensor
+    options: AttentionOptions
 
 
 def make_case(  # noqa: PLR0917 (a case is what it is made of)
     shape: Shape, query_lens: list[int], kv_lens: list[int], dtype: torch.dtype, cache_dtype: torch.dtype,
-    device: torch.device, seed: int = 0,
+    device: torch.device, seed: int = 0, options: AttentionOptions = PLAIN,
 ) -> Case:  # fmt: skip
     """Random values and page tables. What no sequence has written in the caches is NaN. As in a decoder, query, key and
     value are views of a wider tensor."""
@@ -81,14 +98,15 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
         rows[:, kv_len - query_len :] = to_stored(torch.stack((key[new], value[new])), cache_dtype)
         filled.flatten(1, 2)[:, slots] = rows
         new_slots.append(slots[kv_len - query_len :])
-        expected.append(written_out(query[new], *from_stored(rows, dtype)))
+        keys, values = from_stored(rows, dtype)
+        expected.append(written_out(query[new], keys, values, options))
         first += query_len
     caches = filled.clone()
     new_slot = torch.cat(new_slots)
     caches.flatten(1, 2)[:, new_slot] = unwritten((2, len(new_slot), shape.kv_heads), shape.dim, cache_dtype)
     batch = AttentionBatch(query_lens, kv_lens, list(tables), new_slot.to(device))
     query, key, value = packed.to(device).split(widths, dim=1)
-    return Case(query, key, value, caches.to(device), batch, filled, torch.cat(expected))
+    return Case(query, key, value, caches.to(device), batch, filled, torch.cat(expected), options)
 
 
 def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
@@ -98,15 +116,21 @@ def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
     return torch.full((*shape, dim), torch.nan, dtype=dtype)
 
 
-def written_out(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def written_out(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
     """Causal attention of the last tokens, in fp64: query [q, heads, d], keys and values [kv, kv_heads, d]."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * (options.scale or query.shape[-1] ** -0.5)
+    if options.softcap:
+        scores = (scores / options.softcap).tanh() * options.softcap
     query_len, kv_len = scores.shape[1:]
     position = torch.arange(kv_len - query_len, kv_len)
-    scores = scores.masked_fill(torch.arange(kv_len) > position[:, None], -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).float()
+    distance = position[:, None] - torch.arange(kv_len)
+    scores = scores.masked_fill((distance < 0) | (distance >= (options.window or kv_len)), -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.cpu().double()[:, None, None]
+        scores = torch.cat((scores, sinks.expand(-1, query_len, 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len], values).float()
 
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -115,7 +139,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def check(case: Case, backend: Callable[..., Tensor], tolerance: float | None = None) -> None:
     """Fails when the backend writes anything but the new tokens' slots, or attends to anything else than it should."""
-    output = backend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch)
+    output = backend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, case.options)
     torch.testing.assert_close(case.caches.cpu(), case.filled, atol=0, rtol=0, equal_nan=True)
     assert output.dtype == case.query.dtype
     tolerance = tolerance or TOLERANCES[case.query.dtype]

@@ -205,11 +205,12 @@ TINY = {
 
 
 def make_tiny(
-    folder: Path, family: str, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
+    folder: Path, family: str | Tiny, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
 ) -> Path:
     """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
     overrides top-level settings."""
-    tiny = replace(TINY[family], config=TINY[family].config | (config or {}))
+    tiny = TINY[family] if isinstance(family, str) else family
+    tiny = replace(tiny, config=tiny.config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
@@ -225,7 +226,7 @@ def make_tiny(
     if tiny.config.get("tie_word_embeddings"):
         del weights["lm_head.weight"]
     if layout == "published" and tiny.split_experts:
-        weights = _split_experts(weights)
+        weights = split_experts(weights)
     renamed = {tiny.published(name): weight.contiguous() for name, weight in weights.items()}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -245,7 +246,7 @@ def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each expert's matrices by themselves."""
     split = {}
     for name, weight in weights.items():

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.quantization import GroupQuantization, is_packed, read_quantization
+from triptych.checkpoint.quantization import GroupQuantization, read_quantization
 from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.errors import CheckpointError
 
@@ -27,7 +27,7 @@ class Checkpoint:
     @cached_property
     def quantization(self) -> GroupQuantization | None:
         """How the weights are quantized, or None. Raises CheckpointError as ``read_quantization`` does."""
-        return read_quantization(load_config(self.folder), self.tensors) if is_packed(self.tensors) else None
+        return read_quantization(load_config(self.folder), self.tensors)
 
     def info(self, key: str) -> TensorInfo:
         """Return a tensor's dtype, shape and size. Raises CheckpointError, naming the key, if there is no such

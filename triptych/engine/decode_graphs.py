@@ -117,7 +117,7 @@ class DecodeGraphs:
 def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context_length: int) -> DecodeGraphs | None:
     """Record graphs for a decoder on a GPU, up to ``max_num_seqs`` rows. Returns None, and logs why, for a decoder that
     can't be recorded. Raises StartError if memory runs out."""
-    if decoder.config.moe is not None:
+    if decoder.config.has_experts:
         log.info("no CUDA graphs: which experts run is decided on the host")
         return None
     device = cache.keys[0].device

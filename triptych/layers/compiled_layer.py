@@ -1,4 +1,4 @@
-"""A layer of a decoder or of a tower in two calls of the compiled kernels.
+"""A layer of a decoder or of a tower in two calls of the compiled kernels, and a mixture's experts in one.
 
 For a single token, the overhead of separate calls exceeds the work between a layer's products; for many, separate calls
 read all values from memory more often. Results are bit-identical to separate calls. Weights must not move, because the
@@ -8,13 +8,20 @@ kernels hold their addresses.
 import ctypes
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from triptych.layers.attention.base import AttentionBatch
-from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_caches
-from triptych.layers.linear import LayerNorm, RMSNorm
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
+from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_layer
+from triptych.layers.linear import LayerNorm, PackedLinear, RMSNorm
 from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
+from triptych.layers.specs import ClampedSwiGLU
+
+
+def compiled(linear: nn.Module) -> CompiledProduct | None:
+    """Return a linear layer's product if it uses the compiled kernels and needs no all-reduce, else None."""
+    product = linear.product if isinstance(linear, PackedLinear) else None
+    return product if isinstance(product, CompiledProduct) else None
 
 
 class NormOperands(ctypes.Structure):
@@ -56,12 +63,12 @@ class AttendLayer:
         qkv: CompiledProduct,
         heads_norm: RMSNorm | None,
         shape: tuple[int, int, int],
-        window: int | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
-        heads, head_dim); ``window`` as in ``AttentionBackend``."""
+        heads, head_dim)."""
         self.takes = kernel.takes
-        self._kernel, self._shape, self._window = kernel, shape, window
+        self._kernel, self._shape, self._options = kernel, shape, options
         self._keep_alive = qkv, norm, heads_norm
         of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
         self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
@@ -83,7 +90,7 @@ class AttendLayer:
         ``PagedAttention`` does.
         """
         step = self._kernel.shared_operands(batch, self._shape)
-        set_caches(step, keys, values, self._window)
+        set_layer(step, keys, values, self._options)
         return self._attend(hidden, cos, sin, step)
 
     def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
@@ -132,4 +139,53 @@ class FinishLayer:
         pointers = hidden.data_ptr(), attended.data_ptr(), output.data_ptr()
         if not self._run(self._operands, *pointers, len(hidden)):
             raise MemoryError(f"no memory for a layer of {len(hidden)} tokens")
+        return output
+
+
+class ExpertOperands(ctypes.Structure):
+    """``Expert`` in ``kernels/cpu/layer.c``."""
+
+    _fields_ = (("up", LinearOperands), ("down", LinearOperands))
+
+
+class ExpertsOperands(ctypes.Structure):
+    """``Experts`` in ``kernels/cpu/layer.c``."""
+
+    _fields_ = (
+        ("experts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "weighs_inputs", "activation")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+    )
+
+
+class RunExperts:
+    """The experts of a mixture, for all tokens, in one call."""
+
+    def __init__(
+        self,
+        experts: Sequence[tuple[CompiledProduct, CompiledProduct]],
+        activation: Activation | ClampedSwiGLU,
+        *,
+        weighs_inputs: bool,
+    ) -> None:
+        """Each expert has a product of the gates, then their factors, and one of the outputs. ``weighs_inputs`` is as
+        in ``MixtureOfExperts``."""
+        self._keep_alive = experts
+        each = (ExpertOperands * len(experts))(*(ExpertOperands(up.operands, down.operands) for up, down in experts))
+        clamped = (activation.limit, activation.alpha) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
+        kind = Activation.SILU if isinstance(activation, ClampedSwiGLU) else activation
+        self._each = each
+        self._operands = ExpertsOperands(ctypes.addressof(each), len(experts), weighs_inputs, kind, *clamped)
+        self._run = experts[0][0].library.run_experts
+        self._run.argtypes = [ctypes.POINTER(ExpertsOperands), *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2]
+        self._run.restype = ctypes.c_int
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of each token's experts, float32 [T, hidden], for float32 ``hidden`` [T, hidden], and
+        ``chosen``, int64, and ``weights``, float32 [T, experts per token]. Raises MemoryError."""
+        hidden, chosen, weights = hidden.contiguous(), chosen.contiguous(), weights.contiguous()
+        output = hidden.new_empty(hidden.shape)
+        pointers = (tensor.data_ptr() for tensor in (hidden, chosen, weights, output))
+        if not self._run(self._operands, *pointers, *chosen.shape):
+            raise MemoryError(f"no memory for the experts of {len(hidden)} tokens")
         return output

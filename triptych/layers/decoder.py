@@ -9,15 +9,16 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.layers.blocks import DecoderLayer, LayerContext
-from triptych.layers.decoder_config import DecoderConfig, MoEConfig
+from triptych.layers.blocks import DecoderLayer
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
+from triptych.layers.mixers import LayerContext
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
-__all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch", "MoEConfig"]
+__all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Decoder(nn.Module):
         vocab_and_hidden = (config.vocab_size, config.hidden_size)
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
-        self.rope = Rope(config.head_dim, config.rope, reader.device)
+        self.ropes = nn.ModuleList(Rope(head_dim, rope, reader.device) for head_dim, rope in config.ropes)
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
@@ -110,9 +111,11 @@ class Decoder(nn.Module):
         """
         media = self._media_features(batch)
         hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
+        if self.config.embedding_scale != 1:
+            hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
-        cos, sin = self.rope(batch.positions, self.dtype)
-        context = LayerContext(cos, sin, batch.attention)
+        rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
+        context = LayerContext(batch.positions, rotations, batch.attention)
         wanted, last = batch.logits_index, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
@@ -125,7 +128,8 @@ class Decoder(nn.Module):
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         if len(hidden) != len(wanted):
             hidden = hidden[wanted]
-        return self.head(self.norm(hidden), batch.num_largest)
+        logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
+        return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
         """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for
@@ -144,3 +148,9 @@ class Decoder(nn.Module):
         if batch.media_embeddings.shape != shape:
             raise ValueError(f"media embeddings have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
         return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return ``cap * tanh(logit / cap)``, float32. Logits of minus infinity, which weren't computed, stay."""
+    capped = (logits / cap).tanh_().mul_(cap)
+    return capped.masked_fill_(logits == -torch.inf, -torch.inf)

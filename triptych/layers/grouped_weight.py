@@ -51,8 +51,8 @@ class GroupedWeight:
         """(out, in)."""
         return len(self.words), self.inputs
 
-    def rows(self, part: slice) -> "GroupedWeight":
-        """Return a range of the outputs."""
+    def rows(self, part: slice | Tensor) -> "GroupedWeight":
+        """Return a range of the outputs, or those with the given indices."""
         zeros = None if self.zeros is None else self.zeros[part]
         return GroupedWeight(self.words[part], self.scales[part], zeros, self.inputs, self.group)
 

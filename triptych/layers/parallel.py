@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from triptych.layers.decoder_config import per_rank
+from triptych.layers.specs import per_rank
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """How long ranks may take to connect to each other, once all of them are ready."""
@@ -159,6 +159,8 @@ class ShardedDimension:
     units: int
     width: int = 1
     """Values per unit."""
+    order: tuple[int, ...] | None = None
+    """Which of a unit's values, as stored, stands where; None: all stand as stored."""
 
     @property
     def size(self) -> int:
@@ -168,3 +170,9 @@ class ShardedDimension:
         """Return the range of values that belongs to a rank."""
         first = group.rank * self.units // group.size
         return slice(first * self.width, (first + per_rank(self.units, group.size)) * self.width)
+
+    def index(self, group: Group) -> Tensor:
+        """Return the indices of the stored values that belong to a rank, int64, in the order in which they stand."""
+        part = self.part(group)
+        units = torch.arange(part.start, part.stop).view(-1, self.width)
+        return (units if self.order is None else units[:, list(self.order)]).flatten()

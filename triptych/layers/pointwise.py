@@ -99,15 +99,15 @@ _BY_PYTORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``, [T, n], for [T, 2 n], whose first half are the gates."""
+def gate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Return ``activation(gate) * up``, [T, n], for [T, 2 n], whose first half are the gates."""
     kernels = _kernels(gate_up)
     if kernels is None or not gate_up.is_contiguous():
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return _BY_PYTORCH[activation](gate) * up
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, width))
-    kernels.activations(gate_up.data_ptr(), output.data_ptr(), num_tokens, width, 2 * width, Activation.SILU)
+    kernels.activations(gate_up.data_ptr(), output.data_ptr(), num_tokens, width, 2 * width, activation)
     return output
 
 

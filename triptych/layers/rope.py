@@ -1,81 +1,112 @@
-"""Rotary position embedding, in one axis or in three (M-RoPE).
+"""Rotary position embedding (arXiv:2104.09864), in one axis or in three (M-RoPE), with scaled frequencies.
 
 M-RoPE (Qwen2-VL, arXiv:2409.12191, section 2.1) gives every token a temporal, a height and a width position. Each axis
 has a section of the rotary frequencies. Qwen3-VL (arXiv:2511.21631) interleaves the axes, T H W T H W … T T, so that
-each covers low and high frequencies. The references are ``Qwen2VLRotaryEmbedding`` and ``Qwen3VLTextRotaryEmbedding``
-in transformers.
+each covers low and high frequencies. The references are ``ROPE_INIT_FUNCTIONS``, ``Qwen2VLRotaryEmbedding`` and
+``Qwen3VLTextRotaryEmbedding`` in transformers.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import RopeConfig
-
-
-def parse_rope_config(text_config: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
-    """Return the rotary settings of a text config.
-
-    Reads either spelling: ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (published
-    files). ``default`` provides omitted values, and decides whether there are three axes and in which order. Raises
-    CheckpointError for a rope type other than ``default`` (``mrope`` in older files), for axes in the other order, and
-    for values of the wrong type.
-    """
-    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise CheckpointError(f"config.json: the rope settings must be an object, not {rope!r}")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default" and (rope_type != "mrope" or default.mrope_section is None):
-        raise CheckpointError(f"config.json: rope type {rope_type!r} is not served; only 'default' is")
-    theta = rope.get("rope_theta", text_config.get("rope_theta", default.theta))
-    if not isinstance(theta, int | float):
-        raise CheckpointError(f"config.json: rope_theta must be a number, not {theta!r}")
-    if default.mrope_section is None:
-        return RopeConfig(float(theta))
-    if rope.get("mrope_interleaved", default.interleaved) != default.interleaved:
-        order = "interleaved" if default.interleaved else "not interleaved"
-        raise CheckpointError(f"config.json: mrope_interleaved: only M-RoPE that is {order} is served for this model")
-    match rope.get("mrope_section", default.mrope_section):
-        case [int(temporal), int(height), int(width)] if min(temporal, height, width) > 0:
-            return RopeConfig(float(theta), (temporal, height, width), default.interleaved)
-        case section:
-            raise CheckpointError(f"config.json: mrope_section must be three positive counts, not {section!r}")
+from triptych.layers.rope_config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 
 class Rope(nn.Module):
-    """Computes rotary angles for heads of ``head_dim`` values. Raises CheckpointError unless the sections of ``rope``
-    add up to half of ``head_dim``."""
+    """Computes rotary angles for heads of ``head_dim`` values, in the order of ``RopeConfig.order``; values that aren't
+    rotated have angle 0. Raises CheckpointError unless the sections of ``rope`` add up to its frequencies."""
 
     inverse_frequencies: Tensor  # float32 [head_dim / 2]
     axes: Tensor  # int64 [head_dim / 2]: the axis of each frequency
+    factors: Tensor | None  # float32 [head_dim]: of cosines and sines; None if all are 1
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.register_buffer("inverse_frequencies", (1.0 / rope.theta**exponents).to(device), persistent=False)
-        self.register_buffer("axes", _axes(head_dim, rope).to(device), persistent=False)
+        frequencies, factor = inverse_frequencies(head_dim, rope)
+        count, half = len(frequencies), head_dim // 2
+        factors = None if factor == 1 else F.pad(torch.full((count,), factor), (0, half - count), value=1.0)
+        padded, axes = (F.pad(one, (0, half - count)) for one in (frequencies, _axes(count, rope)))
+        self.register_buffer("inverse_frequencies", padded.to(device), persistent=False)
+        self.register_buffer("axes", axes.to(device), persistent=False)
+        self.register_buffer("factors", None if factors is None else factors.repeat(2).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
         per_frequency = positions[self.axes].T.float()  # [T, head_dim / 2]
         angles = per_frequency * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, head_dim]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if self.factors is not None:
+            cos, sin = cos * self.factors, sin * self.factors
+        return cos.to(dtype), sin.to(dtype)
 
 
-def _axes(head_dim: int, rope: RopeConfig) -> Tensor:
-    """Return the axis of each frequency, int64 [head_dim / 2]."""
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
+    """Return the angles per position, float32 [frequencies], and the factor of cosines and sines. Raises
+    CheckpointError for a head that the frequencies don't fit."""
+    count, scaling = rope.num_frequencies(head_dim), rope.scaling
+    size = head_dim if isinstance(scaling, ProportionalScaling) else 2 * count
+    powers = rope.theta ** (torch.arange(0, 2 * count, 2, dtype=torch.float32) / size)
+    match scaling:
+        case None:
+            return 1.0 / powers, 1.0
+        case LinearScaling() | ProportionalScaling():
+            return 1.0 / powers / scaling.factor, 1.0
+        case Llama3Scaling():
+            return _llama3(1.0 / powers, scaling), 1.0
+        case YarnScaling():
+            return _yarn(powers, rope.theta, scaling), scaling.attention_factor
+        case LongRopeScaling():
+            if len(scaling.short_factors) != count:
+                raise CheckpointError(
+                    f"config.json: {len(scaling.short_factors)} rope factors for {count} frequencies of a head"
+                )
+            return 1.0 / (torch.tensor(scaling.short_factors) * powers), scaling.attention_factor
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_length / (2 * math.pi / frequencies)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def _yarn(powers: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    size = 2 * len(powers)
+
+    def index_at(turns: float) -> float:
+        """Return the index of the frequency with this number of turns in the original length."""
+        return size * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_at(scaling.beta_fast), index_at(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0
+    is_low = ((torch.arange(len(powers), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * is_low + 1.0 / powers * (1 - is_low)
+
+
+def _axes(count: int, rope: RopeConfig) -> Tensor:
+    """Return the axis of each of ``count`` frequencies, int64."""
     section = rope.mrope_section
-    axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+    axes = torch.zeros(count, dtype=torch.int64)
     if section is None:
         return axes
-    if sum(section) != head_dim // 2:
+    if sum(section) != count:
         raise CheckpointError(
-            f"config.json: mrope_section {section} adds up to {sum(section)}, "
-            f"but head_dim {head_dim} has {head_dim // 2} frequencies"
+            f"config.json: mrope_section {section} adds up to {sum(section)}, but {count} frequencies rotate a head"
         )
     if not rope.interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(section))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.blocks import GatedMLP, compiled
-from triptych.layers.compiled_layer import AttendLayer, FinishLayer
+from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.linear import LayerNorm, RMSNorm
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
 
 ACTIVATIONS = {
@@ -73,10 +73,10 @@ class TowerLayer(nn.Module):
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it."""
         attention, mlp, attend, finish = self.attention, self.mlp, None, None
-        first, activation = (mlp.up, mlp.activation) if isinstance(mlp, MLP) else (mlp.gate_up, Activation.SILU)
+        first = mlp.up if isinstance(mlp, MLP) else mlp.gate_up
         output, up, down = compiled(attention.output), compiled(first), compiled(mlp.down)
         if output is not None and up is not None and down is not None:
-            finish = FinishLayer(self.mlp_norm, output, up, down, activation)
+            finish = FinishLayer(self.mlp_norm, output, up, down, mlp.activation)
         kernel, heads = paged_attention(attention.in_bf16), attention.num_heads
         qkv = compiled(attention.inputs[0]) if len(attention.inputs) == 1 else None
         if kernel is not None and qkv is not None and qkv.library is kernel.library:

@@ -1,8 +1,8 @@
 """Builds a decoder's modules from a checkpoint's tensors, one at a time, and checks every name and shape."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers.decoder_config import OWN_NAMES, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
@@ -17,17 +18,6 @@ from triptych.layers.parallel import AllReduce, GatherLogits, Group, ShardedDime
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
-
-
-class ExpertLayout(Enum):
-    """How a checkpoint stores the weights of a layer's experts. In stacks, gate and up are one tensor."""
-
-    STACKED = "stacked"
-    """One tensor [experts, out, in]."""
-    TRANSPOSED = "transposed"
-    """One tensor [experts, in, out]."""
-    SEPARATE = "separate"
-    """One tensor [out, in] per expert."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +31,29 @@ class DecoderKeys:
     prefix: str
     head: str
     """The checkpoint's name of the output projection."""
-    experts: ExpertLayout = ExpertLayout.STACKED
+    names: TensorNames = OWN_NAMES
 
     def key(self, name: str) -> str:
         """Return the checkpoint's name of the decoder's tensor ``name``."""
         return self.head if name == HEAD else self.prefix + name
 
+    def fused_name(self, parts: Sequence[str]) -> str | None:
+        """Return the name under which ``parts`` of a layer are stored as one, or None if they are stored apart."""
+        first = parts[0]
+        for fused, names in self.names.fused:
+            stem = first.removesuffix(names[0])
+            if [f"{stem}{name}" for name in names] == list(parts):
+                return stem + fused
+        return None
+
     def owns(self, key: str) -> bool:
-        """Return whether the checkpoint's tensor ``key`` belongs to the decoder."""
+        """Return whether the checkpoint's tensor ``key`` belongs to the decoder; those that it ignores do, too."""
         return key == self.head or key.startswith(self.prefix)
+
+    def ignores(self, key: str) -> bool:
+        """Return whether the decoder doesn't need the checkpoint's tensor ``key``."""
+        name = key.removeprefix(self.prefix)
+        return name.endswith(self.names.ignored) or name.startswith(self.names.ignored_modules)
 
 
 class WeightReader:
@@ -69,6 +73,14 @@ class WeightReader:
         self._keys = keys
         self._read: set[str] = set()
 
+    def has_linear(self, name: str) -> bool:
+        """Return whether the checkpoint has a linear layer's weight, quantized or not."""
+        return any(self._keys.key(f"{name}.{kind}") in self._checkpoint.tensors for kind in ("weight", PACKED))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in the checkpoint."""
+        return tuple(self._checkpoint.info(self._keys.key(name)).shape)
+
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor as stored in the checkpoint: on the CPU, memory-mapped."""
         key = self._keys.key(name)
@@ -82,15 +94,28 @@ class WeightReader:
 
     def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
-        parts = [(name, out, out.part(self.group)) for name, out in layers.items()]
-        biases = [self.tensor(f"{name}.bias", (out.size,))[part] for name, out, part in parts] if bias else []
+        stored = self._stored(layers)
+        biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
         vector = concatenate(biases) if bias else None
-        if quantization := self._quantization_of(layers):
-            quantized = [self._grouped(name, (out.size, in_features), quantization) for name, out, _ in parts]
-            rows = [weight.rows(part) for weight, (_, _, part) in zip(quantized, parts, strict=True)]
-            return PackedLinear(grouped_product(concatenate_grouped(rows), vector))
-        weights = [self.tensor(f"{name}.weight", (out.size, in_features))[part] for name, out, part in parts]
-        return self._linear(concatenate(weights), vector)
+        if quantization := self._quantization_of([name for name, _, _ in stored]):
+            quantized = [
+                self._grouped(name, (size, in_features), quantization).rows(rows) for name, size, rows in stored
+            ]
+            return PackedLinear(grouped_product(concatenate_grouped(quantized), vector))
+        weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
+        return self.linear(concatenate(weights), vector)
+
+    def _stored(self, layers: Mapping[str, ShardedDimension]) -> list[tuple[str, int, slice | Tensor]]:
+        """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
+        fused = self._keys.fused_name(list(layers))
+        if fused is None:
+            return [
+                (name, out.size, out.part(self.group) if out.order is None else out.index(self.group))
+                for name, out in layers.items()
+            ]
+        ends = list(accumulate(out.size for out in layers.values()))
+        rows = [end - out.size + out.index(self.group) for end, out in zip(ends, layers.values(), strict=True)]
+        return [(fused, ends[-1], torch.cat(rows))]
 
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
@@ -100,9 +125,9 @@ class WeightReader:
             vector = None
         if quantization := self._quantization_of([name]):
             return PackedLinear(grouped_product(self._grouped(name, shape, quantization).columns(part), vector))
-        return self._linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
+        return self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Make a layer from dense weights. Of a quantized checkpoint, these need high precision."""
         make = self.weights.high_precision if self._checkpoint.quantization else self.weights.linear
         return make(weight, bias, self.device)
@@ -142,43 +167,20 @@ class WeightReader:
         part = self.weights.high_precision(weight[ShardedDimension(len(weight)).part(self.group)], None, self.device)
         return LMHead(GatherLogits(part, self.group))
 
-    def plain_linear(self, name: str, out_features: int, in_features: int) -> Linear:
-        """Load a whole layer with its weight in the activations' dtype, whatever the weight format."""
+    def float32_linear(self, name: str, out_features: int, in_features: int, bias: bool = False) -> Linear:
+        """Load a whole layer in float32, whatever the weight format."""
         weight = self.tensor(f"{name}.weight", (out_features, in_features))
-        return PlainFormat(self.weights.activations).linear(weight, None, self.device)
+        vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
+        return PlainFormat(torch.float32).linear(weight, vector, self.device)
 
-    def expert_gate_ups(
-        self, name: str, num_experts: int, intermediate: ShardedDimension, in_features: int
-    ) -> list[Linear]:
-        """Load one column-parallel layer per expert, gate and up fused; ``name`` is the experts' prefix."""
-        if self._keys.experts is ExpertLayout.SEPARATE:
-            pairs = [(f"{name}.{expert}.gate_proj", f"{name}.{expert}.up_proj") for expert in range(num_experts)]
-            return [self.column_parallel(dict.fromkeys(pair, intermediate), in_features) for pair in pairs]
-        part = intermediate.part(self.group)
-        stacked = self._stacked(f"{name}.gate_up_proj", num_experts, 2 * intermediate.size, in_features)
-        fused = [weight.unflatten(0, (2, -1))[:, part].flatten(0, 1) for weight in stacked]
-        return [self._linear(weight, None) for weight in fused]
-
-    def expert_downs(
-        self, name: str, num_experts: int, out_features: int, intermediate: ShardedDimension
-    ) -> list[Linear]:
-        """Load one row-parallel layer per expert; ``name`` is the experts' prefix."""
-        if self._keys.experts is ExpertLayout.SEPARATE:
-            names = [f"{name}.{expert}.down_proj" for expert in range(num_experts)]
-            return [self.row_parallel(down, out_features, intermediate) for down in names]
-        stacked = self._stacked(f"{name}.down_proj", num_experts, out_features, intermediate.size)
-        stacked = stacked[:, :, intermediate.part(self.group)]
-        return [self._linear(weight, None) for weight in stacked]
-
-    def _stacked(self, name: str, num_experts: int, out_features: int, in_features: int) -> Tensor:
-        """Return a stacked weight as [experts, out, in]."""
-        if self._keys.experts is ExpertLayout.TRANSPOSED:
-            return self.tensor(name, (num_experts, in_features, out_features)).transpose(1, 2)
-        return self.tensor(name, (num_experts, out_features, in_features))
+    def float32_vector(self, name: str, size: int) -> Tensor:
+        """Load a tensor [size] in float32."""
+        return self.tensor(name, (size,)).to(self.device, torch.float32)
 
     def vector(self, name: str, size: int) -> Tensor:
         """Load a norm's weight [size], in the activations' dtype."""
-        return self.tensor(f"{name}.weight", (size,)).to(self.device, self.weights.activations)
+        weight = self.tensor(f"{name}.weight", (size,)).float() + self._keys.names.norm_offset
+        return weight.to(self.device, self.weights.activations)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """Load a norm over ``size`` values."""
@@ -187,7 +189,11 @@ class WeightReader:
     def finish(self) -> None:
         """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read. Then config and
         weights disagree, or the model has unsupported parts."""
-        unread = sorted(key for key in self._checkpoint.tensors if self._keys.owns(key) and key not in self._read)
+        unread = sorted(
+            key
+            for key in self._checkpoint.tensors
+            if self._keys.owns(key) and key not in self._read and not self._keys.ignores(key)
+        )
         if unread:
             raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {unread[0]!r}")
 

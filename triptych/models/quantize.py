@@ -25,6 +25,8 @@ from triptych.models.registry import family_of, resolve
 
 _LAYER = re.compile(r".*\blayers\.\d+\..*_proj\.weight")
 """Keys of a decoder's linear layers, which are quantized; routers and the head are not."""
+_GATE = re.compile(r".*\.mlp\.(gate|router|shared_expert_gate)\.weight")
+"""Keys of routers and of gates of shared experts."""
 _STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 """Suffixes of files with the weights that aren't copied."""
@@ -100,9 +102,9 @@ def _ignored(checkpoint: Checkpoint, adapter: ModelAdapter, layers: set[str]) ->
         if key not in decoder:
             parts = key.split(".")
             own = next(count for count in range(1, len(parts) + 1) if ".".join(parts[:count]) not in prefixes)
-            names.add(f"re:(.*\\.)?{re.escape(parts[own - 1])}\\..*")
-    if any(key.endswith(".mlp.gate.weight") for key in decoder):
-        names.add(r"re:.*\.mlp\.gate$")
+            first = own - 2 if parts[own - 1].isdigit() else own - 1  # a number is that of a layer
+            names.add(f"re:(.*\\.)?{re.escape('.'.join(parts[first:own]))}\\..*")
+    names |= {rf"re:.*\.mlp\.{found[1]}$" for key in decoder if (found := _GATE.fullmatch(key))}
     return ["lm_head", *sorted(names)]
 
 

@@ -11,6 +11,7 @@ from triptych.checkpoint.identity import model_identity
 from triptych.errors import CheckpointError
 from triptych.heap import gc_paused
 from triptych.messages.identity import ModelIdentity
+from triptych.models.backbones.base import Backbone
 from triptych.models.base import ModelConfig
 
 
@@ -20,6 +21,8 @@ class Family:
 
     name: str
     """The models' common name, for documentation."""
+    backbone: str
+    """Import string of the ``Backbone``."""
     planner: str
     """Import string of the ``Planner`` class."""
     adapter: str
@@ -40,14 +43,22 @@ class Family:
         return len(self.modalities) > 1
 
 
-QWEN2 = Family(
-    name="Qwen2, Qwen2.5",
-    planner="triptych.models.text.plan:TextPlanner",
-    adapter="triptych.models.text.adapter:Qwen2",
-)
+BACKBONES = "triptych.models.backbones"
+
+
+def _text(name: str, backbone: str) -> Family:
+    """Return the family of a text-only model; ``backbone`` is a module's name and an attribute."""
+    return Family(
+        name=name,
+        backbone=f"{BACKBONES}.{backbone}",
+        planner="triptych.models.text.plan:TextPlanner",
+        adapter="triptych.models.text.adapter:TextAdapter",
+    )
+
 
 QWEN2_VL = Family(
     name="Qwen2-VL",
+    backbone=f"{BACKBONES}.qwen2:QWEN2_VL",
     planner="triptych.models.qwen2_vl.plan:Qwen2VLPlanner",
     preprocessor="triptych.models.shared.frames:VideoPreprocessor",
     adapter="triptych.models.qwen2_vl.encoder:Qwen2VL",
@@ -61,14 +72,15 @@ QWEN2_5_VL = replace(
 )
 QWEN3_VL = Family(
     name="Qwen3-VL",
+    backbone=f"{BACKBONES}.qwen3:QWEN3_VL",
     planner="triptych.models.qwen3_vl.plan:Qwen3VLPlanner",
     preprocessor="triptych.models.qwen3_vl.preprocess:Qwen3VLPreprocessor",
     adapter="triptych.models.qwen3_vl.encoder:Qwen3VL",
     modalities=("text", "image", "video"),
 )
-
 QWEN3_OMNI = Family(
     name="Qwen3-Omni-MoE (thinker)",
+    backbone=f"{BACKBONES}.qwen3:QWEN3_OMNI_MOE",
     planner="triptych.models.qwen3_omni.plan:Qwen3OmniPlanner",
     preprocessor="triptych.models.qwen3_omni.preprocess:Qwen3OmniPreprocessor",
     adapter="triptych.models.qwen3_omni.encoder:Qwen3Omni",
@@ -76,13 +88,25 @@ QWEN3_OMNI = Family(
 )
 
 FAMILIES = {
-    "qwen2": QWEN2,
-    "qwen3": replace(QWEN2, name="Qwen3", adapter="triptych.models.text.adapter:Qwen3"),
-    "qwen3_moe": replace(QWEN2, name="Qwen3-MoE", adapter="triptych.models.text.adapter:Qwen3Moe"),
+    "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
+    "qwen3": _text("Qwen3", "qwen3:QWEN3"),
+    "qwen3_moe": _text("Qwen3-MoE", "qwen3:QWEN3_MOE"),
+    "qwen2_moe": _text("Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe:QWEN2_MOE"),
+    "llama": _text("Llama 2, Llama 3, SmolLM2", "llama:LLAMA"),
+    "mistral": _text("Mistral", "mistral:MISTRAL"),
+    "ministral": _text("Ministral", "mistral:MINISTRAL"),
+    "ministral3": _text("Ministral 3 (text)", "mistral:MINISTRAL3"),
+    "phi3": _text("Phi-3, Phi-4, Phi-4-mini", "phi3:PHI3"),
+    "glm": _text("GLM-4-9B", "glm:GLM"),
+    "glm4": _text("GLM-4-0414", "glm:GLM4"),
+    "glm4_moe": _text("GLM-4.5, GLM-4.6, GLM-4.7", "glm4_moe:GLM4_MOE"),
+    "gemma2": _text("Gemma 2", "gemma:GEMMA2"),
+    "gemma3_text": _text("Gemma 3 (text)", "gemma:GEMMA3"),
+    "gpt_oss": _text("gpt-oss", "gpt_oss:GPT_OSS"),
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", adapter="triptych.models.qwen3_vl.encoder:Qwen3VLMoe"),
+    "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", backbone=f"{BACKBONES}.qwen3:QWEN3_VL_MOE"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
@@ -95,6 +119,12 @@ def family_of(config: ModelConfig) -> Family:
         served = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not served; served are {served}")
     return FAMILIES[model_type]
+
+
+def backbone_of(config: ModelConfig) -> Backbone:
+    """Return the backbone of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
+    backbone: Backbone = resolve(family_of(config).backbone)
+    return backbone
 
 
 def identity_of(folder: Path) -> ModelIdentity:

@@ -140,11 +140,33 @@ class KVTensors:
         return cls(list(keys), list(values))
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """What a layer's attention does besides the plain softmax. Raises ValueError for sinks of another dtype."""
+
+    window: int | None = None
+    """Tokens that each token attends to, including itself; None for all before it."""
+    scale: float | None = None
+    """Factor of the products of queries and keys; None for ``head_dim ** -0.5``."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: Tensor | None = None
+    """float32 [heads], contiguous: a logit of each query head that takes part in the softmax's sum, without a value."""
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None and (self.sinks.dtype != torch.float32 or not self.sinks.is_contiguous()):
+            raise ValueError(f"sinks are {self.sinks.dtype} with strides {self.sinks.stride()}")
+
+    def scale_for(self, head_dim: int) -> float:
+        """Return the factor of the products of queries and keys."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = AttentionOptions()
+
+
 class AttentionBackend(Protocol):
     """Writes a step's new keys and values into a layer's cache, then attends from its new tokens."""
-
-    takes_windows: bool
-    """Whether sliding windows are supported."""
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self,
@@ -154,14 +176,13 @@ class AttentionBackend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         batch: AttentionBatch,
-        window: int | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attend causally from each new token to its own sequence, scaled by ``head_dim ** -0.5``.
+        """Attend causally from each new token to its own sequence.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
         [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
-        used. Query head h reads kv head ``h * kv_heads // heads``. With a ``window``, each token attends to the last
-        ``window`` tokens, including itself. Returns [T, heads, head_dim] in the query's dtype.
+        used. Query head h reads kv head ``h * kv_heads // heads``. Returns [T, heads, head_dim] in the query's dtype.
         """
 
 

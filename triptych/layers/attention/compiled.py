@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.layers import native
-from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.tables import PagedTables
 
 FORMATS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
@@ -24,12 +24,12 @@ class AttentionOperands(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "query_lens", "kv_lens", "page_starts")),
-        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages")),
+        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages", "sinks")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "format", "in_bf16")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
     )
 
 
@@ -68,13 +68,13 @@ class PagedAttention:
         key_cache: Tensor,
         value_cache: Tensor,
         batch: AttentionBatch,
-        window: int | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """See ``AttentionBackend``. A token's heads must be contiguous in the caches. Raises IndexError for slots and
         page tables beyond the caches, and MemoryError."""
         new = _with_dense_heads(key), _with_dense_heads(value), batch.slots
         tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
-        return self._attend(query, (key_cache, value_cache), new, tables, window=window or NO_WINDOW)
+        return self._attend(query, (key_cache, value_cache), new, tables, options)
 
     def over_segments(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None = None
@@ -92,7 +92,9 @@ class PagedAttention:
         pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
         tables = _of_segments(tuple(lengths), self._tile(query.shape[1], key.shape[1]))
         nothing_new = key[:0], value[:0], tables.pages[:0]
-        return self._attend(query, (pages[0], pages[1]), nothing_new, tables, causal=False, scale=scale)
+        return self._attend(
+            query, (pages[0], pages[1]), nothing_new, tables, AttentionOptions(scale=scale), causal=False
+        )
 
     def segment_operands(
         self, num_tokens: int, lengths: Sequence[int], shape: tuple[int, int, int], scale: float
@@ -106,7 +108,8 @@ class PagedAttention:
         if not num_tokens == sum(lengths) > 0:
             raise ValueError(f"segments of {sum(lengths)} tokens for {num_tokens} tokens")
         tables = _of_segments(tuple(lengths), self._tile(*shape[:2]))
-        step = _operands(tables, tables.pages[:0], shape, causal=False, scale=scale, in_bf16=self._in_bf16)
+        step = _operands(tables, tables.pages[:0], shape, causal=False, in_bf16=self._in_bf16)
+        step.scale = scale
         step.page_size = gcd(*lengths)
         step.num_pages = num_tokens // step.page_size
         step.window = NO_WINDOW
@@ -132,18 +135,17 @@ class PagedAttention:
         caches: tuple[Tensor, Tensor],
         new: tuple[Tensor, Tensor, Tensor],
         tables: PagedTables,
+        options: AttentionOptions,
         *,
-        window: int = NO_WINDOW,
         causal: bool = True,
-        scale: float | None = None,
     ) -> Tensor:
         """``caches`` are pages of keys and of values; ``new`` are the keys and values to write, and their slots."""
         query = _with_dense_heads(query)
         _, heads, dim = query.shape
         output = query.new_empty(query.shape)
         shape = heads, caches[0].shape[2], dim
-        step = _operands(tables, new[2], shape, causal=causal, scale=scale, in_bf16=self._in_bf16)
-        set_caches(step, *caches, window)
+        step = _operands(tables, new[2], shape, causal=causal, in_bf16=self._in_bf16)
+        set_layer(step, *caches, options)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
         raise_failure(self._run(step), step)
@@ -156,12 +158,10 @@ def _operands(
     shape: tuple[int, int, int],
     *,
     causal: bool = True,
-    scale: float | None = None,
     in_bf16: bool = False,
 ) -> AttentionOperands:
     """``shape`` is (heads, kv heads, head_dim)."""
-    scale = shape[2] ** -0.5 if scale is None else scale
-    step = AttentionOperands(num_tokens=len(slots), causal=causal, scale=scale, in_bf16=in_bf16)
+    step = AttentionOperands(num_tokens=len(slots), causal=causal, in_bf16=in_bf16)
     step.slots, step.query_starts, step.query_lens = (
         tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
     )
@@ -174,13 +174,15 @@ def _operands(
     return step
 
 
-def set_caches(step: AttentionOperands, keys: Tensor, values: Tensor, window: int | None) -> None:
-    """Set the operands that differ between layers."""
+def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+    """Set the operands that differ between layers; ``options`` must outlive ``step``."""
     step.keys, step.values = keys.data_ptr(), values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
     step.format = FORMATS[keys.dtype]
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
-    step.window = min(window or NO_WINDOW, NO_WINDOW)
+    step.window = min(options.window or NO_WINDOW, NO_WINDOW)
+    step.scale, step.cap = options.scale_for(step.dim), options.softcap or 0
+    step.sinks = None if options.sinks is None else options.sinks.data_ptr()
 
 
 def raise_failure(done: int, step: AttentionOperands) -> None:

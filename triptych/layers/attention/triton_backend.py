@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
 
@@ -28,8 +28,6 @@ class TritonAttention:
     kernel all others.
     """
 
-    takes_windows = False
-
     def __init__(self, num_processors: int) -> None:
         """``num_processors`` is the device's number of multiprocessors, by which decode splits contexts."""
         self._num_processors = num_processors
@@ -42,9 +40,9 @@ class TritonAttention:
         key_cache: Tensor,
         value_cache: Tensor,
         batch: AttentionBatch,
-        window: int | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """See ``AttentionBackend``; ``window`` must be None."""
+        """See ``AttentionBackend``."""
         num_tokens, heads, dim = query.shape
         _, page_size, kv_heads, _ = key_cache.shape
         query, key, value = map(_dense_rows, (query, key, value))
@@ -52,35 +50,35 @@ class TritonAttention:
             key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
             WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim),
         )  # fmt: skip
-        shape = constants(heads, kv_heads, dim, page_size, query.itemsize)
+        shape = constants(heads, kv_heads, dim, page_size, query.itemsize) | option_constants(options)
         tile = tile_tokens(heads, kv_heads, dim, query.itemsize)
         tables = batch.paged(tile)
         output = torch.empty((num_tokens, heads, dim), dtype=query.dtype, device=query.device)
-        scale = dim**-0.5 * math.log2(math.e)
+        scale = options.scale_for(dim) * math.log2(math.e)
         if len(tables.decodes):
-            self._decode(query, key_cache, value_cache, output, tables, scale, shape)
+            self._decode(query, key_cache, value_cache, options.sinks, output, tables, scale, shape)
         if len(tables.tiles):
             prefill_kernel[(len(tables.tiles), kv_heads)](
-                query, key_cache, value_cache, output, tables.tiles, tables.query_starts, tables.query_lens,
-                tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
+                query, key_cache, value_cache, options.sinks, output, tables.tiles, tables.query_starts,
+                tables.query_lens, tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
                 GROUP_BLOCK=triton.next_power_of_2(heads // kv_heads), TILE=tile,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
         return output
 
     def _decode(  # noqa: PLR0917 (a kernel's operands)
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, tables: PagedTables,
-        scale: float, shape: dict[str, int],
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None, output: Tensor,
+        tables: PagedTables, scale: float, shape: dict[str, float],
     ) -> None:  # fmt: skip
         _, heads, dim = query.shape
-        kv_heads, num_decodes = shape["KV_HEADS"], len(tables.decodes)
+        kv_heads, num_decodes = key_cache.shape[2], len(tables.decodes)
         splits = num_splits(num_decodes * kv_heads, self._num_processors)
         parts = num_decodes * heads * splits if splits > 1 else 0
         sums, maxima, totals = (
             torch.empty(size, dtype=torch.float32, device=query.device) for size in (parts * dim, parts, parts)
         )
         decode_kernel[(num_decodes, kv_heads, splits)](
-            query, key_cache, value_cache, output, sums, maxima, totals, tables.decodes, tables.query_starts,
+            query, key_cache, value_cache, sinks, output, sums, maxima, totals, tables.decodes, tables.query_starts,
             tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
             GROUP_BLOCK=max(MIN_ROWS, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits,
             num_warps=4, num_stages=2,
@@ -103,6 +101,11 @@ def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int
         "DIM_BLOCK": _dim_block(dim),
         "KEYS": keys if itemsize < 4 else max(MIN_ROWS, keys // 2),  # fp32 is kept in parts as well
     }
+
+
+def option_constants(options: AttentionOptions) -> dict[str, float]:
+    """Return the compile-time constants of a layer's attention."""
+    return {"WINDOW": options.window or 0, "CAP": options.softcap or 0.0, "SINKS": options.sinks is not None}
 
 
 def tile_tokens(heads: int, kv_heads: int, dim: int, itemsize: int) -> int:

@@ -4,7 +4,10 @@ Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [p
 contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads that share a kv head
 are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
 keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
-have an instruction: ``scale`` includes the factor log2(e).
+have an instruction: scores include the factor log2(e), and so do sinks.
+
+``WINDOW`` is the number of tokens that each token attends to, including itself, and ``CAP`` the soft limit of scores; 0
+for none. ``SINKS`` says whether there are ``sinks``, fp32 [heads]: logits without values.
 
 Products accumulate in fp32. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact; the
 default rounds them to one. fp32 on ordinary cores (``ieee``) would need too many registers.
@@ -12,6 +15,9 @@ default rounds them to one. fp32 on ordinary cores (``ieee``) would need too man
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(-1e30)  # a score below all others; finite, so that the difference of two is a number
 
 
 @triton.jit
@@ -33,13 +39,12 @@ def write_kernel(
 @triton.jit
 def _attend_block(
     query, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
-    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the online softmax.
 
     ``places`` [KEYS] are the keys' token indices, ``inside`` [KEYS] marks those that exist, ``visible`` [rows, KEYS]
-    those that a row attends to. Returns the updated ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK]. Each
-    row must attend to at least one key of the first block.
+    those that a row attends to. Returns the updated ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
     """
     dims = tl.arange(0, DIM_BLOCK)
     pages = tl.load(page_table + places // PAGE_SIZE, mask=inside, other=0)
@@ -50,6 +55,8 @@ def _attend_block(
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
+    if CAP > 0:  # CAP * tanh(score / CAP)
+        scores = (1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)) * (CAP * LOG2_E)
     scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(maxima, tl.max(scores, 1))
     rescale = tl.exp2(maxima - higher)
@@ -60,11 +67,23 @@ def _attend_block(
 
 
 @triton.jit
+def _start_softmax(sinks, heads, exists, SINKS: tl.constexpr, ROWS: tl.constexpr):
+    """Return the first ``maxima`` and ``totals`` of rows with these heads. A sink is a key without a value."""
+    maxima = tl.full([ROWS], NEVER, tl.float32)
+    totals = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        maxima = tl.maximum(tl.load(sinks + heads, mask=exists, other=0.0) * LOG2_E, maxima)
+        totals += 1
+    return maxima, totals
+
+
+@triton.jit
 def decode_kernel(
-    query, key_cache, value_cache, output, partial_sums, partial_maxima, partial_totals,
+    query, key_cache, value_cache, sinks, output, partial_sums, partial_maxima, partial_totals,
     decodes, query_starts, kv_lens, page_starts, pages, query_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one new token, for one kv head, to one part of the context per program.
 
@@ -79,8 +98,9 @@ def decode_kernel(
     token = tl.load(query_starts + sequence)
     kv_len = tl.load(kv_lens + sequence)
     page_table = pages + tl.load(page_starts + sequence)
-    span = tl.cdiv(tl.cdiv(kv_len, SPLITS), KEYS) * KEYS
-    start = split * span
+    visible = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    span = tl.cdiv(tl.cdiv(kv_len - visible, SPLITS), KEYS) * KEYS
+    start = visible + split * span
     end = tl.minimum(start + span, kv_len)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -90,15 +110,17 @@ def decode_kernel(
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
     queries = tl.load(query + token * query_stride + heads[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
 
-    maxima = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    totals = tl.zeros([GROUP_BLOCK], tl.float32)
+    maxima, totals = _start_softmax(sinks, heads, group < GROUP, SINKS, GROUP_BLOCK)
+    if SPLITS > 1:  # only the first split has the sinks
+        maxima = tl.where(split == 0, maxima, NEVER)
+        totals = tl.where(split == 0, totals, 0.0)
     sums = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     for base in range(start, end, KEYS):
         places = base + tl.arange(0, KEYS)
         inside = places < end
         maxima, totals, sums = _attend_block(
             queries, key_cache, value_cache, page_table, kv_head, places, inside, inside[None, :], scale,
-            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, CAP,
         )  # fmt: skip
 
     if SPLITS == 1:
@@ -118,7 +140,7 @@ def reduce_kernel(
 ):  # fmt: skip
     """Combine the splits of the context for one new token and one query head per program.
 
-    An empty split has a maximum of minus infinity, hence a weight of 0; the first split is never empty.
+    An empty split has the maximum ``NEVER``, hence a weight of 0; the first split is never empty.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -136,10 +158,11 @@ def reduce_kernel(
 
 @triton.jit
 def prefill_kernel(
-    query, key_cache, value_cache, output, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
+    query, key_cache, value_cache, sinks, output, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
     query_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ``TILE`` new tokens of one sequence, for one kv head, per program; rows are tokens times query heads.
 
@@ -167,16 +190,18 @@ def prefill_kernel(
     )
 
     end = past + tl.minimum(first + TILE, query_len)
-    maxima = tl.full([ROWS], float("-inf"), tl.float32)
-    totals = tl.zeros([ROWS], tl.float32)
+    begin = tl.maximum(past + first + 1 - WINDOW, 0) // KEYS * KEYS if WINDOW > 0 else 0
+    maxima, totals = _start_softmax(sinks, heads, head < GROUP, SINKS, ROWS)
     sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
-    for base in range(0, end, KEYS):
+    for base in range(begin, end, KEYS):
         places = base + tl.arange(0, KEYS)
         inside = places < end
         visible = inside[None, :] & (places[None, :] <= (past + token)[:, None])
+        if WINDOW > 0:
+            visible = visible & (places[None, :] > (past + token)[:, None] - WINDOW)
         maxima, totals, sums = _attend_block(
             queries, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale,
-            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, CAP,
         )  # fmt: skip
 
     result = (sums / totals[:, None]).to(output.dtype.element_ty)

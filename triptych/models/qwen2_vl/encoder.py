@@ -6,12 +6,9 @@ level, saved ones in ``text_config``.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from triptych.layers.decoder_config import RopeConfig
 from triptych.models.base import ModelConfig
-from triptych.models.shared.backbone import QWEN2
 from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
 from triptych.models.shared.settings import text_section
 
@@ -26,7 +23,6 @@ class Qwen2VL(MultimodalAdapter):
             width="hidden_size",
         ),
     )
-    backbone = replace(QWEN2, rope=RopeConfig(1_000_000.0, (16, 24, 24)), rms_norm_eps=1e-5)
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """Return the text section or, for published files, the top level."""

@@ -5,13 +5,9 @@ Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_to
 by itself lacks the prefix ``thinker.``.
 """
 
-from dataclasses import replace
-
-from triptych.layers.decoder_config import RopeConfig
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTower
 from triptych.models.qwen3_omni.plan import thinker_config
-from triptych.models.shared.backbone import QWEN3
 from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, WeightPrefixes
 
 _PACKAGE = "transformers.models.qwen3_omni_moe"
@@ -36,13 +32,6 @@ class Qwen3Omni(MultimodalAdapter):
             make_tower=AudioTower,
         ),
     )
-    backbone = replace(
-        QWEN3,
-        rope=RopeConfig(1_000_000.0, (24, 20, 20), interleaved=True),
-        head_dim=None,
-        experts=True,
-        windows="none",
-    )
     layouts = (
         WeightPrefixes(
             {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
@@ -55,4 +44,4 @@ class Qwen3Omni(MultimodalAdapter):
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(thinker_config(config))
+        super().__init__(thinker_config(config) | {"model_type": config.get("model_type")})

@@ -1,4 +1,4 @@
-"""Adapters of Qwen3-VL and Qwen3-VL-MoE: vision tower, decoder parameters and tensor names.
+"""Adapter of Qwen3-VL and Qwen3-VL-MoE: vision tower, decoder parameters and tensor names.
 
 Names are the same in the published files and in those that ``save_pretrained`` of transformers 5 writes:
 ``model.visual.…``, ``model.language_model.…``, ``lm_head.weight`` (absent when tied). Only stacked expert weights
@@ -6,17 +6,11 @@ differ. Published: ``gate_up_proj`` [experts, hidden, 2 * intermediate], ``down_
 saved, as the modules hold them: [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate].
 """
 
-from dataclasses import replace
-
-from triptych.layers.decoder_config import RopeConfig
-from triptych.models.shared.backbone import QWEN3
 from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
-
-ROPE = RopeConfig(500_000.0, (24, 20, 20), interleaved=True)
 
 
 class Qwen3VL(MultimodalAdapter):
-    """``ModelAdapter`` for model type ``qwen3_vl``."""
+    """``ModelAdapter`` for model types ``qwen3_vl`` and ``qwen3_vl_moe``."""
 
     specs = (
         TowerSpec(
@@ -26,10 +20,3 @@ class Qwen3VL(MultimodalAdapter):
             deepstack="deepstack_visual_indexes",
         ),
     )
-    backbone = replace(QWEN3, rope=ROPE, windows="none")
-
-
-class Qwen3VLMoe(Qwen3VL):
-    """``ModelAdapter`` for model type ``qwen3_vl_moe``: the same tower, a mixture of experts in the decoder."""
-
-    backbone = replace(QWEN3, rope=ROPE, head_dim=None, experts=True, windows="none")

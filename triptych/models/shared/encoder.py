@@ -18,9 +18,9 @@ from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
+from triptych.layers.weights import DecoderKeys
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.registry import resolve
-from triptych.models.shared.backbone import BackboneDefaults, build_decoder_config, detect_decoder_keys
+from triptych.models.registry import backbone_of, resolve
 from triptych.models.shared.settings import setting
 
 if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
@@ -116,14 +116,13 @@ LAYOUTS = (
 
 
 class MultimodalAdapter:
-    """``ModelAdapter`` of a family with towers; subclasses set ``specs`` and ``backbone``.
+    """``ModelAdapter`` of a family with towers; subclasses set ``specs``.
 
     Raises CheckpointError for a config that lacks a setting or asks for something unsupported.
     """
 
     specs: ClassVar[Sequence[TowerSpec]]
     """The towers, the vision tower first."""
-    backbone: ClassVar[BackboneDefaults]
     layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
     """The naming schemes of checkpoints, in order of preference."""
 
@@ -132,9 +131,8 @@ class MultimodalAdapter:
         self._sections = {spec.name: setting(config, spec.section, dict) for spec in self.specs}
         vision, key = self._sections[VISION], self.specs[0].deepstack
         deepstack = setting(vision, key, list) if key else []
-        self.decoder_config = build_decoder_config(
+        self.decoder_config = backbone_of(config).decoder_config(
             text,
-            self.backbone,
             # The top level takes precedence, as in transformers: the text section of saved MoE files contradicts it.
             tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             num_deepstack_layers=len(deepstack),
@@ -183,7 +181,7 @@ class MultimodalAdapter:
         """
         self._split_keys(checkpoint.tensors)
         prefixes = self.weight_prefixes(checkpoint.tensors)
-        keys = detect_decoder_keys(self.decoder_config, checkpoint, prefixes.decoder, prefixes.head)
+        keys = DecoderKeys(prefixes.decoder, prefixes.head, self.decoder_config.names)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:

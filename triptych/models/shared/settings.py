@@ -1,5 +1,6 @@
 """Reads settings from a checkpoint's configuration files, with errors that name file and key."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -27,6 +28,14 @@ def setting(
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, int) and kind is not bool and _is_no_count(value)):
         raise CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
+    return value
+
+
+def positive_number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Return a positive, finite number; absent and null mean ``default``. Raises CheckpointError for anything else."""
+    value = setting(settings, name, float, default=default)
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {name} must be a positive number, not {value}")
     return value
 
 

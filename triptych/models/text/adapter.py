@@ -1,12 +1,10 @@
-"""Adapters of the text-only models Qwen2, Qwen3 and Qwen3-MoE: decoder parameters and tensor names.
+"""Adapter of text-only models: decoder parameters and tensor names.
 
 Tensors are named ``model.…`` and ``lm_head.weight`` (absent when tied), both in the published files and in those saved
 by transformers 5. Both store experts' weights one by one; stacked ones, as the modules hold them, load as well.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -17,33 +15,33 @@ from triptych.layers.decoder import Decoder
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
+from triptych.layers.weights import DecoderKeys
 from triptych.models.base import ModelConfig
-from triptych.models.shared.backbone import QWEN2, QWEN3, BackboneDefaults, build_decoder_config, detect_decoder_keys
-
-PREFIX, HEAD = "model.", "lm_head.weight"
+from triptych.models.registry import backbone_of
 
 
 class TextAdapter:
     """``ModelAdapter`` of a text-only model. Raises CheckpointError for an unsupported config."""
 
-    backbone: ClassVar[BackboneDefaults]
-
     def __init__(self, config: ModelConfig) -> None:
-        tied = bool(config.get("tie_word_embeddings", False))
-        self.decoder_config = build_decoder_config(config, self.backbone, tie_embeddings=tied)
+        backbone = backbone_of(config)
+        tied = bool(config.get("tie_word_embeddings", backbone.ties_embeddings))
+        self.decoder_config = backbone.decoder_config(config, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
+        self._keys = DecoderKeys("model.", "lm_head.weight", self.decoder_config.names)
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return no keys: there is no encoder."""
         return []
 
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """Return all keys, sorted. Raises CheckpointError for a key that isn't the decoder's."""
+        """Return the keys of all tensors that the decoder uses, sorted. Raises CheckpointError for a key that isn't the
+        decoder's."""
         keys = sorted(all_keys)
         for key in keys:
-            if not key.startswith(PREFIX) and key != HEAD:
+            if not self._keys.owns(key):
                 raise CheckpointError(f"tensor {key!r} belongs to no part of a text-only model")
-        return keys
+        return [key for key in keys if not self._keys.ignores(key)]
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Raises CheckpointError."""
@@ -58,27 +56,8 @@ class TextAdapter:
         device doesn't support or a group size that doesn't divide the decoder.
         """
         self.decoder_keys(checkpoint.tensors)
-        keys = detect_decoder_keys(self.decoder_config, checkpoint, PREFIX, HEAD)
-        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
+        return Decoder.load(self.decoder_config, checkpoint, self._keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
         """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": 0, "decoder": …}``."""
         return {"encoder": 0, "decoder": sum(tensors[key].num_bytes for key in self.decoder_keys(tensors))}
-
-
-class Qwen2(TextAdapter):
-    """Model type ``qwen2``: Qwen2 and Qwen2.5."""
-
-    backbone = QWEN2
-
-
-class Qwen3(TextAdapter):
-    """Model type ``qwen3``."""
-
-    backbone = QWEN3
-
-
-class Qwen3Moe(TextAdapter):
-    """Model type ``qwen3_moe``."""
-
-    backbone = replace(QWEN3, head_dim=None, experts=True, norm_topk_prob=False, windows="all")

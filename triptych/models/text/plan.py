@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triptych.errors import MediaNotServed
+from triptych.models.backbones.rope import context_length
 from triptych.models.base import ModelConfig, Positions
 from triptych.models.shared.mrope import mrope_positions
-from triptych.models.shared.settings import setting
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
@@ -30,7 +30,7 @@ class TextPlanner:
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        self.context_length = setting(config, "max_position_embeddings", int)
+        self.context_length = context_length(config)
 
     def plan(
         self,

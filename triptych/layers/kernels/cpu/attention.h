@@ -2,6 +2,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "vectors.h"
+
 #define NEVER -1e30f /* a score below all others; finite, so that the difference of two is a number */
 #define TILE 64      /* keys that are scored before their values are summed */
 
@@ -12,6 +14,7 @@ typedef struct {
     void *keys, *values;       /* the cache, [pages, page_size, kv_heads] heads, cache_stride bytes between tokens */
     float *output;             /* [T, heads, dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
+    const float *sinks;        /* [heads]: logits that take part in the softmax's sum, without a value; or NULL */
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* num_entries: length of pages */
     int64_t heads, kv_heads, dim, num_pages, page_size;
     int64_t query_stride, key_stride, value_stride, cache_stride;
@@ -19,8 +22,18 @@ typedef struct {
     int64_t causal;            /* 0 if new tokens attend to their whole sequence, including later tokens */
     int64_t format;            /* of the cache's heads: KV_FLOAT, KV_HALF or KV_INT8 */
     int64_t in_bf16;           /* whether tiles multiply in bfloat16, where the processor can */
-    float scale;
+    float scale;               /* of the products of queries and keys */
+    float cap;                 /* scores become cap * tanh(score / cap), unless it is 0 */
 } Step;
+
+/* Limits scores softly: nearly the same where they are small, always between -cap and cap. A call, so that code for
+ * models without a cap doesn't depend on it. */
+static __attribute__((noinline, unused)) void cap_scores(float *scores, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        floats limited = cap * hyperbolic_tangent(load(scores + i, count - i) / cap);
+        store(scores + i, limited, count - i);
+    }
+}
 
 /* Bytes of working memory needed; -1 for a slot or page beyond the cache, or too short a page table. */
 int64_t attention_room(const Step *step);

@@ -109,3 +109,76 @@ int finish_layer(const After *layer, const float *hidden, const float *attended,
     free(room);
     return 1;
 }
+
+/* One expert of a mixture. The first product yields values to activate, then their factors. */
+typedef struct {
+    Linear up, down;
+} Expert;
+
+/* The experts of a mixture. Their activation is one of ``Activation`` or, if ``limit`` is not 0, activate_clamped. */
+typedef struct {
+    const Expert *experts;
+    int64_t count, weighs_inputs, activation;
+    float limit, alpha;
+} Experts;
+
+static void activate_expert(const Experts *mixture, const float *up, float *inputs, int64_t inner) {
+    if (mixture->limit == 0) activate(up, up + inner, inputs, inner, mixture->activation);
+    else activate_clamped(up, up + inner, inputs, inner, mixture->limit, mixture->alpha);
+}
+
+/* Adds up the outputs of each token's experts: hidden [T, hidden], chosen and weights [T, per_token] to output
+ * [T, hidden]. Each expert runs once, for its tokens. Returns 0 if there is no memory. */
+int run_experts(const Experts *mixture, const float *hidden, const int64_t *chosen, const float *weights, float *output,
+                int64_t tokens, int64_t per_token) {
+    const Expert *experts = mixture->experts;
+    int64_t width = experts->up.inputs, inner = experts->down.inputs, count = mixture->count;
+    int64_t assigned = tokens * per_token, largest = 0, bytes = 0;
+    int64_t *ends = calloc(count + 1 + assigned, sizeof(int64_t)), *order = ends + count + 1;
+    if (!ends) return 0;
+    for (int64_t i = 0; i < assigned; i++) ends[chosen[i] + 1]++;
+    for (int64_t expert = 0; expert < count; expert++) {
+        int64_t rows = ends[expert + 1];
+        largest = most(largest, rows);
+        if (rows) bytes = most(bytes, room_for(&experts[expert].up, rows));
+        if (rows) bytes = most(bytes, room_for(&experts[expert].down, rows));
+        ends[expert + 1] += ends[expert];
+    }
+    for (int64_t i = 0; i < assigned; i++) order[ends[chosen[i]]++] = i; /* what was an expert's start is its end now */
+    bytes = whole_lines(bytes);
+    void *room = memory(bytes + largest * (2 * width + 3 * inner) * sizeof(float));
+    if (!room) return free(ends), 0;
+    float *gathered = (float *)((char *)room + bytes), *added = gathered + largest * width;
+    float *up = added + largest * width, *inputs = up + 2 * largest * inner;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) memset(output + token * width, 0, width * sizeof(float));
+        for (int64_t expert = 0; expert < count; expert++) {
+            int64_t start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
+            const int64_t *own = order + start;
+            if (!rows) continue;
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++) {
+                const float *from = hidden + own[row] / per_token * width;
+                float weight = mixture->weighs_inputs ? weights[own[row]] : 1;
+                for (int64_t i = 0; i < width; i++) gathered[row * width + i] = from[i] * weight;
+            }
+            multiply(&experts[expert].up, gathered, up, rows, room);
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++)
+                activate_expert(mixture, up + 2 * row * inner, inputs + row * inner, inner);
+            multiply(&experts[expert].down, inputs, added, rows, room);
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++) {
+                float *from = added + row * width, *to = output + own[row] / per_token * width;
+                float weight = mixture->weighs_inputs ? 1 : weights[own[row]];
+                for (int64_t i = 0; i < width; i++) from[i] *= weight; /* apart, so that it is rounded */
+                for (int64_t i = 0; i < width; i++) to[i] += from[i];
+            }
+        }
+    }
+    free(room);
+    free(ends);
+    return 1;
+}

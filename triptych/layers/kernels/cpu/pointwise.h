@@ -82,3 +82,14 @@ inlined void activate(const float *from, const float *factors, float *to, int64_
     default: activate_as(from, factors, to, width, SILU);
     }
 }
+
+/* (up + 1) gate sigmoid(alpha gate) of clamped gates and ups [width]: ``ClampedSwiGLU`` of specs.py */
+inlined void activate_clamped(const float *gates, const float *ups, float *to, int64_t width, float limit,
+                              float alpha) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        floats gate = load(gates + i, width - i), up = load(ups + i, width - i);
+        gate = choose(gate > limit, splat(limit), gate);
+        up = choose(up > limit, splat(limit), choose(up < -limit, splat(-limit), up));
+        store(to + i, (up + 1.0f) * gate * sigmoid(alpha * gate), width - i);
+    }
+}

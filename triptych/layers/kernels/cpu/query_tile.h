@@ -149,13 +149,14 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
         rows[row] = query + token * step->query_stride + row % group * dim;
+        /* a sink is a key that all tokens see, without a value */
+        tile->maxima[row / LANES][row % LANES] = step->sinks ? step->sinks[kv_head * group + row % group] : NEVER;
         tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
     }
     for (int64_t i = 0; i < whole(dim) * ROWS; i++) tile->sums[i] = 0;
     for (int64_t i = dim / 2 * ROWS; i < whole(dim) / 2 * ROWS && in_pairs; i++) tile->queries[i] = 0;
     for (int half = 0; half < 2; half++) {
-        tile->maxima[half] = splat(NEVER);
-        tile->totals[half] = (floats){};
+        tile->totals[half] = splat(step->sinks ? 1.0f : 0.0f);
         for (int64_t i = 0; i < dim; i += LANES) {
             floats square[LANES];
             for (int lane = 0; lane < LANES; lane++)
@@ -173,6 +174,7 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
 inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
                         const int in_pairs) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
+    if (step->cap) cap_scores(tile->scores, count * ROWS, step->cap);
     if (start + count - 1 > tile->first || start <= tile->last - step->window) {
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {

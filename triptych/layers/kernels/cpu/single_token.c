@@ -150,9 +150,11 @@ inlined void add_values(float *sums, float weights[][TILE], const Step *step, co
 inlined void attend_keys(const Step *step, const Work *work, Parts parts, const int format) {
     float scores[MAX_HEADS][TILE];
     score_keys(scores, step, work, format);
-    for (int64_t head = 0; head < work->heads; head++)
+    for (int64_t head = 0; head < work->heads; head++) {
+        if (step->cap) cap_scores(scores[head], work->count, step->cap);
         weigh(scores[head], work->count, parts.maxima + head, parts.totals + head, parts.sums + head * step->dim,
               step->dim);
+    }
     add_values(parts.sums, scores, step, work, format);
 }
 
@@ -196,10 +198,11 @@ int64_t find_spans(const Step *step, Span *spans) {
 void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left) {
     int64_t heads = step->heads, dim = step->dim, count = 1;
     while (count < spans_left && span[count].sequence == span->sequence) count++;
-    floats highest = splat(NEVER), total = {};
+    floats sink = splat(step->sinks ? step->sinks[head] : NEVER), highest = sink, total = {};
     for (int64_t i = 0; i < count; i++) highest = larger(splat(parts.maxima[i * heads + head]), highest);
     for (int64_t i = 0; i < count; i++)
         total += exponential(splat(parts.maxima[i * heads + head]) - highest) * parts.totals[i * heads + head];
+    if (step->sinks) total += exponential(sink - highest);
     float *output = step->output + (step->query_starts[span->sequence] * heads + head) * dim;
     for (int64_t at = 0; at < dim; at += LANES) {
         floats sum = {};

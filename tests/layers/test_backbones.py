@@ -1,0 +1,353 @@
+"""Backbones without towers against transformers, from both spellings of configs, and the rotary embeddings they use."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+
+from tests.support.backbones import BACKBONES
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import Pool, Prompt, Running, assert_close, layers_of, step
+from tests.support.tiny import make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
+from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.compiled_layer import RunExperts
+from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.layers.mixture import MixtureOfExperts
+from triptych.layers.parallel import SingleRank
+from triptych.layers.rope import Rope, inverse_frequencies
+from triptych.layers.rope_config import RopeConfig
+from triptych.models.backbones.gemma import GEMMA3
+from triptych.models.backbones.gpt_oss import GPT_OSS
+from triptych.models.backbones.rope import context_length, read_rope
+
+CPU = torch.device("cpu")
+FP32 = WEIGHT_FORMATS["float32"]
+TOKENS = torch.arange(3, 43)
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Of a backbone, by name and layout, made once. Tests don't write to it."""
+    return cache(lambda name, *layout: make_tiny(tmp_path_factory.mktemp("tiny"), BACKBONES[name], *layout))
+
+
+def prompt() -> Prompt:
+    positions = torch.arange(len(TOKENS), dtype=torch.float64).expand(3, -1)
+    return Prompt(TOKENS, positions, torch.arange(0), torch.zeros(0, 96))
+
+
+@pytest.mark.parametrize("layout", ["published", "saved"])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_logits(folder: Folder, name: str, layout: str) -> None:
+    """Of a whole prompt and of chunks."""
+    path = folder(name, layout)
+    decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
+    expected = load_reference(path)(TOKENS[None]).logits[0]
+    assert len(set(expected.argmax(-1).tolist())) > 10
+    assert_close(step(Pool(decoder), [(Running(prompt()), len(TOKENS))]), expected, 2e-4)
+    pool, running = Pool(decoder), Running(prompt())
+    chunks = [step(pool, [(running, min(7, running.left))]) for _ in range(0, len(TOKENS), 7)]
+    assert_close(torch.cat(chunks), expected, 2e-4)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
+    """Scaled queries and norms of outputs need the kernels one by one; experts have a call of their own."""
+    path = folder(name, "published")
+    decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
+    if not isinstance(backend := layers_of(decoder)[0].attention.backend, CpuAttention) or backend.kernel is None:
+        pytest.skip("there are no compiled kernels")
+    for layer in layers_of(decoder):
+        assert (layer.compiled_attend is not None) == (name != "ministral3")
+        is_mixture = isinstance(layer.mlp, MixtureOfExperts)
+        assert (layer.compiled_finish is not None) == (not is_mixture and name not in {"glm4", "gemma2", "gemma3"})
+        assert not is_mixture or isinstance(layer.mlp.run_experts, RunExperts)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_gemma_ties_embeddings_by_default(tmp_path: Path, name: str) -> None:
+    """The head has the embeddings as they are stored; tokens have them scaled."""
+    tiny = BACKBONES[name]
+    settings = {key: value for key, value in tiny.config.items() if key != "tie_word_embeddings"}
+    path = make_tiny(tmp_path, replace(tiny, config=settings), "saved")
+    saved = json.loads((path / "config.json").read_text())
+    saved.pop("tie_word_embeddings", None)
+    (path / "config.json").write_text(json.dumps(saved))
+    decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
+    assert decoder.config.tie_embeddings
+    assert_close(
+        step(Pool(decoder), [(Running(prompt()), len(TOKENS))]), load_reference(path)(TOKENS[None]).logits[0], 2e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "glm4"])
+def test_ranks_have_their_parts(folder: Folder, name: str) -> None:
+    """Whatever is stored as one tensor, and in whatever order."""
+    path = folder(name, "published")
+
+    def products(rank: int, size: int) -> list[torch.Tensor]:
+        group = SingleRank()
+        group.rank, group.size = rank, size
+        layer: Any = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU, group).layers[0]
+        inputs = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+        heads = layer.attention.qkv(inputs).split(
+            [n * layer.attention.head_dim for n in layer.attention.head_counts], 1
+        )
+        mlp = layer.mlp.module if size > 1 else layer.mlp
+        return [*heads, *mlp.gate_up(inputs).chunk(2, 1)]
+
+    ranks = [products(rank, 2) for rank in range(2)]
+    for whole, *parts in zip(products(0, 1), *ranks, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_ranks_have_their_sinks(folder: Folder) -> None:
+    path, sinks = folder("gpt_oss", "published"), []
+    for rank in range(2):
+        group = SingleRank()
+        group.rank, group.size = rank, 2
+        layer = layers_of(load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU, group))[1]
+        assert layer.attention.options.sinks is not None
+        sinks.append(layer.attention.options.sinks)
+    whole = load_file(path / "model.safetensors")["model.layers.1.self_attn.sinks"]
+    assert torch.equal(torch.cat(sinks), whole)
+
+
+def test_layers_for_multi_token_prediction_are_ignored(folder: Folder, tmp_path: Path) -> None:
+    """Not those of other numbers."""
+    path = folder("glm4_moe", "published")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    weights, sizes = load_file(path / "model.safetensors"), []
+    for layer in (3, 4):
+        extra = {f"model.layers.{layer}.{name}.weight": torch.ones(96) for name in ("enorm", "shared_head.norm")}
+        save_file(weights | extra, tmp_path / "model.safetensors")
+        adapter, checkpoint = load_adapter(tmp_path), Checkpoint(tmp_path)
+        sizes.append(adapter.weight_bytes_by_stage(checkpoint.tensors)["decoder"])
+        if layer == 3:
+            adapter.load_decoder(checkpoint, FP32, CPU)
+            continue
+        with pytest.raises(CheckpointError, match=r"no place for tensor 'model\.layers\.4\.enorm\.weight'"):
+            adapter.load_decoder(checkpoint, FP32, CPU)
+    assert sizes == [sum(tensor.nbytes for tensor in weights.values()) + extra for extra in (0, 2 * 96 * 4)]
+
+
+def test_frequencies_in_old_files_are_ignored(folder: Folder, tmp_path: Path) -> None:
+    """Other tensors without a place are errors."""
+    path = folder("llama", "published")
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    weights = load_file(path / "model.safetensors")
+    for name, is_known in (("rotary_emb.inv_freq", True), ("rotary_emb.phase", False)):
+        save_file(weights | {f"model.layers.0.self_attn.{name}": torch.ones(8)}, tmp_path / "model.safetensors")
+        if is_known:
+            load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+            continue
+        with pytest.raises(CheckpointError, match=r"no place for tensor .*rotary_emb\.phase"):
+            load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 8.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    },
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+        "attention_factor": 1.25,
+    },
+    "proportional": {"partial_rotary_factor": 0.25},
+    "proportional, factor": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 8.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "short_factor": [1 + n / 7 for n in range(32)],
+        "long_factor": [1 + n for n in range(32)],
+        "original_max_position_embeddings": 4096,
+    },
+    "longrope, factor": {
+        "rope_type": "longrope",
+        "short_factor": [1.5] * 24,
+        "long_factor": [9.0] * 24,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "factor": 32.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_frequencies(name: str) -> None:
+    parameters: dict[str, Any] = {"rope_type": name, "rope_theta": 500_000.0} | ROPES[name]
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=131_072, rope_parameters=dict(parameters)
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    text = {"max_position_embeddings": 131_072, "rope_parameters": parameters}
+    rope = read_rope(text, RopeConfig(10_000.0))
+    found, ours = inverse_frequencies(64, rope)
+    still = expected[len(found) :]
+    assert not still.any(), "those that don't rotate"
+    torch.testing.assert_close(found, expected[: len(found)], rtol=1e-6, atol=1e-9)
+    assert ours == pytest.approx(factor, rel=1e-9)
+    cos, sin = Rope(64, rope, CPU)(torch.arange(9.0, dtype=torch.float64).expand(3, -1), torch.float32)
+    torch.testing.assert_close(
+        cos.square() + sin.square(), cos.square()[:1].expand_as(cos), msg="values that don't rotate keep their size"
+    )
+    published = {"rope_theta": 500_000.0, "rope_scaling": {k: v for k, v in parameters.items() if k != "rope_theta"}}
+    assert read_rope(text | published | {"rope_parameters": None}, RopeConfig(10_000.0)) == rope
+
+
+def test_part_of_a_head_in_three_axes() -> None:
+    """As in Qwen3.5: a quarter of each head, by interleaved axes."""
+    parameters = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
+    config = Qwen3_5TextConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        head_dim=64,
+        rope_parameters=parameters | {"rope_type": "default", "mrope_interleaved": True},
+    )
+    positions = torch.randint(0, 10_000, (3, 9), generator=torch.Generator().manual_seed(0)).double()
+    expected = Qwen3_5TextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
+    rope = read_rope({"rope_parameters": parameters}, RopeConfig(1e4, (11, 11, 10), interleaved=True))
+    for ours, theirs, still in zip(Rope(64, rope, CPU)(positions, torch.float32), expected, (1, 0), strict=True):
+        for half in ours[:, 0].chunk(2, 1):
+            assert torch.equal(half[:, :8], theirs[0, :, :8])
+            assert (half[:, 8:] == still).all()
+
+
+def test_dynamic_scaling_needs_nothing_within_its_context() -> None:
+    text = {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert read_rope(text, RopeConfig(10_000.0)) == RopeConfig(10_000.0)
+    assert context_length(text) == 2048
+
+
+def test_longrope_is_served_up_to_its_original_length() -> None:
+    text = json.loads(json.dumps(BACKBONES["phi3"].config))
+    assert context_length(text) == 1024
+    assert context_length(text | {"original_max_position_embeddings": 8192}) == 4096
+    assert context_length(BACKBONES["llama"].config) == 4096
+
+
+def test_mxfp4_is_refused(folder: Folder, tmp_path: Path) -> None:
+    """Experts as gpt-oss is published."""
+    path = folder("gpt_oss", "published")
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    weights = load_file(path / "model.safetensors")
+    experts = {name: weights.pop(name) for name in list(weights) if ".experts." in name}
+    blocks = {f"{name}_blocks": torch.zeros(1, dtype=torch.uint8) for name in experts}
+    save_file(weights | blocks, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quant_method 'mxfp4' is not served"):
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+def test_gpt_oss_has_yarn_by_default() -> None:
+    """As in transformers."""
+    config = {key: value for key, value in BACKBONES["gpt_oss"].config.items() if not key.startswith("rope_")}
+    (_, rope), *others = GPT_OSS.describe(config).ropes
+    expected = read_rope(GptOssConfig(**config).to_dict(), RopeConfig(1.0))
+    assert (rope, others) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_theta": 1e4}, "must be settings of full_attention and sliding_attention"),
+        ({"full_attention": 3}, "rope settings must be an object"),
+        ({"sliding_attention": {"rope_theta": "big"}}, "rope_theta must be a number"),
+        ({"full_attention": {"rope_type": "longrope", "short_factor": [1.0] * 12}}, "'longrope' is not served"),
+    ],
+)
+def test_ropes_of_gemma_that_are_not_served(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        GEMMA3.describe(BACKBONES["gemma3"].config | {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize(("partial", "pairs"), [(1.0, False), (0.5, False), (0.25, True), (1.0, True)])
+def test_order_of_rotated_values(partial: float, pairs: bool) -> None:
+    """Value i rotates with value i + half of the head, by the frequency that the checkpoint gives them."""
+    rope, head_dim = RopeConfig(10_000.0, partial=partial, pairs=pairs), 24
+    order = rope.order(head_dim) or tuple(range(head_dim))
+    assert sorted(order) == list(range(head_dim))
+    count = rope.num_frequencies(head_dim)
+    for index in range(count):
+        first, second = (2 * index, 2 * index + 1) if pairs else (index, index + count)
+        assert (order[index], order[index + head_dim // 2]) == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear"}, "factor must be a number, not None"),
+        ({"rope_type": "linear", "factor": -1}, "factor must be a positive number"),
+        ({"rope_type": "linear", "factor": float("inf")}, "factor must be a positive number"),
+        (ROPES["llama3"] | {"rope_type": "llama3", "low_freq_factor": 4.0}, "must be less than high_freq"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": "4k"}, "original_max_position_embeddings must be"),
+        ({"rope_type": "longrope", "short_factor": [1, 0]}, "short_factor must be positive numbers"),
+        ({"rope_type": "longrope", "short_factor": None}, "short_factor must be a list"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1"),
+        ({"rope_type": "spiral"}, "'spiral' is not served"),
+        ({"rope_type": ["yarn"]}, "is not served"),
+    ],
+)
+def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_rope({"max_position_embeddings": 4096, "rope_parameters": rope}, RopeConfig(10_000.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "relu"}, "'relu' is not served; served are silu, gelu_pytorch_tanh"),
+        ("llama", {"hidden_act": ["silu"]}, "is not served"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window must be a positive integer"),
+        ("ministral", {"sliding_window": None}, "there is no sliding_window"),
+        ("ministral", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "with rope type 'yarn' only"),
+        ("glm4", {"head_dim": 10}, "5 of 10 values of a head"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 5}}, "5 rope factors for 6 frequencies"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
+        ("gemma2", {"query_pre_attn_scalar": -1.0}, "query_pre_attn_scalar must be a positive number"),
+        ("gemma3", {"hidden_activation": "relu"}, "'relu' is not served"),
+        ("gemma3", {"sliding_window": "all"}, "sliding_window must be a positive integer"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a positive number"),
+        ("gpt_oss", {"num_local_experts": 2}, "3 experts per token can't be chosen from 2"),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ],
+)
+def test_unsupported_configs_are_rejected(
+    folder: Folder, tmp_path: Path, name: str, changes: dict[str, object], message: str
+) -> None:
+    source = folder(name, "published")
+    (tmp_path / "config.json").write_text(json.dumps(BACKBONES[name].config | changes))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)

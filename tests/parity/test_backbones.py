@@ -1,0 +1,62 @@
+"""Backbones without towers answer as transformers does, in one instance and in two, in chunks of any length."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parity.conftest import Model
+from tests.parity.test_families import TEXTS
+from tests.support.backbones import BACKBONES
+from tests.support.harness import FLOAT32, running
+from tests.support.tiny import make_tiny
+from triptych.config import EngineConfig, RankSizes
+
+SEED = 4
+CHUNKS = (1, 7, 64)
+ALWAYS = ("phi3", "glm4", "glm4_moe", "gemma2", "gemma3", "gpt_oss")
+"""The others differ from Qwen's backbones by what the tests of ``layers`` compare, and are left to the slow suite."""
+EACH = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    torch.set_num_threads(1)
+    return {
+        name: Model(make_tiny(tmp_path_factory.mktemp(name), tiny, seed=SEED), TEXTS)
+        for name, tiny in BACKBONES.items()
+    }
+
+
+def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
+    async def run() -> list[list[int]]:
+        async with running(model.folder, topology, engine) as service:
+            return await service.answers([case.messages for case in model.cases])
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("topology", "chunk"), [("1PD", 64), ("1P1D", 7)])
+@pytest.mark.parametrize("name", EACH)
+def test_answers(models: dict[str, Model], name: str, topology: str, chunk: int) -> None:
+    assert answered(models[name], topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == models[name].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("topology", ["1PD", "1P1D", "1P2D"])
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_chunk(models: dict[str, Model], name: str, topology: str, chunk: int) -> None:
+    assert answered(models[name], topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == models[name].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKBONES)
+def test_blocks_and_ranks(models: dict[str, Model], name: str) -> None:
+    """A receive pool of one block; and two ranks."""
+    block = replace(FLOAT32, kv_receive_blocks=1, receive_block_rows=8)
+    assert answered(models[name], "1P1D", block) == models[name].answers
+    if models[name].reference.model.config.num_key_value_heads % 2 == 0:
+        ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
+        assert answered(models[name], "1PD", ranks) == models[name].answers

@@ -1,0 +1,153 @@
+"""Tiny text-only checkpoints of the backbones that no family with towers has, with every oddity switched on."""
+
+from typing import Any
+
+from tests.support.random_checkpoint import token_ids
+from tests.support.tiny import Tiny
+
+VOCABULARY = 264
+IDS = token_ids(VOCABULARY)
+
+
+def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
+    """No size is a power of two."""
+    shared = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 104,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "bos_token_id": IDS["<|endoftext|>"],
+        "eos_token_id": IDS["<|im_end|>"],
+        "pad_token_id": IDS["<|endoftext|>"],
+        "tie_word_embeddings": False,
+    }
+    return Tiny(shared | settings, split_experts=model_type != "gpt_oss")
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 64
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+EXPERTS = {
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+
+BACKBONES = {
+    "llama": _tiny("Llama", "llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True),
+    "llama-gelu": _tiny(
+        "Llama",
+        "llama",
+        hidden_act="gelu_pytorch_tanh",
+        head_dim=20,
+        tie_word_embeddings=True,
+        rope_scaling={"type": "linear", "factor": 2.0},
+    ),
+    "mistral": _tiny("Mistral", "mistral", sliding_window=16, num_key_value_heads=3),
+    "ministral": _tiny(
+        "Ministral",
+        "ministral",
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "ministral3": _tiny(
+        "Ministral3",
+        "ministral3",
+        head_dim=16,
+        sliding_window=None,
+        rope_parameters=YARN | {"rope_theta": 1e4, "llama_4_scaling_beta": 0.3},
+    ),
+    "phi3": _tiny(
+        "Phi3",
+        "phi3",
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=1024,
+        rope_scaling={"type": "longrope", "short_factor": [1.1, 1.3, 1.7, 2.0, 2.5, 3.0], "long_factor": [9.0] * 6},
+    ),
+    "qwen2_moe": _tiny(
+        "Qwen2Moe",
+        "qwen2_moe",
+        num_hidden_layers=6,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=56,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=4,
+    ),
+    "gemma2": _tiny(
+        "Gemma2",
+        "gemma2",
+        head_dim=20,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        sliding_window=16,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=30.0,
+    ),
+    "gemma3": _tiny(
+        "Gemma3",
+        "gemma3_text",
+        num_hidden_layers=4,
+        head_dim=24,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=20,
+        sliding_window=16,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        attention_bias=True,
+    ),
+    "gpt_oss": _tiny(
+        "GptOss",
+        "gpt_oss",
+        num_hidden_layers=4,
+        head_dim=20,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        swiglu_limit=0.8,
+        sliding_window=16,
+        rope_theta=150_000.0,
+        rope_scaling=YARN | {"truncate": False},
+    ),
+    "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
+    "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),
+    "glm4_moe": _tiny(
+        "Glm4Moe",
+        "glm4_moe",
+        attention_bias=True,
+        use_qk_norm=True,
+        head_dim=24,
+        first_k_dense_replace=1,
+        **EXPERTS,
+    ),
+    "glm4_moe-air": _tiny(
+        "Glm4Moe",
+        "glm4_moe",
+        attention_bias=False,
+        head_dim=24,
+        first_k_dense_replace=0,
+        partial_rotary_factor=0.25,
+        **EXPERTS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+    ),
+}

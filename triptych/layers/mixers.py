@@ -1,0 +1,90 @@
+"""The modules that mix tokens, built from their specs; ``prefix`` is a module's name in the decoder.
+
+The reference is ``Qwen2Attention`` and ``Qwen3Attention`` in transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from triptych.layers.attention.base import AttentionBackend, AttentionBatch, AttentionOptions
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.linear import RMSNorm
+from triptych.layers.parallel import ShardedDimension
+from triptych.layers.pointwise import rotate
+from triptych.layers.specs import QueryScaling
+from triptych.layers.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one forward pass share."""
+
+    positions: Tensor
+    """float64 [3, T]: temporal, height and width."""
+    rotations: Sequence[tuple[Tensor, Tensor]]
+    """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
+    attention: AttentionBatch
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
+    the layer applies to the tokens it needs."""
+
+    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix, spec = f"layers.{index}.self_attn", config.layers[index].mixer
+        shard, head_dim = spec.shard(reader.group.size), spec.head_dim
+        heads, kv_heads = shard.num_heads, shard.num_kv_heads
+        self.head_counts = [heads, kv_heads, kv_heads]
+        self.head_dim = head_dim
+        self.backend = backend
+        sinks = None
+        if spec.has_sinks:
+            own = ShardedDimension(spec.num_heads).part(reader.group)
+            sinks = reader.float32_vector(f"{prefix}.sinks", spec.num_heads)[own].contiguous()
+        self.options = AttentionOptions(spec.window, spec.scale, spec.softcap, sinks)
+        self.query_scaling = spec.query_scaling
+        self.rope_index = config.ropes.index((head_dim, spec.rope))
+        queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
+        order = spec.rope.order(head_dim)
+        self.qkv = reader.column_parallel(
+            {
+                f"{prefix}.q_proj": replace(queries, order=order),
+                f"{prefix}.k_proj": replace(keys, order=order),
+                f"{prefix}.v_proj": keys,
+            },
+            config.hidden_size,
+            bias=spec.qkv_bias,
+        )
+        self.output = reader.all_reduced(
+            reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=spec.output_bias)
+        )
+        self.qk_norm: nn.Module = nn.Identity()
+        if spec.qk_norm:
+            # Queries and keys are adjacent, so one norm with a weight per head serves both.
+            weights = (reader.vector(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+            q_weight, k_weight = (one if order is None else one[list(order)] for one in weights)
+            both = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
+            self.qk_norm = RMSNorm(both, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+        """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
+        and values to the layer's cache, ``keys`` and ``values``."""
+        heads, kv_heads, _ = self.head_counts
+        # a new tensor, in which queries and keys are rotated in place
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
+        if self.query_scaling is not None:
+            query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
+        attended = self.backend(query, key, value, keys, values, context.attention, self.options)
+        return attended.flatten(1)  # from [T, heads, head_dim]
+
+
+def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
+    """Return the factors of queries, float32 [T, 1, 1], at ``positions`` [3, T]."""
+    lengths = torch.floor(positions[0].float() / scaling.original_length)
+    return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)

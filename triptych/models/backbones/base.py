@@ -1,0 +1,120 @@
+"""What a backbone is: the description of a decoder, made of a text config without torch; and what backbones share.
+
+A text config is the part of a checkpoint's ``config.json`` that describes the language model, as published or as
+``save_pretrained`` of transformers 5 writes it. Every function raises CheckpointError for a setting that is missing,
+invalid or not supported.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triptych.errors import CheckpointError
+from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec
+from triptych.models.shared.settings import setting
+
+TextConfig = Mapping[str, Any]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names of ``layers.pointwise.Activation``, by those in configs."""
+
+
+INV_FREQ_IGNORED = TensorNames(ignored=("rotary_emb.inv_freq",))
+"""Files of older versions of transformers hold the rotary frequencies, which follow from the config."""
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A kind of decoder."""
+
+    description: str
+    """What is special about it, for documentation."""
+    describe: Callable[[TextConfig], DecoderConfig]
+    """Returns the decoder's parameters, but for those that ``decoder_config`` adds."""
+    ties_embeddings: bool = False
+    """Default of ``tie_word_embeddings``."""
+
+    def decoder_config(self, text: TextConfig, *, tie_embeddings: bool, num_deepstack_layers: int = 0) -> DecoderConfig:
+        """Return the parameters of the decoder that ``text`` describes. Raises CheckpointError."""
+        found = self.describe(text)
+        return replace(found, tie_embeddings=tie_embeddings, num_deepstack_layers=num_deepstack_layers)
+
+
+def decoder(
+    text: TextConfig, layers: Iterable[LayerSpec], *, eps: float, names: TensorNames = INV_FREQ_IGNORED
+) -> DecoderConfig:
+    """Return a decoder of ``layers``; ``eps`` is the default of its norms."""
+    return DecoderConfig(
+        vocab_size=setting(text, "vocab_size", int),
+        hidden_size=setting(text, "hidden_size", int),
+        layers=tuple(layers),
+        rms_norm_eps=setting(text, "rms_norm_eps", float, default=eps),
+        names=names,
+    )
+
+
+def num_layers(text: TextConfig) -> int:
+    """Return the number of decoder layers."""
+    return setting(text, "num_hidden_layers", int)
+
+
+def layer_types(text: TextConfig) -> list[str]:
+    """Return the kind of each layer's attention, ``FULL`` or ``SLIDING``; empty if the config doesn't say."""
+    types = setting(text, "layer_types", list, default=[])
+    known = (FULL, SLIDING)
+    if types and (len(types) != num_layers(text) or not all(kind in known for kind in types)):
+        raise CheckpointError(f"config.json: layer_types {types} must name {' or '.join(known)} per layer")
+    return types
+
+
+def alternating_types(text: TextConfig, period: int) -> list[str]:
+    """Return the kind of each layer's attention; by default, it is full in every ``period``-th layer."""
+    default = [FULL if (1 + index) % period == 0 else SLIDING for index in range(num_layers(text))]
+    return layer_types(text) or default
+
+
+def layers_up_to(text: TextConfig, name: str, default: int) -> int:
+    """Return a setting that counts layers and may be 0."""
+    count = text.get(name, default)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(f"config.json: {name} must be a number of layers, not {count!r}")
+    return count
+
+
+def attention(
+    text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None, num_kv_heads: int | None = None
+) -> AttentionSpec:
+    """Return attention with the config's heads. ``head_dim`` and ``num_kv_heads`` are defaults; None: the hidden size
+    divided by the number of heads, and the number of query heads."""
+    num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=setting(text, "num_key_value_heads", int, default=num_kv_heads or num_heads),
+        head_dim=setting(text, "head_dim", int, default=head_dim or hidden_size // num_heads),
+        rope=rope,
+    )
+
+
+def gated_mlp(text: TextConfig) -> GatedMLPSpec:
+    """Return the MLP of dense layers."""
+    return GatedMLPSpec(setting(text, "intermediate_size", int), _activation(text))
+
+
+def check_silu(text: TextConfig) -> None:
+    """Raise CheckpointError for an activation other than SiLU."""
+    if (activation := text.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"config.json: hidden_act {activation!r} is not served; only 'silu' is")
+
+
+def _activation(text: TextConfig) -> str:
+    """Return the name of ``layers.pointwise.Activation`` for an MLP's activation."""
+    activation = text.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act {activation!r} is not served; served are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[activation]

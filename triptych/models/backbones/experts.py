@@ -1,0 +1,56 @@
+"""Reads the settings of mixtures of experts."""
+
+from triptych.layers.specs import ExpertGroups, FfnSpec, GatedMLPSpec, MoESpec, RoutingSpec, Score, SharedExpertSpec
+from triptych.models.backbones.base import TextConfig, check_silu, gated_mlp, layers_up_to, num_layers
+from triptych.models.shared.settings import setting
+
+
+def qwen_experts(text: TextConfig, *, norm_topk_prob: bool) -> MoESpec:
+    """Return Qwen's experts, chosen by a softmax; ``norm_topk_prob`` is a default. Raises CheckpointError."""
+    check_silu(text)
+    num_experts = "num_experts" if "num_experts" in text else "num_local_experts"  # as transformers saves it
+    routing = RoutingSpec(
+        setting(text, "num_experts_per_tok", int),
+        normalised=setting(text, "norm_topk_prob", bool, default=norm_topk_prob),
+    )
+    return MoESpec(setting(text, num_experts, int), setting(text, "moe_intermediate_size", int), routing)
+
+
+def qwen_ffns(text: TextConfig, experts: MoESpec) -> list[FfnSpec]:
+    """Return each layer's ffn, which the config may make dense. Raises CheckpointError."""
+    step = setting(text, "decoder_sparse_step", int, default=1)
+    dense_layers = setting(text, "mlp_only_layers", list, default=[])
+    mixed = [(index + 1) % step == 0 and index not in dense_layers for index in range(num_layers(text))]
+    return [experts if is_mixed else gated_mlp(text) for is_mixed in mixed]
+
+
+def deepseek_ffns(text: TextConfig, *, groups: int, kept_groups: int, scale: float, dense: int) -> list[FfnSpec]:
+    """Return each layer's ffn, as in DeepSeek-V3 (arXiv:2412.19437): the first ones are dense, and the others' experts
+    have sigmoid scores with a correction, and a shared expert. Arguments are defaults. Raises CheckpointError."""
+    check_silu(text)
+    shared = setting(text, "n_shared_experts", int, default=1)
+    width, groups = setting(text, "moe_intermediate_size", int), setting(text, "n_group", int, default=groups)
+    kept_groups = setting(text, "topk_group", int, default=kept_groups)
+    routing = RoutingSpec(
+        setting(text, "num_experts_per_tok", int),
+        Score.SIGMOID,
+        normalised=setting(text, "norm_topk_prob", bool, default=True),
+        scale=setting(text, "routed_scaling_factor", float, default=scale),
+        groups=None if groups == kept_groups else ExpertGroups(groups, kept_groups, ranked_by=2),
+    )
+    experts = MoESpec(
+        setting(text, "n_routed_experts", int),
+        width,
+        routing,
+        correction="gate.e_score_correction_bias",
+        shared=SharedExpertSpec("shared_experts", GatedMLPSpec(shared * width)),
+    )
+    first = layers_up_to(text, "first_k_dense_replace", dense)
+    return [gated_mlp(text) if index < first else experts for index in range(num_layers(text))]
+
+
+def next_token_layers(text: TextConfig) -> tuple[str, ...]:
+    """Return the names of layers for multi-token prediction, which follow the decoder's and aren't served; see
+    ``TensorNames.ignored_modules``. Raises CheckpointError."""
+    name = "num_mtp_layers" if "num_mtp_layers" in text else "num_nextn_predict_layers"
+    return tuple(f"layers.{num_layers(text) + index}." for index in range(layers_up_to(text, name, 0)))

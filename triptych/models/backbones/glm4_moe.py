@@ -1,0 +1,31 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.7: half of a head's values are rotated, and DeepSeek-V3's mixtures of experts follow the
+first, dense layers.
+
+The reference is ``Glm4MoeModel`` in transformers.
+"""
+
+from dataclasses import replace
+
+from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.rope_config import RopeConfig
+from triptych.layers.specs import LayerSpec
+from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder
+from triptych.models.backbones.experts import deepseek_ffns, next_token_layers
+from triptych.models.backbones.rope import read_rope
+from triptych.models.shared.settings import setting
+
+
+def describe(text: TextConfig) -> DecoderConfig:
+    """Return the decoder of ``text``. Raises CheckpointError."""
+    heads = attention(text, read_rope(text, RopeConfig(10_000.0, partial=0.5)), num_kv_heads=8)
+    mixer = replace(
+        heads,
+        qkv_bias=setting(text, "attention_bias", bool, default=False),
+        qk_norm=setting(text, "use_qk_norm", bool, default=False),
+    )
+    ffns = deepseek_ffns(text, groups=1, kept_groups=1, scale=1.0, dense=1)
+    names = TensorNames(ignored_modules=next_token_layers(text))
+    return decoder(text, [LayerSpec(mixer, ffn) for ffn in ffns], eps=1e-5, names=names)
+
+
+GLM4_MOE = Backbone("GLM-4.5 (half of each head rotated, sigmoid routing with a shared expert)", describe)
