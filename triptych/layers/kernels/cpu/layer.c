@@ -164,11 +164,11 @@ int run_experts(const Experts *mixture, const float *hidden, const int64_t *chos
                 float weight = mixture->weighs_inputs ? weights[own[row]] : 1;
                 for (int64_t i = 0; i < width; i++) gathered[row * width + i] = from[i] * weight;
             }
-            multiply(&experts[expert].up, gathered, up, rows, room);
+            multiply(&experts[expert].up, (Input){gathered, width}, (Output){up}, rows, room);
 #pragma omp for
             for (int64_t row = 0; row < rows; row++)
                 activate_expert(mixture, up + 2 * row * inner, inputs + row * inner, inner);
-            multiply(&experts[expert].down, inputs, added, rows, room);
+            multiply(&experts[expert].down, (Input){inputs, inner}, (Output){added}, rows, room);
 #pragma omp for
             for (int64_t row = 0; row < rows; row++) {
                 float *from = added + row * width, *to = output + own[row] / per_token * width;
