@@ -184,6 +184,7 @@ def loaded(
 ) -> MixtureOfExperts:
     """The mixture that a checkpoint of these tensors holds; none may be left over."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
     reader = WeightReader(Checkpoint(folder), DecoderKeys("model.", "head"), weights, CPU, group)
     with torch.inference_mode():
         mixture = load_mixture(spec, reader, "mlp", HIDDEN)
