@@ -129,8 +129,8 @@ def page() -> str:
         "",
         "The reference is Transformers in float32.",
         "Checkpoints are tiny and random, with every special feature of a family switched on.",
-        "Of released weights, only SmolLM2-135M-Instruct (`llama`) has been compared: 64 greedy tokens after each of 8 "
-        "prompts are equal in float32, in `1PD` and `1P1D` (`tests/parity/test_released_weights.py`).",
+        "Of released weights, only SmolLM2-135M-Instruct (`llama`) has been compared: 64 greedy tokens after each of "
+        "50 prompts are equal in float32, in `1PD` and `1P1D` (`tests/parity/test_released_weights.py`).",
         "",
         "| | how | where | " + " | ".join(f"`{name}`" for name in FAMILIES) + " |",
         "| --- | --- | --- |" + " :-: |" * len(FAMILIES),

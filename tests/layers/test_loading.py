@@ -223,7 +223,7 @@ def test_reading_a_missing_key_or_a_vanished_shard(tmp_path: Path) -> None:
         ({"text_config": {"num_hidden_layers": 0}}, "num_hidden_layers must be a positive int"),
         ({"text_config": {"head_dim": "16"}}, "head_dim must be a positive int"),
         ({"text_config": {"hidden_act": "gelu"}}, "'gelu' is not served"),
-        ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "'yarn' is not served"),
+        ({"text_config": {"rope_scaling": {"rope_type": "spiral"}}}, "'spiral' is not served"),
         ({"vision_config": {"deepstack_visual_indexes": [0, 3]}}, "in a tower of depth 3"),
         ({"vision_config": {"deepstack_visual_indexes": [1, 1]}}, "in a tower of depth 3"),
         ({"vision_config": {"out_hidden_size": 32}}, "out_hidden_size 32 isn't the hidden size 64"),
