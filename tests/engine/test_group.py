@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from triptych.engine.group import GroupCache, make_cache
-from triptych.engine.kv_rows import CacheRows
+from triptych.engine.kv_rows import CacheRows, TokenRows
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
 from triptych.layers.rope_config import RopeConfig
@@ -67,7 +68,8 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
             for ours, whole in zip(cache.own.keys + cache.own.values, one.keys + one.values, strict=True):
                 assert ours.shape[2] == config.shard(size).num_kv_heads
                 ours.copy_(whole[:, :, heads])
-    rows, expected = CacheRows(ranks[0].whole), CacheRows(one)
+    of_token = TokenRows(config.cache_specs(cache_format(dtype)))
+    rows, expected = CacheRows(ranks[0].whole, of_token), CacheRows(one, of_token)
     for layer in range(LAYERS):
         for part in range(2):
             found = list(rows.of(layer, part, pages, 1, 10))

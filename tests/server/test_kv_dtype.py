@@ -47,7 +47,7 @@ def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
         asyncio.run(pages(replace(limited, kv_cache_dtype=name))) for name in ("float16", "float32", "int8")
     )
     assert half == 2 * single
-    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.head_dim
+    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.layers[0].mixer.head_dim
     assert int8 == pytest.approx(half * 2 * dim / (dim + SCALE_BYTES), abs=1), "but for the scales, twice as much"
 
 

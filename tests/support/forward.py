@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.models.base import EncoderInput
 
@@ -91,7 +92,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         device = torch.device("cpu")
-        self.cache = KVTensors.allocate(self.decoder.config, self.num_pages, PAGE_SIZE, self.dtype, device)
+        specs = self.decoder.config.cache_specs(cache_format(self.dtype))
+        self.cache = KVTensors.allocate(specs, self.num_pages, PAGE_SIZE, device)
         self.free = self.free or list(range(self.num_pages))
 
 

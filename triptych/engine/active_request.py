@@ -66,8 +66,6 @@ class IncomingKV:
     """KV of a request that another instance prefills."""
 
     transfer: TransferId
-    first_token: int
-    """First token whose KV is transferred."""
     rows: KVRows
     pages: list[int]
     copied: int = 0
@@ -87,8 +85,6 @@ class OutgoingKV:
 
     transfer: TransferId
     consumer: Address
-    first_token: int
-    """First token whose KV is sent."""
     rows: KVRows
     provided: list[int]
     """By layer, the first token that has not been provided."""

@@ -1,7 +1,6 @@
 """KV cache allocation of an instance's ranks. All ranks report their memory, rank 0 broadcasts the size, and each rank
 allocates its cache. A single process is a group of one."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,8 @@ from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.runner import Forward
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.attention.kv_format import stored_dim
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import free_bytes, used_bytes
@@ -80,13 +80,15 @@ def make_cache(
     matter to the peer. A head computed by several ranks is stored once; they write the same values. Memory is committed
     as pages fill.
     """
+    stored = cache_format(dtype)
     if group.size == 1 or device.type != "cpu":
-        cache = KVTensors.allocate(config.shard(group.size), num_pages, page_size, dtype, device)
+        cache = KVTensors.allocate(config.shard(group.size).cache_specs(stored), num_pages, page_size, device)
         return GroupCache(cache, cache)
-    shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, stored_dim(config.head_dim, dtype))
-    memory = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-    heads = ShardedDimension(config.num_kv_heads).part(group)
-    return GroupCache(own=KVTensors.within(memory, heads), whole=KVTensors.within(memory, slice(None)))
+    specs = config.cache_specs(stored)
+    num_bytes = num_pages * page_size * bytes_per_token(specs)
+    memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    whole = KVTensors.within(memory, specs, num_pages, page_size)
+    return GroupCache(own=whole.heads([ShardedDimension(spec.heads).part(group) for spec in specs]), whole=whole)
 
 
 def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, context_length: int) -> Forward:

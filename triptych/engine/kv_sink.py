@@ -46,8 +46,7 @@ class KVSink:
         return OutgoingKV(
             transfer=prefill.transfer,
             consumer=prefill.consumer,
-            first_token=prefill.first_token,
-            rows=KVRows(self._cache.num_layers, num_tokens - prefill.first_token),
+            rows=KVRows(self._cache.of_token, prefill.first_token, num_tokens),
             provided=[prefill.first_token] * self._cache.num_layers,
             timeout=prefill.generate.timeout,
         )
@@ -112,13 +111,13 @@ class KVSink:
 
     def _provide(self, outgoing: OutgoingKV, layer: int, end_token: int) -> None:
         """Provide a layer's tokens below ``end_token``."""
-        first, token = outgoing.first_token, outgoing.provided[layer]
+        token = outgoing.provided[layer]
         if end_token <= token:
             return
         outgoing.provided[layer] = end_token
-        for run in outgoing.rows.of_layer(layer, token - first, end_token - first):
+        for run in outgoing.rows.of_layer(layer, token, end_token):
             row = run.first_row
-            for views in self._cache.of(layer, run.part, outgoing.pages, first + run.token, run.num_tokens):
+            for views in self._cache.of(layer, run.part, outgoing.pages, run.start, run.num_rows):
                 self._sender.provide(outgoing.transfer, views, row)
                 row += len(views)
 

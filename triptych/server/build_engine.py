@@ -14,13 +14,14 @@ from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.attention.kv_format import head_bytes
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import dtype_name, widens_kv
 from triptych.layers.parallel import Group, rank_device
 from triptych.messages.rows import RowKind
-from triptych.server.components import EngineComponents
+from triptych.server.components import EngineComponents, PoolSize
 from triptych.server.instance import Instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import Ranks
@@ -46,9 +47,14 @@ def build_engine(
     """Return the engine and its KV cache; a cache that ranks share has the heads of all. The ranks report their free
     memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
     device = rank_device(model.device, 0)
-    blocks = {RowKind.MEDIA: engine.receive_blocks, RowKind.KV: engine.kv_receive_blocks}
+    pools = {
+        RowKind.MEDIA: PoolSize(engine.receive_blocks, engine.receive_block_rows),
+        RowKind.KV: PoolSize(
+            engine.kv_receive_blocks, engine.receive_block_rows * model.kv_rows.largest_part, model.kv_rows.largest_run
+        ),
+    }
     layout = model.kv_layout if role.takes_kv else model.row_layout
-    receive_bytes = blocks[layout.kind] * engine.receive_block_rows * layout.row_bytes
+    receive_bytes = pools[layout.kind].num_rows * layout.row_bytes
     size = _agreed_size(model, decoder.config, engine, ranks, group, receive_bytes=receive_bytes)
     _warn_of_slow_kv(model.weights.activations, model.kv_dtype, device)
     with ranks.collective():
@@ -77,10 +83,10 @@ def build_engine(
             vocab_size=decoder.config.vocab_size,
         ),
         cache=cache.whole,
+        kv_rows=model.kv_rows,
         embedding_dtype=model.weights.activations,
         embedding_width=model.adapter.embedding_width,
-        receive_blocks=blocks,
-        block_rows=engine.receive_block_rows,
+        receive_pools=pools,
         check_always=check_always,
     )
 
@@ -89,12 +95,13 @@ def _agreed_size(
     model: ModelBundle, config: DecoderConfig, engine: EngineConfig, ranks: Ranks, group: Group, *, receive_bytes: int
 ) -> KVSize:
     """Return the size of the KV cache, from the free memory of all ranks. ``config`` is that of this rank's shard."""
-    device, whole = rank_device(model.device, 0), model.adapter.decoder_config
+    device = rank_device(model.device, 0)
+    cached = model.adapter.decoder_config if device.type == "cpu" else config  # ranks on CPUs share one cache
     with ranks.collective():
         memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(head_bytes(config.head_dim, model.kv_dtype)),
+        token_bytes=bytes_per_token(cached.cache_specs(cache_format(model.kv_dtype))),
         model_context=model.planner.context_length,
         available=memory.free,
     )
