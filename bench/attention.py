@@ -80,7 +80,7 @@ def seconds_per_layer(
     num_layers = max(1, READ_BYTES // min(bytes_read(step, decoder, dtype) for dtype in dtypes))
     several = replace(decoder, layers=decoder.layers[:1] * num_layers)
     specs = {dtype: several.cache_specs(cache_format(dtype)) for dtype in dtypes}
-    caches = {dtype: KVTensors.allocate(specs[dtype], step.sequences * pages, PAGE_SIZE, CPU) for dtype in dtypes}
+    caches = {dtype: KVTensors.allocate(specs[dtype], [step.sequences * pages], PAGE_SIZE, CPU) for dtype in dtypes}
     for cache in caches.values():
         for layer in (*cache.keys, *cache.values):
             random = torch.randn(*layer.shape[:-1], mixer.head_dim)

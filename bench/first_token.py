@@ -179,7 +179,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     decoder = model.load_decoder(SINGLE_RANK)
     tokens, config = len(rows) + text, decoder.config
     pages = -(-tokens // model.page_size)
-    cache = KVTensors.allocate(config.cache_specs(cache_format(model.kv_dtype)), pages, model.page_size, model.device)
+    cache = KVTensors.allocate(config.cache_specs(cache_format(model.kv_dtype)), [pages], model.page_size, model.device)
     attention = AttentionBatch([tokens], [tokens], [torch.arange(pages)], torch.arange(tokens))
     layers = [one for one in decoder.layers if isinstance(one, DecoderLayer)]
     head: list[nn.Module] = [one for one in decoder.modules() if isinstance(one, LMHead)]
@@ -189,7 +189,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         media_index=torch.arange(len(rows)),
         media_embeddings=rows,
         logits_index=torch.tensor([tokens - 1]),
-        attention=attention,
+        attention=[attention],
         num_largest=[1],
     )
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)

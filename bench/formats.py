@@ -71,7 +71,7 @@ class Model:
 
     def new_cache(self, dtype: torch.dtype) -> KVTensors:
         pages = max(-(-PREFILL // PAGE_SIZE), max(BATCHES) * -(-CONTEXT // PAGE_SIZE))
-        cache = KVTensors.allocate(self.decoder.config.cache_specs(cache_format(dtype)), pages, PAGE_SIZE, CPU)
+        cache = KVTensors.allocate(self.decoder.config.cache_specs(cache_format(dtype)), [pages], PAGE_SIZE, CPU)
         for tensor in (*cache.keys, *cache.values):
             tensor.copy_(
                 to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.layers[0].mixer.head_dim), dtype)
@@ -107,7 +107,7 @@ class Model:
             positions=positions.double().expand(3, -1),
             media_index=torch.empty(0, dtype=torch.int64),
             media_embeddings=torch.empty(0, self.width),
-            attention=attention,
+            attention=[attention],
             **wanted,
         )
         return self.decoder(batch, self.cache)
@@ -136,7 +136,7 @@ class Model:
             media_index=torch.arange(len(rows)),
             media_embeddings=rows,
             logits_index=torch.arange(len(rows), count),
-            attention=AttentionBatch([count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count)),
+            attention=[AttentionBatch([count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count))],
         )
         return self.decoder(batch, self.new_cache(cache_dtype)).log_softmax(dim=1)
 

@@ -1,6 +1,7 @@
 """Both ends of a KV transfer agree on what each row is."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.engine.cache_manager import PageTable
 from triptych.engine.kv_rows import GROUP, CacheRows, KVRows, KVRun, TokenRows
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
@@ -17,7 +19,8 @@ PAGE, PAGES = 4, 8
 FLOAT16, INT8 = cache_format(torch.float16), cache_format(torch.int8)
 EQUAL = [CacheSpec(2, (3, 3), FLOAT16)] * 3
 UNEQUAL = [CacheSpec(2, (3, 3), FLOAT16), CacheSpec(1, (6, 4), FLOAT16), CacheSpec(2, (4, 8), INT8)]
-MODELS = st.sampled_from([EQUAL, UNEQUAL])
+WINDOWED = [replace(spec, window=window) for spec, window in zip(UNEQUAL, (None, 40, 700), strict=True)]
+MODELS = st.sampled_from([EQUAL, UNEQUAL, WINDOWED, [replace(EQUAL[0], window=1)]])
 
 Places = dict[int, tuple[int, int, int]]
 """By row of the transfer: layer, part, and place in that part of the layer."""
@@ -56,12 +59,16 @@ def test_both_iterations_yield_the_same_rows(
         for run in rows.of_layer(layer, *chunk):
             produced |= places(run)
     assert sorted(produced) == list(range(rows.num_rows)), "each row once"
-    assert set(produced.values()) == {
-        (layer, part, place)
-        for layer, sizes in enumerate(rows.of_token.parts)
-        for part, size in enumerate(sizes)
-        for place in range(first * size, end * size)
-    }
+    assert (
+        set(produced.values())
+        == {
+            (layer, part, place)
+            for layer, sizes in enumerate(rows.of_token.parts)
+            for part, size in enumerate(sizes)
+            for place in range(max(first, end - (specs[layer].window or 10**6) + 1, 0) * size, end * size)
+        }
+        or specs[0].window == 1
+    )
     consumed: Places = {}
     for low, high in itertools.pairwise(sorted({0, rows.num_rows, *(cut % rows.num_rows for cut in cuts)})):
         for run in rows.between(low, high):
@@ -73,23 +80,28 @@ def test_both_iterations_yield_the_same_rows(
 def test_groups_are_transferred_in_order(specs: list[CacheSpec], num_tokens: int, token: int) -> None:
     of_token = TokenRows(specs)
     rows, group = KVRows(of_token, 0, num_tokens), min(token, num_tokens - 1) // GROUP
-    bounds = [of_token.in_all_layers * min(GROUP * one, num_tokens) for one in (group, group + 1)]
-    for layer in range(len(specs)):
-        for run in rows.of_layer(layer, group * GROUP, min((group + 1) * GROUP, num_tokens)):
-            assert bounds[0] <= run.first_row < bounds[1]
+    borders = [0, group * GROUP, min((group + 1) * GROUP, num_tokens), num_tokens]
+    before, within, after = (
+        {row for layer in range(len(specs)) for run in rows.of_layer(layer, *tokens) for row in places(run)}
+        for tokens in itertools.pairwise(borders)
+    )
+    assert max(before, default=-1) < min(within, default=0) or not within
+    assert max(before | within, default=-1) < min(after, default=rows.num_rows)
 
 
 @pytest.mark.parametrize("specs", [EQUAL, UNEQUAL, [CacheSpec(2, (3, 5), cache_format(torch.bfloat16))]])
 @given(pages=st.permutations(range(PAGES)), data=st.data())
 def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: list[int], data: st.DataObject) -> None:
-    cache, of_token = KVTensors.allocate(specs, PAGES, PAGE, torch.device("cpu")), TokenRows(specs)
+    cache, of_token = KVTensors.allocate(specs, [PAGES], PAGE, torch.device("cpu")), TokenRows(specs)
     for tensor in (*cache.keys, *cache.values):
         tensor.copy_(torch.randint(1, 100, tensor.shape))
     layer, part = data.draw(st.tuples(st.integers(0, len(specs) - 1), st.integers(0, 1)))
     num_rows = PAGES * PAGE * of_token.parts[layer][part]
-    start = data.draw(st.integers(0, num_rows - 1))
+    released = data.draw(st.integers(0, PAGES - 1))
+    start = data.draw(st.integers(released * num_rows // PAGES, num_rows - 1))
     count = data.draw(st.integers(1, num_rows - start))
-    views = list(CacheRows(cache, of_token).of(layer, part, pages, start, count))
+    run = KVRun(layer, part, start, count, 0)
+    views = list(CacheRows(cache, of_token).of(run, [PageTable(released, pages[released:])]))
     tensor = (cache.keys, cache.values)[part][layer][pages]
     expected = tensor.view(-1).view(torch.uint8).view(-1, of_token.row_bytes)[start : start + count]
     np.testing.assert_array_equal(np.concatenate(views), expected.numpy())

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from triptych.engine.active_request import ActiveRequest
+from triptych.engine.cache_manager import CacheManager, PageTable
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_rows import CacheRows, TokenRows
 from triptych.engine.kv_sink import KVSink
@@ -32,8 +33,9 @@ class SinkHarness:
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         self.wakes = 0
-        cache = KVTensors.allocate(SPECS, 8, 4, torch.device("cpu"))
-        self.sink = KVSink(self.sender, CacheRows(cache, TokenRows(SPECS)), self.pool, LAYOUT, wake=self.wake)
+        cache = KVTensors.allocate(SPECS, [8], 4, torch.device("cpu"))
+        manager, rows = CacheManager([self.pool]), CacheRows(cache, TokenRows(SPECS))
+        self.sink = KVSink(self.sender, rows, manager, LAYOUT, wake=self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -50,12 +52,13 @@ class SinkHarness:
 
     def start(self, active: ActiveRequest) -> None:
         """Run the request's first step, after which the scheduler releases its pages."""
-        active.request.pages, active.request.sends_pages = self.pool.allocate(2), True
+        pages = self.pool.allocate(2)
+        active.request.tables, active.request.sends_pages = [PageTable(pages=pages)], True
         after_layer = self.sink.start_step([(active, Chunk(active.request, 0, 4))])
         for layer in range(2):
             after_layer(layer)
         self.sink.provide_layers()
-        self.pool.release(active.request.pages)
+        self.pool.release(pages)
 
 
 @pytest.fixture

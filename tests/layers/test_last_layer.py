@@ -172,7 +172,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
     adapter, checkpoint = load_adapter(checkpoint_folder()), Checkpoint(checkpoint_folder())
     config = adapter.decoder_config
     specs = config.cache_specs(cache_format(torch.float32))
-    whole = KVTensors.allocate(specs, 2, PAGE_SIZE, CPU)
+    whole = KVTensors.allocate(specs, [2], PAGE_SIZE, CPU)
     for tensor in (*whole.keys, *whole.values):
         tensor.fill_(torch.nan)
     batch = ForwardBatch(
@@ -181,7 +181,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         media_index=torch.arange(0),
         media_embeddings=torch.zeros(0, adapter.embedding_width),
         logits_index=torch.tensor(wanted, dtype=torch.int64),
-        attention=AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8)),
+        attention=[AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8))],
     )
 
     def is_written(layer: int) -> bool:
@@ -206,6 +206,6 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         logits, _ = threads.map(run, range(2))
     assert complete == [True] * config.num_layers
     alone = adapter.load_decoder(checkpoint, FP32, CPU)
-    expected = alone(batch, KVTensors.allocate(specs, 2, PAGE_SIZE, CPU))
+    expected = alone(batch, KVTensors.allocate(specs, [2], PAGE_SIZE, CPU))
     assert logits.shape == (len(wanted), config.vocab_size)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

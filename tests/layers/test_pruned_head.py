@@ -223,7 +223,7 @@ def test_answers_are_the_same(
     def answers(pruned_head: PrunedHead | None) -> list[list[int]]:
         decoder.head.pruned_head = pruned_head
         specs = decoder.config.cache_specs(cache_format(torch.float32))
-        cache = KVTensors.allocate(specs, 40, PAGE_SIZE, torch.device("cpu"))
+        cache = KVTensors.allocate(specs, [40], PAGE_SIZE, torch.device("cpu"))
         generating = Generating(Runner(decoder, cache, PAGE_SIZE), decoder, 40)
         return generating.answers(prompts(decoder.config.vocab_size, lengths), samplings)
 

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     model = ModelBundle(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
-    cache = model.make_cache(SINGLE_RANK, 3, "").whole
+    cache = model.make_cache(SINGLE_RANK, [3], "").whole
     assert {tensor.dtype for tensor in cache.keys + cache.values} == {dtype}
     layout = model.kv_layout
     assert (layout.dtype, layout.row_bytes) == (name, layout.width * dtype.itemsize)
@@ -40,7 +40,7 @@ def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
 def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
     async def pages(engine: EngineConfig) -> int:
         async with running(folder, "1PD", engine) as service:
-            return service.engine_loops()[0].scheduler.pool.num_pages
+            return service.engine_loops()[0].scheduler.cache.num_pages
 
     limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory=MemorySize(2**20))
     half, single, int8 = (

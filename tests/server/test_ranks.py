@@ -78,9 +78,9 @@ def shared(
         decoder = load(folder, group, engine)
         with ranks.collective():
             gather_memory(group, CPU)
-            agree_on_size(group, CacheSize(NUM_PAGES, 0))
+            agree_on_size(group, 1, CacheSize([NUM_PAGES], 0))
         pool = Pool(decoder, NUM_PAGES, decoder.dtype)
-        pool.cache = ModelBundle(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
+        pool.cache = ModelBundle(Checkpoint(folder), engine).make_cache(group, [NUM_PAGES], ranks.cache).own
         pool.decoder = ranks.broadcasting(decoder, group, decoder.dtype)  # type: ignore[assignment]
         yield pool
     finally:

@@ -43,7 +43,7 @@ def load_for_gpu(folder: Path, group: Group = SINGLE_RANK) -> Decoder:
 def cache_of(decoder: Decoder) -> KVTensors:
     """Filled with NaN, so that whatever reads what it shouldn't says so."""
     specs = decoder.config.cache_specs(cache_format(torch.float32))
-    cache = KVTensors.allocate(specs, NUM_PAGES + 1, PAGE_SIZE, CPU)
+    cache = KVTensors.allocate(specs, [NUM_PAGES + 1], PAGE_SIZE, CPU)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
     return cache

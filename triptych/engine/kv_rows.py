@@ -5,7 +5,8 @@ row is the largest number of bytes of which all of them are multiples, and a tok
 
 Tokens are transferred in groups, so that the first computed ones go first. A group consists of the keys and then the
 values of layer 0, of layer 1, and so on, each token by token. So a layer produces two runs of rows for a group, which
-are sent while the next layer is computed.
+are sent while the next layer is computed. In a layer with a sliding window only the tokens that a decode step can
+still read have rows.
 """
 
 from bisect import bisect_right
@@ -18,8 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from triptych.engine.cache_manager import PageTables
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.cache_spec import CacheSpec
+from triptych.layers.cache_spec import CacheGroups, CacheSpec, first_sent
 
 GROUP = 512
 """Tokens in a group. Larger groups make longer runs, but with a receive pool smaller than a group most parts are
@@ -47,8 +49,12 @@ class TokenRows:
         self.row_bytes = gcd(*chain.from_iterable(spec.part_bytes for spec in specs))
         self.parts = [tuple(size // self.row_bytes for size in spec.part_bytes) for spec in specs]
         """Rows in each part of each layer."""
-        self.before = list(accumulate(map(sum, self.parts), initial=0))
-        """Rows in the layers before each layer, and in all layers."""
+        self.layer_groups = CacheGroups.of(spec.window for spec in specs)
+        self.before = [
+            list(accumulate((sum(parts) * (group == own) for parts, own in self._by_layer), initial=0))
+            for group in range(len(self.layer_groups.windows))
+        ]
+        """By group of layers, its rows in the layers before each layer, and in all layers."""
 
     @property
     def num_layers(self) -> int:
@@ -56,7 +62,7 @@ class TokenRows:
 
     @property
     def in_all_layers(self) -> int:
-        return self.before[-1]
+        return sum(before[-1] for before in self.before)
 
     @property
     def largest_part(self) -> int:
@@ -68,52 +74,80 @@ class TokenRows:
         """Most rows that a layer produces for a whole group of tokens."""
         return GROUP * max(map(sum, self.parts))
 
-
-@dataclass(frozen=True)
-class KVRows:
-    """Rows of tokens ``[first_token, end_token)`` in all layers."""
-
-    of_token: TokenRows
-    first_token: int
-    end_token: int
-
     @property
-    def num_rows(self) -> int:
-        return self.of_token.in_all_layers * (self.end_token - self.first_token)
+    def _by_layer(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        return zip(self.parts, self.layer_groups.of_layer, strict=True)
+
+
+class KVRows:
+    """Rows of the tokens ``[first_token, end_token)``; in layers with a window, of those that the token at
+    ``end_token`` reads."""
+
+    def __init__(self, of_token: TokenRows, first_token: int, end_token: int) -> None:
+        """``end_token`` must be larger than ``first_token``."""
+        self.of_token = of_token
+        self.first_token = first_token
+        self.end_token = end_token
+        self.first_tokens = [first_sent(window, first_token, end_token) for window in of_token.layer_groups.windows]
+        """By group of layers, the first token that has rows."""
+        self.num_rows = self._rows_before(end_token)
 
     def of_layer(self, layer: int, token: int, end_token: int) -> Iterator[KVRun]:
         """Yield the rows of tokens ``[token, end_token)`` in one layer."""
+        first_token = self.first_tokens[self.of_token.layer_groups.of_layer[layer]]
+        token = max(token, first_token)
         while token < end_token:
             group, group_end = self._group(token)
-            until = min(end_token, group_end)
-            row = self._first_row(group) + self.of_token.before[layer] * (group_end - group)
+            until, first = min(end_token, group_end), max(group, first_token)
+            row = self._rows_before(group) + self._before_layer(layer, self._tokens_in(group, group_end))
             for part, size in enumerate(self.of_token.parts[layer]):
-                yield KVRun(layer, part, token * size, (until - token) * size, row + (token - group) * size)
-                row += (group_end - group) * size
+                yield KVRun(layer, part, token * size, (until - token) * size, row + (token - first) * size)
+                row += (group_end - first) * size
             token = until
 
     def between(self, row: int, end_row: int) -> Iterator[KVRun]:
         """Yield what the rows ``[row, end_row)`` contain, in order."""
-        while row < end_row:
-            group, group_end = self._group(self.first_token + row // self.of_token.in_all_layers)
-            tokens, offset = group_end - group, row - self._first_row(group)
-            layer = bisect_right(self.of_token.before, offset // tokens) - 1
-            offset -= self.of_token.before[layer] * tokens
-            part, size = 0, self.of_token.parts[layer][0]
-            while offset >= size * tokens:
-                offset -= size * tokens
-                part, size = part + 1, self.of_token.parts[layer][part + 1]
-            count = min(size * tokens - offset, end_row - row)
-            yield KVRun(layer, part, group * size + offset, count, row)
-            row += count
+        group = self._group_of_row(row) if row < end_row else self.end_token
+        while group < self.end_token:
+            _, group_end = self._group(group)
+            counts, first_row = self._tokens_in(group, group_end), self._rows_before(group)
+            offset, layers = row - first_row, range(self.of_token.num_layers)
+            begin = bisect_right(layers, offset, key=lambda layer: self._before_layer(layer, counts)) - 1
+            first_row += self._before_layer(begin, counts)
+            for layer in layers[begin:]:
+                count = counts[self.of_token.layer_groups.of_layer[layer]]
+                for part, size in enumerate(self.of_token.parts[layer]):
+                    last_row = min(end_row, first_row + count * size)
+                    if row < last_row:
+                        start = (group_end - count) * size + row - first_row
+                        yield KVRun(layer, part, start, last_row - row, row)
+                        row = last_row
+                    first_row += count * size
+                if first_row >= end_row:
+                    return
+            group = group_end
 
     def _group(self, token: int) -> tuple[int, int]:
         """Return the first token of a token's group, and the one after its last."""
         group = token - (token - self.first_token) % GROUP
         return group, min(group + GROUP, self.end_token)
 
-    def _first_row(self, group: int) -> int:
-        return self.of_token.in_all_layers * (group - self.first_token)
+    def _group_of_row(self, row: int) -> int:
+        groups = range(self.first_token, self.end_token, GROUP)
+        return groups[bisect_right(groups, row, key=self._rows_before) - 1]
+
+    def _rows_before(self, token: int) -> int:
+        """Return the number of rows of earlier tokens."""
+        firsts = zip(self.of_token.before, self.first_tokens, strict=True)
+        return sum(before[-1] * max(0, token - first) for before, first in firsts)
+
+    def _tokens_in(self, group: int, group_end: int) -> list[int]:
+        """Return, by group of layers, how many tokens of a group of tokens have rows."""
+        return [max(0, group_end - max(group, first)) for first in self.first_tokens]
+
+    def _before_layer(self, layer: int, counts: list[int]) -> int:
+        """Return how many rows a group of tokens, of which ``counts`` have rows, has before a layer's."""
+        return sum(before[layer] * count for before, count in zip(self.of_token.before, counts, strict=True))
 
 
 class CacheRows:
@@ -131,11 +165,14 @@ class CacheRows:
     def num_layers(self) -> int:
         return len(self._parts)
 
-    def of(self, layer: int, part: int, pages: list[int], start: int, num_rows: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield rows ``[start, start + num_rows)`` of one part of a layer, of a request with these pages, as one view
-        per run of consecutive pages: uint8 of shape (n, row_bytes)."""
-        rows, end = self._parts[layer][part], start + num_rows
-        page_rows = self._page_size * self.of_token.parts[layer][part]
+    def of(self, run: KVRun, tables: PageTables) -> Iterator[NDArray[np.uint8]]:
+        """Yield the rows of a run, of a request with these page tables, as one view per run of consecutive pages: uint8
+        of shape (n, row_bytes)."""
+        table = tables[self.of_token.layer_groups.of_layer[run.layer]]
+        rows, pages, first = self._parts[run.layer][run.part], table.pages, table.first
+        page_rows = self._page_size * self.of_token.parts[run.layer][run.part]
+        start, end = run.start - first * page_rows, run.start + run.num_rows - first * page_rows
+        assert start >= 0, "the table has no pages for these rows"
         while start < end:
             index, offset = divmod(start, page_rows)
             until = index + 1

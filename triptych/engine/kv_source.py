@@ -34,7 +34,7 @@ class KVSource:
         # Queued for blocks when offered, which is when its prefill begins: a transfer with blocks then always makes
         # progress. A transfer that waits for its prefill could otherwise hold the blocks that earlier ones need.
         self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout, owner=active.reply_to)
-        active.incoming_kv = IncomingKV(transfer, rows, list(request.pages))
+        active.incoming_kv = IncomingKV(transfer, rows, [table.copy() for table in request.tables])
         self._incoming.add(transfer, active, active.incoming_kv.times)
         generated = request.tokens[request.num_prompt :]
         return PrefillNeeded(request.id, self._address, transfer, first, generated, active.next_asked())
@@ -103,7 +103,7 @@ class KVSource:
         landed = self._receiver.landed(kv.transfer)
         for run in kv.rows.between(kv.copied, landed):
             row = run.first_row
-            for target in self._cache.of(run.layer, run.part, kv.pages, run.start, run.num_rows):
+            for target in self._cache.of(run, kv.tables):
                 offset = 0
                 for source in self._receiver.read(kv.transfer, row, len(target)):
                     target[offset : offset + len(source)] = source

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from triptych.layers.cache_spec import CacheFormat, CacheSpec
+from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec, MoESpec, check_divides
 
@@ -47,6 +47,11 @@ class DecoderConfig:
     def ropes(self) -> tuple[tuple[int, RopeConfig], ...]:
         """The distinct rotary embeddings of the layers, each with its ``head_dim``."""
         return tuple(dict.fromkeys((layer.mixer.head_dim, layer.mixer.rope) for layer in self.layers))
+
+    @cached_property
+    def cache_groups(self) -> CacheGroups:
+        """The groups of layers that share page tables."""
+        return CacheGroups.of(layer.mixer.window for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:

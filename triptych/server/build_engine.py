@@ -5,6 +5,7 @@ import logging
 import torch
 
 from triptych.config import EngineConfig
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_forward
@@ -15,7 +16,6 @@ from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
-from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import dtype_name, widens_kv
@@ -59,13 +59,16 @@ def build_engine(
     _warn_of_slow_kv(model.weights.activations, model.kv_dtype, device)
     with ranks.collective():
         # a page more than the pool hands out: the padding of CUDA graphs is written there
-        agreed = agree_on_size(group, CacheSize(size.num_pages + 1, size.context_length))
+        with_scratch = CacheSize([pages + 1 for pages in size.num_pages], size.context_length)
+        agreed = agree_on_size(group, len(with_scratch.num_pages), with_scratch)
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
     instance.at_end(grammars.close)
     scheduler = Scheduler(
-        PagePool(size.num_pages, engine.page_size),
+        CacheManager(
+            [PagePool(pages, engine.page_size) for pages in size.num_pages], model.kv_rows.layer_groups.windows
+        ),
         engine.max_num_seqs,
         engine.max_num_batched_tokens,
         reuse_prefixes=engine.enable_prefix_caching,
@@ -101,7 +104,7 @@ def _agreed_size(
         memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=bytes_per_token(cached.cache_specs(cache_format(model.kv_dtype))),
+        specs=cached.cache_specs(cache_format(model.kv_dtype)),
         model_context=model.planner.context_length,
         available=memory.free,
     )

@@ -107,8 +107,8 @@ class Components:
         else:
             embedding_source = EmbeddingSource(incoming, address, parts.embedding_dtype, parts.embedding_width)
         if role.sends_kv:
-            pool, wake = parts.engine.scheduler.pool, instance.channel.wake
-            kv_sink = KVSink(self.sender, cache, pool, self.kv_layout, wake=wake)
+            manager, wake = parts.engine.scheduler.cache, instance.channel.wake
+            kv_sink = KVSink(self.sender, cache, manager, self.kv_layout, wake=wake)
         return EngineLoop(
             parts.engine,
             incoming,

@@ -1,5 +1,6 @@
 """A checkpoint folder with its model family, device and dtypes, for instances."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
@@ -62,7 +63,7 @@ class ModelBundle:
         """Load the shard of this rank of the group."""
         return self.adapter.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
 
-    def make_cache(self, group: Group, num_pages: int, path: str) -> GroupCache:
+    def make_cache(self, group: Group, num_pages: Sequence[int], path: str) -> GroupCache:
         """Allocate the KV cache; see ``engine.group.make_cache``."""
         return make_cache(
             self.adapter.decoder_config,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.layers.attention.kv_format import dtype_of
 from triptych.layers.attention.tables import PagedTables
-from triptych.layers.cache_spec import CacheSpec
+from triptych.layers.cache_spec import CacheGroups, CacheSpec
 from triptych.layers.pinned import to_device
 
 
@@ -122,17 +122,21 @@ class KVTensors:
     """Values of each layer, of the same shape but for ``stored_dim``."""
 
     @classmethod
-    def allocate(cls, specs: Sequence[CacheSpec], num_pages: int, page_size: int, device: torch.device) -> "KVTensors":
-        """Allocate ``num_pages`` pages for each of the layers that ``specs`` describe. They are uninitialised, since no
-        slot is read before it is written; on CPUs memory is committed as it fills."""
+    def allocate(
+        cls, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int, device: torch.device
+    ) -> "KVTensors":
+        """Allocate ``num_pages`` pages for each group of the layers that ``specs`` describe. They are uninitialised,
+        since no slot is read before it is written; on CPUs memory is committed as it fills."""
         return cls._make(
             specs, num_pages, page_size, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
         )
 
     @classmethod
-    def within(cls, memory: Tensor, specs: Sequence[CacheSpec], num_pages: int, page_size: int) -> "KVTensors":
-        """Return views of ``memory``, uint8 of ``num_pages * page_size * bytes_per_token(specs)`` elements: layer by
-        layer, all keys and then all values."""
+    def within(
+        cls, memory: Tensor, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int
+    ) -> "KVTensors":
+        """Return views of ``memory``, uint8 of ``cache_bytes`` elements: layer by layer, all keys and then all
+        values."""
         taken = 0
 
         def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -146,15 +150,16 @@ class KVTensors:
     def _make(
         cls,
         specs: Sequence[CacheSpec],
-        num_pages: int,
+        num_pages: Sequence[int],
         page_size: int,
         make: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> "KVTensors":
         """``make`` returns a tensor of a shape and dtype; it is called in the order of the memory."""
+        groups = CacheGroups.of(spec.window for spec in specs)
         keys, values = [], []
-        for spec in specs:
+        for spec, group in zip(specs, groups.of_layer, strict=True):
             key_dim, value_dim = map(spec.format.stored_dim, spec.dims)
-            dtype, shape = dtype_of(spec.format), (num_pages, page_size, spec.heads)
+            dtype, shape = dtype_of(spec.format), (num_pages[group], page_size, spec.heads)
             keys.append(make((*shape, key_dim), dtype))
             values.append(make((*shape, value_dim), dtype))
         return cls(keys, values)
