@@ -26,7 +26,8 @@ from triptych.checkpoint.config_files import load_config
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.layers.attention.compiled import PagedAttention, paged_attention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.attention.kv_format import head_bytes, to_stored
+from triptych.layers.attention.kv_format import cache_format, to_stored
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.transfer_bench.measure import machine
 
@@ -70,7 +71,7 @@ def seconds_per_layer(
     step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Return the median over ``rounds`` by method."""
-    pages = pages_needed(step.kv_len, PAGE_SIZE)
+    mixer, pages = decoder.layers[0].mixer, pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
     new = torch.arange(step.kv_len - step.new, step.kv_len)
     slots = torch.cat([table[0] * PAGE_SIZE + new for table in tables])
@@ -78,14 +79,14 @@ def seconds_per_layer(
     dtypes = {way.dtype for way in ways.values()}
     num_layers = max(1, READ_BYTES // min(bytes_read(step, decoder, dtype) for dtype in dtypes))
     several = replace(decoder, layers=decoder.layers[:1] * num_layers)
-    caches = {dtype: KVTensors.allocate(several, step.sequences * pages, PAGE_SIZE, dtype, CPU) for dtype in dtypes}
+    specs = {dtype: several.cache_specs(cache_format(dtype)) for dtype in dtypes}
+    caches = {dtype: KVTensors.allocate(specs[dtype], [step.sequences * pages], PAGE_SIZE, CPU) for dtype in dtypes}
     for cache in caches.values():
         for layer in (*cache.keys, *cache.values):
-            random = torch.randn(*layer.shape[:-1], decoder.head_dim)
+            random = torch.randn(*layer.shape[:-1], mixer.head_dim)
             layer.copy_(to_stored(random, layer.dtype))
-    mixer = decoder.layers[0].mixer
     widths = mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads
-    query, key, value = torch.randn(len(slots), sum(widths), decoder.head_dim).split(widths, dim=1)
+    query, key, value = torch.randn(len(slots), sum(widths), mixer.head_dim).split(widths, dim=1)
 
     def all_layers(way: Way) -> None:
         cache = caches[way.dtype]
@@ -118,7 +119,7 @@ def tower_layer(config: dict[str, Any], kernel: PagedAttention, rounds: int) -> 
 def bytes_read(step: Step, decoder: DecoderConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a layer's keys and values, each read once."""
     one_layer = replace(decoder, layers=decoder.layers[:1])
-    return step.sequences * step.kv_len * one_layer.kv_bytes(head_bytes(decoder.head_dim, dtype))
+    return step.sequences * step.kv_len * bytes_per_token(one_layer.cache_specs(cache_format(dtype)))
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.blocks import DecoderLayer
 from triptych.layers.compiled_layer import compiled
 from triptych.layers.decoder import ForwardBatch
@@ -179,7 +180,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     decoder = model.load_decoder(SINGLE_RANK)
     tokens, config = len(rows) + text, decoder.config
     pages = -(-tokens // model.page_size)
-    cache = KVTensors.allocate(config, pages, model.page_size, model.kv_dtype, model.device)
+    cache = KVTensors.allocate(config.cache_specs(cache_format(model.kv_dtype)), [pages], model.page_size, model.device)
     attention = AttentionBatch([tokens], [tokens], [torch.arange(pages)], torch.arange(tokens))
     layers = [one for one in decoder.layers if isinstance(one, DecoderLayer)]
     head: list[nn.Module] = [one for one in decoder.modules() if isinstance(one, LMHead)]
@@ -189,7 +190,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         media_index=torch.arange(len(rows)),
         media_embeddings=rows,
         logits_index=torch.tensor([tokens - 1]),
-        attention=attention,
+        attention=[attention],
         num_largest=[1],
     )
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)
@@ -198,7 +199,9 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     # the last layer computes little after attention, and its first product as the others do
     first = products_ms([layer.attention.qkv], tokens, rounds)
     heads, kv_heads, _ = layer.attention.head_counts
-    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, config.head_dim).split((heads, kv_heads, kv_heads), 1)
+    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, layer.attention.head_dim).split(
+        (heads, kv_heads, kv_heads), 1
+    )
     own = partial(layer.attention.backend, query, key, value, cache.keys[0], cache.values[0], attention)
     alone = 1e3 * median_seconds(own, rounds)
     shares = {

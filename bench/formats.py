@@ -29,7 +29,7 @@ from bench.measuring import like_an_instance, report
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
-from triptych.layers.attention.kv_format import to_stored
+from triptych.layers.attention.kv_format import cache_format, to_stored
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.encoder import Encoder
 from triptych.layers.parallel import SINGLE_RANK
@@ -71,9 +71,11 @@ class Model:
 
     def new_cache(self, dtype: torch.dtype) -> KVTensors:
         pages = max(-(-PREFILL // PAGE_SIZE), max(BATCHES) * -(-CONTEXT // PAGE_SIZE))
-        cache = KVTensors.allocate(self.decoder.config, pages, PAGE_SIZE, dtype, CPU)
+        cache = KVTensors.allocate(self.decoder.config.cache_specs(cache_format(dtype)), [pages], PAGE_SIZE, CPU)
         for tensor in (*cache.keys, *cache.values):
-            tensor.copy_(to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.head_dim), dtype))
+            tensor.copy_(
+                to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.layers[0].mixer.head_dim), dtype)
+            )
         return cache
 
     def encode(self) -> Tensor:
@@ -105,7 +107,7 @@ class Model:
             positions=positions.double().expand(3, -1),
             media_index=torch.empty(0, dtype=torch.int64),
             media_embeddings=torch.empty(0, self.width),
-            attention=attention,
+            attention=[attention],
             **wanted,
         )
         return self.decoder(batch, self.cache)
@@ -134,7 +136,7 @@ class Model:
             media_index=torch.arange(len(rows)),
             media_embeddings=rows,
             logits_index=torch.arange(len(rows), count),
-            attention=AttentionBatch([count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count)),
+            attention=[AttentionBatch([count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count))],
         )
         return self.decoder(batch, self.new_cache(cache_dtype)).log_softmax(dim=1)
 

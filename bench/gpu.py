@@ -31,7 +31,8 @@ from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.attention.kv_format import head_bytes
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.devices import find_device
 from triptych.layers.linear import CUDA_FORMATS, PlainLinear
@@ -95,9 +96,7 @@ class Bench:
         sequences = [made_up(index, context + 1, range(index * pages, (index + 1) * pages)) for index in range(batch)]
         chunks = [Chunk(sequence, context, 1) for sequence in sequences]
         weights = sum(linear.weight.nbytes for linear in self.linears)
-        history = (
-            batch * (context + 1) * self.decoder.config.kv_bytes(head_bytes(self.decoder.config.head_dim, self.dtype))
-        )
+        history = batch * (context + 1) * bytes_per_token(self.decoder.config.cache_specs(cache_format(self.dtype)))
         floor = (weights + history) / bandwidth
         rows = []
         for graphs in (None, self._graphs(cache, batch, context + 1)):
@@ -151,7 +150,8 @@ class Bench:
         return lambda: self.decoder(on_device(batch, self.device), cache)
 
     def _cache(self, num_pages: int) -> KVTensors:
-        cache = KVTensors.allocate(self.decoder.config, num_pages + 1, PAGE_SIZE, self.dtype, self.device)
+        specs = self.decoder.config.cache_specs(cache_format(self.dtype))
+        cache = KVTensors.allocate(specs, [num_pages + 1], PAGE_SIZE, self.device)
         for tensor in (*cache.keys, *cache.values):
             tensor.normal_()
         return cache

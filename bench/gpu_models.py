@@ -11,6 +11,7 @@ from bench.make_checkpoint import PRESETS
 from tests.support.random_checkpoint import Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
+from triptych.engine.cache_manager import PageTable
 from triptych.engine.request import Request
 from triptych.engine.sampler import SamplingInput
 from triptych.messages.work import SamplingParams
@@ -63,7 +64,7 @@ def made_up(index: int, num_tokens: int, pages: Iterable[int]) -> Request:
     positions = np.broadcast_to(np.arange(num_tokens, dtype=np.float64), (3, num_tokens))
     greedy = SamplingParams(max_tokens=1, temperature=0)
     request = Request(RequestId(str(index)), tokens, positions, num_tokens, [], greedy, frozenset())
-    request.pages = list(pages)
+    request.tables = [PageTable(pages=list(pages))]
     return request
 
 

@@ -27,7 +27,8 @@ from bench.serve import Load, Sample, ask, request_body
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
-from triptych.layers.attention.kv_format import head_bytes
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.models.registry import family_of, resolve
 from triptych.server.frontend import Frontend
 from triptych.server.model_bundle import ModelBundle
@@ -123,7 +124,7 @@ async def of_fabric(options: argparse.Namespace, fabric: str, length: int) -> di
     decoder = resolve(family_of(load_config(options.model)).adapter)(load_config(options.model)).decoder_config
     tokens = samples["by layer"][0].prompt_tokens
     dtype = ModelBundle(Checkpoint(options.model), engine).kv_dtype
-    num_bytes = tokens * decoder.kv_bytes(head_bytes(decoder.head_dim, dtype))
+    num_bytes = tokens * bytes_per_token(decoder.cache_specs(cache_format(dtype)))
     return {
         "prompt_tokens": tokens,
         "layers": decoder.num_layers,

@@ -32,7 +32,7 @@ def run_instance(config: ServeConfig, join: str, threads: int, batch: int, out: 
     def timed(runner: Runner, step: Any, after_layer: Any) -> Any:
         began = time.perf_counter()
         found = logits(runner, step, after_layer)
-        if step.attention.query_lens == [1] * batch:
+        if step.attention[0].query_lens == [1] * batch:
             spans.append((began, time.perf_counter()))
             out.write_text(json.dumps(spans[-200:])) if len(spans) % 20 == 0 else None
         return found

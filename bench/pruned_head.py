@@ -20,6 +20,7 @@ from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.linear import WEIGHT_FORMATS, LMHead
 from triptych.models.registry import family_of, resolve
@@ -42,11 +43,11 @@ def hidden_states(decoder: Decoder, count: int) -> Tensor:
         media_index=torch.empty(0, dtype=torch.int64),
         media_embeddings=torch.empty(0, config.hidden_size * (1 + config.num_deepstack_layers)),
         logits_index=torch.arange(count),
-        attention=AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count)),
+        attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))],
     )
     given: list[Tensor] = []
     hook = decoder.head.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
-    decoder(batch, KVTensors.allocate(config, pages, PAGE_SIZE, torch.float32, CPU))
+    decoder(batch, KVTensors.allocate(config.cache_specs(cache_format(torch.float32)), [pages], PAGE_SIZE, CPU))
     hook.remove()
     return given[0]
 

@@ -65,9 +65,9 @@ class Scorer:
             media_index=excerpt.media_index,
             media_embeddings=rows,
             logits_index=excerpt.scored,
-            attention=AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count)),
+            attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))],
         )
-        cache = self._bundle.make_cache(SINGLE_RANK, pages, "").whole
+        cache = self._bundle.make_cache(SINGLE_RANK, [pages], "").whole
         return self._decoder(batch, cache).log_softmax(dim=1)
 
     @property

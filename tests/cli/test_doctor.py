@@ -42,8 +42,9 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
 def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In int8, a byte per value and four per scale."""
     decoder = load_adapter(folder).decoder_config
-    heads = 2 * decoder.num_layers * decoder.num_kv_heads
-    for dtype, head in (("float16", 2 * decoder.head_dim), ("int8", decoder.head_dim + 4)):
+    mixer = decoder.layers[0].mixer
+    heads = 2 * decoder.num_layers * mixer.num_kv_heads
+    for dtype, head in (("float16", 2 * mixer.head_dim), ("int8", mixer.head_dim + 4)):
         _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--kv-cache-dtype", dtype)
         assert checks["KV cache"] == f"ok {dtype}, {heads * head / 2**10:.1f} KiB per token"
 

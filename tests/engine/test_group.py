@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from triptych.engine.cache_manager import PageTable
 from triptych.engine.group import GroupCache, make_cache
-from triptych.engine.kv_rows import CacheRows
+from triptych.engine.kv_rows import CacheRows, KVRun, TokenRows
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
 from triptych.layers.rope_config import RopeConfig
@@ -42,7 +44,7 @@ def config_of(kv_heads: int) -> DecoderConfig:
 
 def cache_of(config: DecoderConfig, group: Group, path: str, dtype: torch.dtype) -> GroupCache:
     return make_cache(
-        config, group, num_pages=PAGES, page_size=PAGE_SIZE, dtype=dtype, device=torch.device("cpu"), path=path
+        config, group, num_pages=[PAGES], page_size=PAGE_SIZE, dtype=dtype, device=torch.device("cpu"), path=path
     )
 
 
@@ -58,21 +60,22 @@ def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (4, 4), (2, 4), (1, 2)])
 def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: int, size: int) -> None:
     """And the ranks read what it writes. With fewer heads than ranks, several ranks write the same values."""
-    config, pages = config_of(kv_heads), [3, 4, 0]
+    config, tables = config_of(kv_heads), [PageTable(pages=[3, 4, 0])]
     one = filled(config, dtype)
     with file_in_memory() as path:
         ranks = [cache_of(config, Rank(rank, size), path, dtype) for rank in range(size)]
         for rank, cache in enumerate(ranks):
             heads = ShardedDimension(kv_heads).part(Rank(rank, size))
             for ours, whole in zip(cache.own.keys + cache.own.values, one.keys + one.values, strict=True):
-                assert ours.shape[2] == config.shard(size).num_kv_heads
+                assert ours.shape[2] == config.shard(size).layers[0].mixer.num_kv_heads
                 ours.copy_(whole[:, :, heads])
-    rows, expected = CacheRows(ranks[0].whole), CacheRows(one)
+    of_token = TokenRows(config.cache_specs(cache_format(dtype)))
+    rows, expected = CacheRows(ranks[0].whole, of_token), CacheRows(one, of_token)
     for layer in range(LAYERS):
         for part in range(2):
-            found = list(rows.of(layer, part, pages, 1, 10))
+            found = list(rows.of(KVRun(layer, part, 1, 10, 0), tables))
             assert len(found) == 2, "as many views as in one process"
-            for mine, theirs in zip(found, expected.of(layer, part, pages, 1, 10), strict=True):
+            for mine, theirs in zip(found, expected.of(KVRun(layer, part, 1, 10, 0), tables), strict=True):
                 assert mine.flags.c_contiguous
                 assert (mine == theirs).all()
                 mine[:] = 0

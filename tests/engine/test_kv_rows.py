@@ -1,6 +1,7 @@
 """Both ends of a KV transfer agree on what each row is."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,55 +9,103 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.engine.kv_rows import GROUP, CacheRows, KVRows
+from triptych.engine.cache_manager import PageTable
+from triptych.engine.kv_rows import GROUP, CacheRows, KVRows, KVRun, TokenRows
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import CacheSpec
 
-LAYERS, PAGE, HEADS, DIM = 3, 4, 2, 3
+PAGE, PAGES = 4, 8
+FLOAT16, INT8 = cache_format(torch.float16), cache_format(torch.int8)
+EQUAL = [CacheSpec(2, (3, 3), FLOAT16)] * 3
+UNEQUAL = [CacheSpec(2, (3, 3), FLOAT16), CacheSpec(1, (6, 4), FLOAT16), CacheSpec(2, (4, 8), INT8)]
+WINDOWED = [replace(spec, window=window) for spec, window in zip(UNEQUAL, (None, 40, 700), strict=True)]
+MODELS = st.sampled_from([EQUAL, UNEQUAL, WINDOWED, [replace(EQUAL[0], window=1)]])
+
+Places = dict[int, tuple[int, int, int]]
+"""By row of the transfer: layer, part, and place in that part of the layer."""
 
 
-@given(num_tokens=st.integers(1, 3 * GROUP + 5), cuts=st.lists(st.integers(0, 10**6), max_size=8), data=st.data())
-def test_both_iterations_yield_the_same_rows(num_tokens: int, cuts: list[int], data: st.DataObject) -> None:
-    rows = KVRows(LAYERS, num_tokens)
-    token, end = sorted(data.draw(st.tuples(st.integers(0, num_tokens), st.integers(0, num_tokens))))
-    produced = {
-        run.first_row + index: (run.layer, run.part, run.token + index)
-        for layer in range(LAYERS)
-        for chunk in ((0, token), (token, end), (end, num_tokens))
-        for run in rows.of_layer(layer, *chunk)
-        for index in range(run.num_tokens)
-    }
+def places(run: KVRun) -> Places:
+    return {run.first_row + index: (run.layer, run.part, run.start + index) for index in range(run.num_rows)}
+
+
+def test_equal_layers_have_a_row_for_each_key_and_value() -> None:
+    rows = TokenRows(EQUAL)
+    assert (rows.row_bytes, rows.in_all_layers, rows.largest_part, rows.largest_run) == (12, 6, 1, 2 * GROUP)
+
+
+def test_other_layers_have_several() -> None:
+    rows = TokenRows(UNEQUAL)
+    assert rows.row_bytes == 4, "divides 12, 12, 8, 16 and 24"
+    assert rows.parts == [(3, 3), (3, 2), (4, 6)]
+    assert (rows.in_all_layers, rows.largest_part, rows.largest_run) == (21, 6, 10 * GROUP)
+
+
+@given(
+    specs=MODELS,
+    first=st.integers(0, 600),
+    num_tokens=st.integers(1, 3 * GROUP + 5),
+    cuts=st.lists(st.integers(0, 10**6), max_size=8),
+    data=st.data(),
+)
+def test_both_iterations_yield_the_same_rows(
+    specs: list[CacheSpec], first: int, num_tokens: int, cuts: list[int], data: st.DataObject
+) -> None:
+    rows, end = KVRows(TokenRows(specs), first, first + num_tokens), first + num_tokens
+    borders = sorted(data.draw(st.tuples(st.integers(first, end), st.integers(first, end))))
+    produced: Places = {}
+    for layer, chunk in itertools.product(range(len(specs)), itertools.pairwise([first, *borders, end])):
+        for run in rows.of_layer(layer, *chunk):
+            produced |= places(run)
     assert sorted(produced) == list(range(rows.num_rows)), "each row once"
-    borders = sorted({0, rows.num_rows, *(cut % rows.num_rows for cut in cuts)})
-    consumed = {
-        run.first_row + index: (run.layer, run.part, run.token + index)
-        for low, high in itertools.pairwise(borders)
-        for run in rows.between(low, high)
-        for index in range(run.num_tokens)
-    }
+    assert (
+        set(produced.values())
+        == {
+            (layer, part, place)
+            for layer, sizes in enumerate(rows.of_token.parts)
+            for part, size in enumerate(sizes)
+            for place in range(max(first, end - (specs[layer].window or 10**6) + 1, 0) * size, end * size)
+        }
+        or specs[0].window == 1
+    )
+    consumed: Places = {}
+    for low, high in itertools.pairwise(sorted({0, rows.num_rows, *(cut % rows.num_rows for cut in cuts)})):
+        for run in rows.between(low, high):
+            consumed |= places(run)
     assert consumed == produced
 
 
-@given(num_tokens=st.integers(1, 2 * GROUP), first=st.integers(0, 2 * GROUP))
-def test_groups_are_transferred_in_order(num_tokens: int, first: int) -> None:
-    rows, group = KVRows(LAYERS, num_tokens), min(first, num_tokens - 1) // GROUP
-    for layer in range(LAYERS):
-        for run in rows.of_layer(layer, group * GROUP, min((group + 1) * GROUP, num_tokens)):
-            assert 2 * LAYERS * GROUP * group <= run.first_row < 2 * LAYERS * min(GROUP * (group + 1), num_tokens)
+@given(specs=MODELS, num_tokens=st.integers(1, 2 * GROUP), token=st.integers(0, 2 * GROUP))
+def test_groups_are_transferred_in_order(specs: list[CacheSpec], num_tokens: int, token: int) -> None:
+    of_token = TokenRows(specs)
+    rows, group = KVRows(of_token, 0, num_tokens), min(token, num_tokens - 1) // GROUP
+    borders = [0, group * GROUP, min((group + 1) * GROUP, num_tokens), num_tokens]
+    before, within, after = (
+        {row for layer in range(len(specs)) for run in rows.of_layer(layer, *tokens) for row in places(run)}
+        for tokens in itertools.pairwise(borders)
+    )
+    assert max(before, default=-1) < min(within, default=0) or not within
+    assert max(before | within, default=-1) < min(after, default=rows.num_rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(pages=st.permutations(range(8)), data=st.data())
-def test_a_requests_rows_are_those_of_its_pages(dtype: torch.dtype, pages: list[int], data: st.DataObject) -> None:
-    shape = (8, PAGE, HEADS, DIM)
-    keys, values = ([torch.randn(shape).to(dtype) for _ in range(LAYERS)] for _ in range(2))
-    rows = CacheRows(KVTensors(keys, values))
-    token = data.draw(st.integers(0, 8 * PAGE - 1))
-    count = data.draw(st.integers(1, 8 * PAGE - token))
-    layer, part = data.draw(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, 1)))
-    views = list(rows.of(layer, part, pages, token, count))
-    tensor = (keys, values)[part][layer][pages].flatten(0, 1)[token : token + count]
-    np.testing.assert_array_equal(np.concatenate(views), tensor.flatten(1).contiguous().view(torch.uint8).numpy())
+@pytest.mark.parametrize("specs", [EQUAL, UNEQUAL, [CacheSpec(2, (3, 5), cache_format(torch.bfloat16))]])
+@given(pages=st.permutations(range(PAGES)), data=st.data())
+def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: list[int], data: st.DataObject) -> None:
+    cache, of_token = KVTensors.allocate(specs, [PAGES], PAGE, torch.device("cpu")), TokenRows(specs)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randint(1, 100, tensor.shape))
+    layer, part = data.draw(st.tuples(st.integers(0, len(specs) - 1), st.integers(0, 1)))
+    num_rows = PAGES * PAGE * of_token.parts[layer][part]
+    released = data.draw(st.integers(0, PAGES - 1))
+    start = data.draw(st.integers(released * num_rows // PAGES, num_rows - 1))
+    count = data.draw(st.integers(1, num_rows - start))
+    run = KVRun(layer, part, start, count, 0)
+    views = list(CacheRows(cache, of_token).of(run, [PageTable(released, pages[released:])]))
+    tensor = (cache.keys, cache.values)[part][layer][pages]
+    expected = tensor.view(-1).view(torch.uint8).view(-1, of_token.row_bytes)[start : start + count]
+    np.testing.assert_array_equal(np.concatenate(views), expected.numpy())
     joined = sum(later != earlier + 1 for earlier, later in itertools.pairwise(pages))
     assert len(views) <= joined + 1, "consecutive pages make one view"
     views[0][:] = 0
-    assert (torch.stack([*keys, *values]) == 0).any(), "a view, not a copy"
+    assert any((tensor == 0).any() for tensor in (*cache.keys, *cache.values)), "a view, not a copy"

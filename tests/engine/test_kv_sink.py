@@ -5,13 +5,16 @@ import pytest
 import torch
 
 from triptych.engine.active_request import ActiveRequest
+from triptych.engine.cache_manager import CacheManager, PageTable
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.kv_rows import CacheRows
+from triptych.engine.kv_rows import CacheRows, TokenRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.request import make_request
 from triptych.engine.scheduler import Chunk
 from triptych.errors import BlockError, TransferError
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import CacheSpec
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Offer, RowKind, RowLayout, TransferSide
 from triptych.messages.work import Generate, Prefill, SamplingParams
@@ -19,6 +22,7 @@ from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
 from triptych.types import Address, RequestId, TransferId
 
+SPECS = [CacheSpec(1, (8, 8), cache_format(torch.float32))] * 2
 LAYOUT = RowLayout("m", "float32", 8, 32, RowKind.KV)
 P, D = Address("tcp://p"), Address("tcp://d")
 
@@ -29,8 +33,9 @@ class SinkHarness:
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         self.wakes = 0
-        cache = KVTensors.within(torch.zeros(2, 2, 8, 4, 1, 8), slice(None))
-        self.sink = KVSink(self.sender, CacheRows(cache), self.pool, LAYOUT, wake=self.wake)
+        cache = KVTensors.allocate(SPECS, [8], 4, torch.device("cpu"))
+        manager, rows = CacheManager([self.pool]), CacheRows(cache, TokenRows(SPECS))
+        self.sink = KVSink(self.sender, rows, manager, LAYOUT, wake=self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -47,12 +52,13 @@ class SinkHarness:
 
     def start(self, active: ActiveRequest) -> None:
         """Run the request's first step, after which the scheduler releases its pages."""
-        active.request.pages, active.request.sends_pages = self.pool.allocate(2), True
+        pages = self.pool.allocate(2)
+        active.request.tables, active.request.sends_pages = [PageTable(pages=pages)], True
         after_layer = self.sink.start_step([(active, Chunk(active.request, 0, 4))])
         for layer in range(2):
             after_layer(layer)
         self.sink.provide_layers()
-        self.pool.release(active.request.pages)
+        self.pool.release(pages)
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,40 +6,42 @@ import pytest
 from triptych.config import EngineConfig, MemorySize
 from triptych.engine.kv_size import KVSize, kv_size
 from triptych.errors import StartError
+from triptych.layers.cache_spec import CacheFormat, CacheSpec
 
 TOKEN = 1000
 """Bytes."""
+SPEC = CacheSpec(1, (250, 250), CacheFormat("float16", 2))
 FREE = 10**6
 MODEL = 4096
 
 
 def size(**settings: Any) -> KVSize:
     engine = EngineConfig(**({"page_size": 16, "max_num_seqs": 8} | settings))
-    return kv_size(engine, token_bytes=TOKEN, model_context=MODEL, available=FREE)
+    return kv_size(engine, specs=[SPEC], model_context=MODEL, available=FREE)
 
 
 def test_a_share_is_of_the_free_memory() -> None:
     found = size(kv_cache_memory=MemorySize.parse("50%"))
-    assert (found.num_pages, found.context_length, found.num_bytes) == (31, 31 * 16, 31 * 16 * TOKEN)
+    assert (found.num_pages, found.context_length, found.num_bytes) == ((31,), 31 * 16, 31 * 16 * TOKEN)
 
 
 def test_an_amount_is_rounded_to_whole_pages() -> None:
-    assert size(kv_cache_memory=MemorySize.parse("100KB")).num_pages == 6
+    assert size(kv_cache_memory=MemorySize.parse("100KB")).num_pages == (6,)
 
 
 def test_tokens_override_memory_and_fill_whole_pages() -> None:
-    assert size(kv_cache_tokens=100, kv_cache_memory=MemorySize.parse("1KB")).num_pages == 7
+    assert size(kv_cache_tokens=100, kv_cache_memory=MemorySize.parse("1KB")).num_pages == (7,)
 
 
 def test_the_size_is_at_most_what_all_requests_can_use() -> None:
     found = size(kv_cache_memory=MemorySize.parse("100%"), max_model_len=40, max_num_seqs=2)
-    assert (found.num_pages, found.context_length) == (2 * 3, 40)
+    assert (found.num_pages, found.context_length) == ((2 * 3,), 40)
 
 
 def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
     assert size(kv_cache_tokens=800).context_length == 800
     assert size(kv_cache_tokens=800, max_model_len=500).context_length == 500
-    longer = kv_size(EngineConfig(kv_cache_tokens=800), token_bytes=1, model_context=300, available=FREE)
+    longer = kv_size(EngineConfig(kv_cache_tokens=800), specs=[SPEC], model_context=300, available=FREE)
     assert longer.context_length == 300
 
 
@@ -58,3 +61,28 @@ def test_the_context_is_the_least_of_model_setting_and_capacity() -> None:
 def test_settings_that_do_not_fit_are_rejected_with_both_figures(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(StartError, match=words):
         size(**settings)
+
+
+@pytest.mark.parametrize("memory", ["10%", "40%", "100%"])
+def test_layers_with_a_window_have_no_more_pages_than_all_requests_hold(memory: str) -> None:
+    """Of 32 tokens: a request holds at most 10 pages of those layers, and the memory goes to the others."""
+    specs = [SPEC, replace(SPEC, window=32), SPEC, replace(SPEC, window=32)]
+    engine = EngineConfig(
+        page_size=16, max_num_seqs=2, max_num_batched_tokens=48, kv_cache_memory=MemorySize.parse(memory)
+    )
+    found = kv_size(engine, specs=specs, model_context=MODEL, available=FREE)
+    every, windowed = found.num_pages
+    assert windowed == min(every, 2 * 10)
+    assert found.num_bytes == 2 * 16 * TOKEN * (every + windowed) <= engine.kv_cache_memory.of(FREE)
+    assert found.num_bytes + 4 * 16 * TOKEN > engine.kv_cache_memory.of(FREE), "another page wouldn't fit"
+    assert found.context_length == every * 16
+
+
+def test_windows_in_all_layers_leave_the_context_to_the_model() -> None:
+    found = kv_size(
+        EngineConfig(page_size=16, max_num_seqs=2, max_num_batched_tokens=48),
+        specs=[replace(SPEC, window=32)],
+        model_context=MODEL,
+        available=2 * FREE,
+    )
+    assert (found.num_pages, found.context_length) == ((20,), MODEL)

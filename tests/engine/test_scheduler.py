@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
 from triptych.engine.scheduler import MAX_SCORED, Scheduler, SchedulerOutput
@@ -28,18 +29,18 @@ def everything(one: Request) -> int:
 
 
 def check(scheduler: Scheduler, step: SchedulerOutput, ready: Callable[[Request], int], budget: int) -> None:
-    pages = {page for one in scheduler for page in one.pages}
-    assert len(pages) == scheduler.pool.num_pages - scheduler.pool.num_free
+    pages = {page for one in scheduler for page in one.tables[0].pages}
+    assert len(pages) == scheduler.cache.num_used
     assert step.num_tokens <= budget
     computing = [chunk.request for chunk in step.chunks]
     assert len({id(one) for one in computing}) == len(computing)
     assert not any(one is victim for one in computing for victim in step.preempted)
-    assert all(not victim.pages and victim.num_computed == 0 for victim in step.preempted)
+    assert all(not victim.holds_pages and victim.num_computed == 0 for victim in step.preempted)
     for chunk in step.chunks:
         assert chunk.length > 0
         assert chunk.start == chunk.request.num_computed
         assert chunk.start + chunk.length <= ready(chunk.request)
-        assert len(chunk.request.pages) * scheduler.pool.page_size >= chunk.start + chunk.length
+        assert chunk.request.tables[0].end * scheduler.cache.page_size >= chunk.start + chunk.length
 
 
 class Contents:
@@ -54,7 +55,10 @@ class Contents:
         no other request's past was overwritten."""
         for chunk in step.chunks:
             one = chunk.request
-            slots = [(one.pages[i // self.page_size], i % self.page_size) for i in range(chunk.start + chunk.length)]
+            slots = [
+                (one.tables[0].pages[i // self.page_size], i % self.page_size)
+                for i in range(chunk.start + chunk.length)
+            ]
             for i in range(chunk.start):
                 assert self.slots[slots[i]] == tuple(one.tokens[: i + 1])
             for i in range(chunk.start, chunk.start + chunk.length):
@@ -79,7 +83,9 @@ def test_any_load_is_scheduled_correctly_and_ends(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 15), st.integers(1, 6)), min_size=1, max_size=7))
     largest = max(-(-(prompt + new) // page_size) for prompt, new in shapes)
     pool = PagePool(largest + data.draw(st.integers(0, 6)), page_size)
-    scheduler = Scheduler(pool, data.draw(st.integers(1, 5)), budget, reuse_prefixes=data.draw(st.booleans()))
+    scheduler = Scheduler(
+        CacheManager([pool]), data.draw(st.integers(1, 5)), budget, reuse_prefixes=data.draw(st.booleans())
+    )
     chance = data.draw(st.randoms(use_true_random=False))
     contents = Contents(page_size)
     waiting = [request(f"r{number}", prompt, new, chance.randint(1, 2)) for number, (prompt, new) in enumerate(shapes)]
@@ -109,7 +115,7 @@ def test_any_load_is_scheduled_correctly_and_ends(data: st.DataObject) -> None:
 
 
 def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() -> None:
-    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=6)
+    scheduler = Scheduler(CacheManager([PagePool(20, 4)]), 8, max_num_batched_tokens=6)
     first, second = request("first", 3, 5), request("second", 30, 5)
     scheduler.add(first)
     run(scheduler, scheduler.schedule(everything))
@@ -119,7 +125,7 @@ def test_decodes_go_before_prefill_and_prefill_takes_the_rest_of_the_budget() ->
 
 
 def test_the_last_to_arrive_is_preempted_and_recomputed() -> None:
-    scheduler = Scheduler(PagePool(5, 2), 8, max_num_batched_tokens=16)
+    scheduler = Scheduler(CacheManager([PagePool(5, 2)]), 8, max_num_batched_tokens=16)
     first, last = request("first", 4, 4), request("last", 3, 4, first_token=9)
     for one in (first, last):
         scheduler.add(one)
@@ -137,7 +143,7 @@ def test_the_last_to_arrive_is_preempted_and_recomputed() -> None:
 
 def test_the_head_of_the_queue_is_not_starved_by_small_requests() -> None:
     """It waits for requests that are decoding, but no new one gets the pages that it needs."""
-    scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
+    scheduler = Scheduler(CacheManager([PagePool(8, 1)]), 8, max_num_batched_tokens=8)
     big = request("big", 7, 1)
     waits = [True]
 
@@ -153,7 +159,7 @@ def test_the_head_of_the_queue_is_not_starved_by_small_requests() -> None:
 
 
 def test_a_request_blocked_on_media_does_not_delay_others() -> None:
-    scheduler = Scheduler(PagePool(8, 1), 8, max_num_batched_tokens=8)
+    scheduler = Scheduler(CacheManager([PagePool(8, 1)]), 8, max_num_batched_tokens=8)
     waiting, other = request("waiting", 4, 1), request("other", 4, 1)
     scheduler.add(waiting)
     scheduler.add(other)
@@ -162,7 +168,7 @@ def test_a_request_blocked_on_media_does_not_delay_others() -> None:
 
 
 def test_no_more_than_max_num_seqs_run_at_a_time() -> None:
-    scheduler = Scheduler(PagePool(8, 1), 2, max_num_batched_tokens=8)
+    scheduler = Scheduler(CacheManager([PagePool(8, 1)]), 2, max_num_batched_tokens=8)
     for number in range(3):
         scheduler.add(request(str(number), 1, 2))
     assert [chunk.request.id for chunk in scheduler.schedule(everything).chunks] == ["0", "1"]
@@ -180,7 +186,7 @@ def finish(scheduler: Scheduler, one: Request) -> int:
 
 
 def test_a_cached_prefix_is_not_recomputed() -> None:
-    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([PagePool(20, 4)]), 8, max_num_batched_tokens=64)
     assert finish(scheduler, request("first", 18, 3)) == 18 + 2
     same = request("same", 18, 3)
     assert finish(scheduler, same) == 2 + 2
@@ -188,11 +194,11 @@ def test_a_cached_prefix_is_not_recomputed() -> None:
     # the prompt's last token is computed even when whole pages would cover it
     assert finish(scheduler, request("whole pages", 16, 1)) == 4
     assert finish(scheduler, request("another", 18, 3, first_token=7)) == 18 + 2
-    scheduler.pool.check_all_free()
+    scheduler.cache.check_all_free()
 
 
 def test_generated_tokens_are_cached_for_the_next_turn() -> None:
-    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([PagePool(20, 4)]), 8, max_num_batched_tokens=64)
     first = request("first", 6, 7)
     finish(scheduler, first)
     second = request("second", 14, 1)
@@ -201,7 +207,7 @@ def test_generated_tokens_are_cached_for_the_next_turn() -> None:
 
 
 def test_different_salts_share_no_pages() -> None:
-    scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([PagePool(20, 4)]), 8, max_num_batched_tokens=64)
     for salt, computed in (("a", 9), ("b", 9), ("a", 1)):
         one = request(f"{salt}{computed}", 9, 1)
         one.cache_salt = salt
@@ -211,7 +217,7 @@ def test_different_salts_share_no_pages() -> None:
 def test_kv_caches_of_different_layouts_share_no_names_of_pages() -> None:
     names = []
     for layout, salt in (("a", "|b"), ("b", "|b"), ("a|", "b"), ("a", "|b")):
-        scheduler = Scheduler(PagePool(20, 4), 8, max_num_batched_tokens=64, layout=layout)
+        scheduler = Scheduler(CacheManager([PagePool(20, 4)]), 8, max_num_batched_tokens=64, layout=layout)
         one = request(layout + salt, 9, 1)
         one.cache_salt = salt
         finish(scheduler, one)
@@ -221,7 +227,7 @@ def test_kv_caches_of_different_layouts_share_no_names_of_pages() -> None:
 
 
 def test_page_hashes_cover_media_and_their_position() -> None:
-    scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([PagePool(40, 4)]), 8, max_num_batched_tokens=64)
 
     def picture(name: str, key: str, start: int = 2) -> Request:
         one = request(name, 15, 1)
@@ -236,7 +242,7 @@ def test_page_hashes_cover_media_and_their_position() -> None:
 
 def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
     pool = PagePool(7, 1)
-    scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([pool]), 8, max_num_batched_tokens=64)
     finish(scheduler, request("old", 3, 1, first_token=5))
     finish(scheduler, request("new", 3, 1, first_token=6))
     finish(scheduler, request("third", 2, 1, first_token=7))  # takes the last page of the old one
@@ -246,7 +252,7 @@ def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
 
 def test_a_queued_request_loses_its_prefix_to_earlier_ones() -> None:
     pool = PagePool(4, 1)
-    scheduler = Scheduler(pool, 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([pool]), 8, max_num_batched_tokens=64)
     finish(scheduler, request("teacher", 3, 1))
     first, later = request("first", 4, 1, first_token=8), request("later", 4, 1)
     scheduler.add(first)
@@ -268,7 +274,7 @@ def scoring(name: str, prompt: int) -> Request:
 
 
 def test_scored_tokens_per_step_are_limited_and_others_use_the_rest_of_the_budget() -> None:
-    scheduler = Scheduler(PagePool(200, 4), 8, max_num_batched_tokens=512)
+    scheduler = Scheduler(CacheManager([PagePool(200, 4)]), 8, max_num_batched_tokens=512)
     first, second = scoring("first", 100), scoring("second", 100)
     for one in (first, second, plain := request("plain", 300, 1)):
         scheduler.add(one)
@@ -285,7 +291,7 @@ def test_scored_tokens_per_step_are_limited_and_others_use_the_rest_of_the_budge
 
 
 def test_a_scored_prompt_is_computed_entirely_and_cached() -> None:
-    scheduler = Scheduler(PagePool(40, 4), 8, max_num_batched_tokens=64)
+    scheduler = Scheduler(CacheManager([PagePool(40, 4)]), 8, max_num_batched_tokens=64)
     assert finish(scheduler, request("plain", 18, 1)) == 18
     queries = scheduler.num_prefix_queries
     assert finish(scheduler, scoring("scored", 18)) == 18

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
 from triptych.engine.scheduler import MAX_BYPASSED, Scheduler, SchedulerOutput
@@ -57,7 +58,7 @@ class World:
 
     def __post_init__(self) -> None:
         pool = PagePool(self.pages, self.page_size)
-        self.scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=self.reuse)
+        self.scheduler = Scheduler(CacheManager([pool]), self.max_num_seqs, self.budget, reuse_prefixes=self.reuse)
         self.landed: dict[RequestId, int] = {}
         self.requested: set[RequestId] = set()
         self.offered: set[RequestId] = set()
@@ -145,8 +146,8 @@ class World:
         return step
 
     def check(self, step: SchedulerOutput, sending: list[Request]) -> None:
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        assert len({page for one in scheduler for page in one.pages}) == pool.num_used
+        scheduler, pool = self.scheduler, self.scheduler.cache
+        assert len({page for one in scheduler for page in one.tables[0].pages}) == pool.num_used
         assert len(step.chunks) <= self.max_num_seqs
         assert sum(one.running for one in scheduler) <= self.max_num_seqs
         assert step.num_tokens <= self.budget
@@ -155,7 +156,7 @@ class World:
         assert all(one.fully_ready for one in scheduler if one.sends_pages)
         for chunk in step.chunks:
             assert chunk.start + chunk.length <= self.ready(chunk.request)
-            assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.length
+            assert chunk.request.tables[0].end * self.page_size >= chunk.start + chunk.length
         if not step.chunks and not step.admitted:
             again = scheduler.schedule(self.ready)
             assert not again.chunks and not again.admitted, "a step was possible, but found only at the second attempt"
@@ -164,7 +165,7 @@ class World:
     def finish(self, limit: int) -> None:
         for _ in range(limit):
             if not len(self.scheduler):
-                self.scheduler.pool.check_all_free()
+                self.scheduler.cache.check_all_free()
                 return
             self.turn()
         raise AssertionError(f"after {limit} turns there are {[one.id for one in self.scheduler]}")
@@ -214,7 +215,7 @@ def test_blocked_prompts_are_preempted_whatever_their_arrival(role: str) -> None
     media = [world.add(request(f"media {number}", 10, media=8, role=role)) for number in range(3)]
     for _ in range(30):
         world.turn()
-    assert world.scheduler.pool.num_free < 12
+    assert world.scheduler.cache.pools[0].num_free < 12
     world.add(request("text", 12, role=role))
     for _ in range(20):
         world.turn()
@@ -229,7 +230,7 @@ def test_a_prefill_instance_sends_once_fully_ready_and_can_preempt_before() -> N
     media = world.add(request("media", 10, media=8, role="P"))
     for _ in range(10):
         world.turn()
-    assert (media.num_computed, media.sends_pages, len(media.pages)) == (6, False, 6)
+    assert (media.num_computed, media.sends_pages, len(media.tables[0].pages)) == (6, False, 6)
     world.add(request("text", 10, role="P"))
     step = world.turn()
     assert (computing(step), step.preempted) == (["text"], [media])
@@ -238,7 +239,7 @@ def test_a_prefill_instance_sends_once_fully_ready_and_can_preempt_before() -> N
     for computed in (0, 0, 0, 4, 8):
         assert media.num_computed == computed
         world.turn()
-        assert (len(media.pages) if media.num_computed else 0) in (0, 10), "all of them, once it is scheduled"
+        assert (len(media.tables[0].pages) if media.num_computed else 0) in (0, 10), "all of them, once it is scheduled"
     assert not len(world.scheduler)
 
 
@@ -373,7 +374,7 @@ def test_texts_beside_prompts_blocked_forever_end_as_if_alone(data: st.DataObjec
 @pytest.mark.parametrize("places", [1, 4])
 def test_an_answer_blocked_before_each_token_progresses_beside_long_ones(role: str, places: int) -> None:
     """For example, one whose grammar takes three steps for a token."""
-    scheduler = Scheduler(PagePool(10_000, 4), places, 64, reuse_prefixes=False)
+    scheduler = Scheduler(CacheManager([PagePool(10_000, 4)]), places, 64, reuse_prefixes=False)
     slow = request("slow", 8, 30, role=role)
     scheduler.add(slow)
     judging = steps = 0

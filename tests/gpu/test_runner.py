@@ -15,6 +15,7 @@ from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.runner import Runner
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.messages.work import SamplingParams
@@ -33,7 +34,8 @@ def load(folder: Path, weights: WeightFormat, device: torch.device) -> Decoder:
 
 def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
     """Make a cache filled with NaN, which reveals reads of unwritten slots."""
-    cache = KVTensors.allocate(decoder.config, POOL + 1, PAGE_SIZE, decoder.dtype, device)
+    specs = decoder.config.cache_specs(cache_format(decoder.dtype))
+    cache = KVTensors.allocate(specs, [POOL + 1], PAGE_SIZE, device)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
     return cache

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.support.generation import PAGE_SIZE, Generating, prompts, request
 from triptych.engine.buckets import bucket_for, bucket_sizes
+from triptych.engine.cache_manager import PageTable
 from triptych.engine.padding import only_decodes, padded
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.scheduler import Chunk
@@ -136,7 +137,7 @@ def test_padding_changes_no_result(plain: Decoder, num_rows: int) -> None:
         _, cache, batch = three_decodes(plain)
         assert only_decodes(batch)
         batch = batch if rows is None else padded(batch, rows, NUM_PAGES, PAGE_SIZE)
-        assert rows is None or len(batch.tokens) == len(batch.attention.slots) == rows
+        assert rows is None or len(batch.tokens) == len(batch.attention[0].slots) == rows
         return plain(batch, cache), cache
 
     (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
@@ -156,7 +157,7 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
         for index, tokens in enumerate(prompts(decoder.config.vocab_size, [6, 3, 9]))
     ]
     for one, pages in zip(requests, ([0, 7], [3], [19, 5, 1]), strict=True):
-        one.pages = pages
+        one.tables = [PageTable(pages=pages)]
     width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
     media = MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
     runner.run(runner.batch([Chunk(one, 0, len(one.tokens) - 1) for one in requests], media), [])
@@ -176,19 +177,19 @@ def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
 def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuRunner(plain, cache_of(plain), PAGE_SIZE, CPU)
     one = request("0", [1, 2, 3, 4, 5], SAMPLINGS[0])
-    one.pages = [3, 7]
+    one.tables = [PageTable(pages=[3, 7])]
     runner.prepare([Chunk(one, 2, 3)])
     one.tokens.append(6)
     prepared = runner.chunk_inputs(Chunk(one, 5, 1))
     expected = Runner(plain, runner.cache, PAGE_SIZE).chunk_inputs(Chunk(one, 5, 1))
     assert prepared.positions == expected.positions == [[5]] * 3
-    assert prepared.page_table.tolist() == expected.page_table.tolist() == [3, 7]
-    assert prepared.slots == expected.slots == [7 * 4 + 1]
+    assert prepared.page_tables[0].tolist() == expected.page_tables[0].tolist() == [3, 7]
+    assert prepared.slots == expected.slots == [[7 * 4 + 1]]
     assert runner.chunk_inputs(Chunk(one, 5, 1)) is prepared
     assert runner.chunk_inputs(Chunk(one, 4, 1)) is not prepared
-    one.pages = [8, 9]  # preempted and restarted
-    assert runner.chunk_inputs(Chunk(one, 5, 1)).slots == [9 * 4 + 1]
-    one.pages = [3]
+    one.tables = [PageTable(pages=[8, 9])]  # preempted and restarted
+    assert runner.chunk_inputs(Chunk(one, 5, 1)).slots == [[9 * 4 + 1]]
+    one.tables = [PageTable(pages=[3])]
     runner.prepare([Chunk(one, 3, 3)])  # its next token is in the second page, which isn't allocated yet
     assert runner.num_prepared == 0
 

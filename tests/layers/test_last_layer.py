@@ -27,6 +27,7 @@ from tests.support.forward import (
 )
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.compiled_layer import FinishLayer
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
@@ -168,15 +169,22 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
     """Also if no token needs logits. Two ranks on threads, over gloo, one of which is slow."""
     adapter, checkpoint = load_adapter(checkpoint_folder()), Checkpoint(checkpoint_folder())
     config = adapter.decoder_config
-    memory = torch.full((config.num_layers, 2, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim), torch.nan)
+    specs = config.cache_specs(cache_format(torch.float32))
+    whole = KVTensors.allocate(specs, [2], PAGE_SIZE, CPU)
+    for tensor in (*whole.keys, *whole.values):
+        tensor.fill_(torch.nan)
     batch = ForwardBatch(
         tokens=torch.arange(8),
         positions=torch.arange(8, dtype=torch.float64).expand(3, -1),
         media_index=torch.arange(0),
         media_embeddings=torch.zeros(0, adapter.embedding_width),
         logits_index=torch.tensor(wanted, dtype=torch.int64),
-        attention=AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8)),
+        attention=[AttentionBatch([8], [8], [torch.tensor([0, 1])], torch.arange(8))],
     )
+
+    def is_written(layer: int) -> bool:
+        return not (whole.keys[layer].isnan().any() or whole.values[layer].isnan().any())
+
     complete: list[bool] = []
     store = distributed.HashStore()  # type: ignore[attr-defined]
 
@@ -184,9 +192,9 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         torch.set_num_threads(1)
         group = ProcessGroup(store, rank, 2, CPU)
         decoder = adapter.load_decoder(checkpoint, FP32, CPU, group)
-        cache = KVTensors.within(memory, ShardedDimension(config.num_kv_heads).part(group))
+        cache = whole.heads([ShardedDimension(spec.heads).part(group) for spec in specs])
         if rank == 0:
-            return decoder(batch, cache, lambda layer: complete.append(not memory[layer].isnan().any()))
+            return decoder(batch, cache, lambda layer: complete.append(is_written(layer)))
         for layer in layers_of(decoder):
             layer.attention.backend = Slow(layer.attention.backend)
             layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
@@ -196,6 +204,6 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         logits, _ = threads.map(run, range(2))
     assert complete == [True] * config.num_layers
     alone = adapter.load_decoder(checkpoint, FP32, CPU)
-    expected = alone(batch, KVTensors.allocate(config, 2, PAGE_SIZE, torch.float32, CPU))
+    expected = alone(batch, KVTensors.allocate(specs, [2], PAGE_SIZE, CPU))
     assert logits.shape == (len(wanted), config.vocab_size)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -73,7 +73,7 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     assert num_parameters(tower.module) == num_parameters(reference.model.visual)
     assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
     # The fused query-key norm repeats its weight per head: 6 heads instead of 2 weights, in each layer.
-    repeated = model.decoder_config.num_layers * (6 - 2) * model.decoder_config.head_dim
+    repeated = model.decoder_config.num_layers * (6 - 2) * model.decoder_config.layers[0].mixer.head_dim
     head = model.decoder_config.vocab_size * model.decoder_config.hidden_size
     decoder = model.load_decoder(checkpoint, FP32, CPU)
     assert num_parameters(decoder) == num_parameters(reference.model.language_model) + head + repeated

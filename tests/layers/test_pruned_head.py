@@ -16,6 +16,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.engine.runner import Runner
 from triptych.layers import native
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.float_product import FbgemmProduct, bf16_product, float_product, half_product
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.products import CompiledProduct, Product
@@ -221,7 +222,8 @@ def test_answers_are_the_same(
 
     def answers(pruned_head: PrunedHead | None) -> list[list[int]]:
         decoder.head.pruned_head = pruned_head
-        cache = KVTensors.allocate(decoder.config, 40, PAGE_SIZE, torch.float32, torch.device("cpu"))
+        specs = decoder.config.cache_specs(cache_format(torch.float32))
+        cache = KVTensors.allocate(specs, [40], PAGE_SIZE, torch.device("cpu"))
         generating = Generating(Runner(decoder, cache, PAGE_SIZE), decoder, 40)
         return generating.answers(prompts(decoder.config.vocab_size, lengths), samplings)
 

@@ -103,6 +103,6 @@ def test_without_another_there_is_an_error_with_a_name_and_every_page_is_back(mo
             async with asyncio.timeout(5):
                 while not service.engine_loops()[0].idle:
                     await asyncio.sleep(0.01)
-            service.engine_loops()[0].scheduler.pool.check_all_free()
+            service.engine_loops()[0].scheduler.cache.check_all_free()
 
     asyncio.run(run())

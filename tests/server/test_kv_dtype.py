@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     model = ModelBundle(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
-    cache = model.make_cache(SINGLE_RANK, 3, "").whole
+    cache = model.make_cache(SINGLE_RANK, [3], "").whole
     assert {tensor.dtype for tensor in cache.keys + cache.values} == {dtype}
     layout = model.kv_layout
     assert (layout.dtype, layout.row_bytes) == (name, layout.width * dtype.itemsize)
@@ -40,14 +40,14 @@ def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
 def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
     async def pages(engine: EngineConfig) -> int:
         async with running(folder, "1PD", engine) as service:
-            return service.engine_loops()[0].scheduler.pool.num_pages
+            return service.engine_loops()[0].scheduler.cache.num_pages
 
     limited = replace(DEFAULT, kv_cache_tokens=0, kv_cache_memory=MemorySize(2**20))
     half, single, int8 = (
         asyncio.run(pages(replace(limited, kv_cache_dtype=name))) for name in ("float16", "float32", "int8")
     )
     assert half == 2 * single
-    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.head_dim
+    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.layers[0].mixer.head_dim
     assert int8 == pytest.approx(half * 2 * dim / (dim + SCALE_BYTES), abs=1), "but for the scales, twice as much"
 
 

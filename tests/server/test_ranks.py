@@ -31,6 +31,8 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, InstanceSpec, RankSizes
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory
 from triptych.errors import CheckpointError, ConfigError, StartError
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainFormat, PlainLinear
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension, SingleRank
@@ -76,9 +78,9 @@ def shared(
         decoder = load(folder, group, engine)
         with ranks.collective():
             gather_memory(group, CPU)
-            agree_on_size(group, CacheSize(NUM_PAGES, 0))
+            agree_on_size(group, 1, CacheSize([NUM_PAGES], 0))
         pool = Pool(decoder, NUM_PAGES, decoder.dtype)
-        pool.cache = ModelBundle(Checkpoint(folder), engine).make_cache(group, NUM_PAGES, ranks.cache).own
+        pool.cache = ModelBundle(Checkpoint(folder), engine).make_cache(group, [NUM_PAGES], ranks.cache).own
         pool.decoder = ranks.broadcasting(decoder, group, decoder.dtype)  # type: ignore[assignment]
         yield pool
     finally:
@@ -337,5 +339,8 @@ def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) ->
 def test_the_kv_cache_of_a_rank(tmp_path: Path) -> None:
     config = ModelBundle(Checkpoint(make_checkpoint(tmp_path)), FP32).adapter.decoder_config
     assert config.shard(1) == config
-    assert config.shard(2).kv_bytes(4) == config.kv_bytes(4) // 2
-    assert config.shard(4).kv_bytes(4) == config.kv_bytes(4) // 2, "half of the ranks have the same kv head"
+    one, two, four = (
+        bytes_per_token(config.shard(size).cache_specs(cache_format(torch.float32))) for size in (1, 2, 4)
+    )
+    assert two == one // 2
+    assert four == one // 2, "half of the ranks have the same kv head"

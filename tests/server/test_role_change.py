@@ -114,7 +114,7 @@ def test_the_prefix_cache_survives_a_role_change(folder: Path) -> None:
             for name in ("p0", "d1"):
                 other = {"p0": "d1", "d1": "p0"}[name]
                 await set_role(service, name, Role.PD, force=True)
-                known = host(service, name).scheduler.pool.num_cached
+                known = host(service, name).scheduler.cache.num_cached
                 assert known >= (tokens - 1) // FLOAT32.page_size
                 await set_role(service, other, Role.P, force=True)  # so that the other one answers
                 before = host(service, name).num_computed_tokens

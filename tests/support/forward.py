@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triptych.layers.attention.base import AttentionBatch, KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.models.base import EncoderInput
 
@@ -91,7 +92,9 @@ class Pool:
 
     def __post_init__(self) -> None:
         device = torch.device("cpu")
-        self.cache = KVTensors.allocate(self.decoder.config, self.num_pages, PAGE_SIZE, self.dtype, device)
+        self.num_groups = len(self.decoder.config.cache_groups.windows)  # which all have the same pages here
+        specs = self.decoder.config.cache_specs(cache_format(self.dtype))
+        self.cache = KVTensors.allocate(specs, [self.num_pages] * self.num_groups, PAGE_SIZE, device)
         self.free = self.free or list(range(self.num_pages))
 
 
@@ -134,6 +137,12 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
         media_embeddings.append(prompt.media_embeddings[mine])
         parts.append((prompt.tokens[chunk], prompt.positions[:, chunk]))
         sequence.done += count
+    attention = AttentionBatch(
+        query_lens=counts,
+        kv_lens=[sequence.done for sequence, _ in work],
+        page_tables=[torch.tensor(sequence.pages) for sequence, _ in work],
+        slots=torch.tensor(slots),
+    )
     batch = ForwardBatch(
         tokens=torch.cat([tokens for tokens, _ in parts]),
         positions=torch.cat([positions for _, positions in parts], dim=1),
@@ -145,12 +154,7 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
             "none": torch.arange(0),
             "odd": torch.arange(1, ends[-1], 2),
         }[logits],
-        attention=AttentionBatch(
-            query_lens=counts,
-            kv_lens=[sequence.done for sequence, _ in work],
-            page_tables=[torch.tensor(sequence.pages) for sequence, _ in work],
-            slots=torch.tensor(slots),
-        ),
+        attention=[attention] * pool.num_groups,
     )
     return pool.decoder(batch, pool.cache)
 

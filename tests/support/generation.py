@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.padding import only_decodes
 from triptych.engine.prompt_logprobs import joined, prompt_logprobs_queries
@@ -37,7 +38,7 @@ class Generating:
 
     def answers(self, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> list[list[int]]:
         """The generated tokens of each prompt."""
-        pool = PagePool(self.num_pages, PAGE_SIZE)
+        pool = CacheManager([PagePool(self.num_pages, PAGE_SIZE)])
         scheduler = Scheduler(pool, self.max_num_seqs, self.budget, reuse_prefixes=False)
         requests = [
             request(str(index), tokens, sampling)

@@ -15,6 +15,7 @@ from triptych.engine.decode_graphs import DecodeGraphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.step_broadcast import receive_step
 from triptych.layers.attention.base import AttentionBackend, KVTensors
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.attention.triton_backend import TritonAttention
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -41,7 +42,8 @@ def load_for_gpu(folder: Path, group: Group = SINGLE_RANK) -> Decoder:
 
 def cache_of(decoder: Decoder) -> KVTensors:
     """Filled with NaN, so that whatever reads what it shouldn't says so."""
-    cache = KVTensors.allocate(decoder.config, NUM_PAGES + 1, PAGE_SIZE, torch.float32, CPU)
+    specs = decoder.config.cache_specs(cache_format(torch.float32))
+    cache = KVTensors.allocate(specs, [NUM_PAGES + 1], PAGE_SIZE, CPU)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
     return cache

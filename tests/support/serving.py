@@ -93,7 +93,7 @@ class Served:
         for host in (host for instance in self.running.instances for host in instance.loops):
             if isinstance(host, EncodeLoop) and host.debug_state().jobs:
                 return False
-            if isinstance(host, EngineLoop) and (host.scheduler.pool.num_used or host.incoming.stats().used):
+            if isinstance(host, EngineLoop) and (host.scheduler.cache.num_used or host.incoming.stats().used):
                 return False
         return True
 

@@ -18,6 +18,7 @@ from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
+from triptych.layers.cache_spec import CacheGroups, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, resolve
@@ -174,12 +175,17 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
 
 def _kv_cache(config: ServeConfig, decoder: DecoderConfig, tensors: Mapping[str, TensorInfo]) -> str:
     """Return its format and a token's bytes in it. Raises ConfigError for a dtype that the device doesn't support."""
-    from triptych.layers.attention.kv_format import head_bytes
+    from triptych.layers.attention.kv_format import cache_format
     from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
 
     device = find_device(config.engine.device)
     dtype = kv_dtype(config.engine, device, weight_format(config.engine, device, tensors))
-    return f"{dtype_name(dtype)}, {decoder.kv_bytes(head_bytes(decoder.head_dim, dtype)) / 2**10:.1f} KiB per token"
+    specs = decoder.cache_specs(cache_format(dtype))
+    shown = f"{dtype_name(dtype)}, {bytes_per_token(specs) / 2**10:.1f} KiB per token"
+    for window in filter(None, CacheGroups.of(spec.window for spec in specs).windows):
+        num_bytes = bytes_per_token(spec for spec in specs if spec.window == window)
+        shown += f", {num_bytes / 2**10:.1f} KiB of them only for the last {window:,}"
+    return shown
 
 
 def _keys(config: AuthConfig) -> str:

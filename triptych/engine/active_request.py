@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from triptych.engine.cache_manager import PageTables
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.kv_rows import KVRows
 from triptych.engine.request import Request
@@ -66,12 +67,11 @@ class IncomingKV:
     """KV of a request that another instance prefills."""
 
     transfer: TransferId
-    first_token: int
-    """First token whose KV is transferred."""
     rows: KVRows
-    pages: list[int]
+    tables: PageTables
+    """The request's page tables when it was admitted."""
     copied: int = 0
-    """Rows copied to ``pages``."""
+    """Rows copied to the pages."""
     has_token: bool = False
     """Whether the token after the prompt has arrived."""
     times: TransferTimes = field(default_factory=TransferTimes)
@@ -87,14 +87,16 @@ class OutgoingKV:
 
     transfer: TransferId
     consumer: Address
-    first_token: int
-    """First token whose KV is sent."""
     rows: KVRows
     provided: list[int]
     """By layer, the first token that has not been provided."""
     timeout: float
-    pages: list[int] = field(default_factory=list)
-    """The request's pages, retained from the offer to the end of the transfer."""
+    tables: PageTables
+    """The request's pages with rows to send, as far as they have been part of a step. Retained until the transfer
+    ends."""
+    offered: bool = False
+    over: bool = False
+    """Whether the transfer has ended. The request may go on until it is cancelled."""
 
 
 @dataclass(eq=False)

@@ -27,7 +27,8 @@ Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class DecodeGraphs:
-    """Recorded decode steps. The last page of ``cache`` is scratch: padding rows write there."""
+    """Recorded decode steps of a decoder whose layers share page tables. The last page of ``cache`` is scratch: padding
+    rows write there."""
 
     def __init__(self, decoder: Decoder, cache: KVTensors, sizes: list[int], max_pages: int, record: Record) -> None:
         """Record a step for each of ``sizes``, ascending. ``max_pages``: total length of the page tables of a step's
@@ -47,7 +48,7 @@ class DecodeGraphs:
 
     def can_replay(self, batch: ForwardBatch) -> bool:
         """Whether there is a recorded step for ``batch``, which is in host memory."""
-        num_pages = sum(len(table) for table in batch.attention.page_tables)
+        num_pages = sum(len(table) for table in batch.attention[0].page_tables)
         return (
             only_decodes(batch)
             and len(batch.tokens) <= self._sizes[-1]
@@ -69,7 +70,7 @@ class DecodeGraphs:
 
     def _fill(self, batch: ForwardBatch) -> None:
         """Copy the inputs to the device at once. The pages come last, so that only the used part is copied."""
-        attention = batch.attention
+        (attention,) = batch.attention
         tables = PagedTables.on_cpu(attention.query_lens, attention.kv_lens, attention.page_tables, tile=1)
         inputs = [batch.tokens, batch.positions, attention.slots, tables.kv_lens, tables.page_starts, tables.pages]
         on_host = packed(inputs, pin_memory=self._device.type == "cuda")
@@ -94,21 +95,23 @@ class DecodeGraphs:
             media_index=nothing,
             media_embeddings=torch.empty(0, width, dtype=self._decoder.dtype, device=self._device),
             logits_index=rows,
-            attention=AttentionBatch(
-                query_lens=[1] * size,
-                kv_lens=[1] * size,  # read by the host; kernels read those in the tables
-                page_tables=[nothing] * size,
-                slots=slots,
-                tables=PagedTables(
-                    query_starts=rows,
-                    query_lens=torch.ones_like(rows),
-                    kv_lens=kv_lens,
-                    page_starts=page_starts,
-                    decodes=rows,
-                    tiles=nothing.reshape(0, 2),
-                    pages=pages,
-                ),
-            ),
+            attention=[
+                AttentionBatch(
+                    query_lens=[1] * size,
+                    kv_lens=[1] * size,  # read by the host; kernels read those in the tables
+                    page_tables=[nothing] * size,
+                    slots=slots,
+                    tables=PagedTables(
+                        query_starts=rows,
+                        query_lens=torch.ones_like(rows),
+                        kv_lens=kv_lens,
+                        page_starts=page_starts,
+                        decodes=rows,
+                        tiles=nothing.reshape(0, 2),
+                        pages=pages,
+                    ),
+                )
+            ],
         )
         self._fill(padded(_no_rows(batch), size, self._scratch_page, self._page_size))
         return lambda: self._logits[:size].copy_(self._decoder(batch, self._cache))
@@ -173,5 +176,5 @@ def _no_rows(batch: ForwardBatch) -> ForwardBatch:
         none,
         batch.media_embeddings,
         none,
-        AttentionBatch([], [], [], none),
+        [AttentionBatch([], [], [], none)],
     )

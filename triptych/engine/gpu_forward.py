@@ -33,11 +33,9 @@ class GpuForward:
 def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
     """Move a step's tensors to a device in one copy, except the page tables: the attention backend moves them with the
     first layer."""
-    attention = batch.attention
-    tokens, positions, media_index, media_embeddings, logits_index, slots = to_device(
-        [batch.tokens, batch.positions, batch.media_index, batch.media_embeddings, batch.logits_index, attention.slots],
-        device,
+    inputs = [batch.tokens, batch.positions, batch.media_index, batch.media_embeddings, batch.logits_index]
+    tokens, positions, media_index, media_embeddings, logits_index, *slots = to_device(
+        [*inputs, *(attention.slots for attention in batch.attention)], device
     )
-    return ForwardBatch(
-        tokens, positions, media_index, media_embeddings, logits_index, attention=replace(attention, slots=slots)
-    )
+    attention = [replace(one, slots=own) for one, own in zip(batch.attention, slots, strict=True)]
+    return ForwardBatch(tokens, positions, media_index, media_embeddings, logits_index, attention)

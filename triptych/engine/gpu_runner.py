@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from triptych.engine.cache_manager import PageTables
 from triptych.engine.request import Request
 from triptych.engine.runner import ChunkInputs, Forward, Runner
 from triptych.engine.scheduler import Chunk
@@ -18,7 +19,7 @@ class _Prepared:
 
     request: Request
     start: int
-    pages: list[int]
+    tables: PageTables
     inputs: ChunkInputs
 
 
@@ -43,10 +44,10 @@ class GpuRunner(Runner):
         self._prepared = {}
         for chunk in chunks:
             following = Chunk(chunk.request, chunk.start + chunk.length, 1)
-            pages = list(chunk.request.pages)
-            if chunk.samples and following.start < len(pages) * self._page_size:
+            tables = [table.copy() for table in chunk.request.tables]
+            if chunk.samples and all(following.start < table.end * self._page_size for table in tables):
                 inputs = super().chunk_inputs(following)
-                self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, pages, inputs)
+                self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, tables, inputs)
 
     def _device_context(self) -> AbstractContextManager[object]:
         # Triton launches on the thread's current device; -1 leaves it as it is
@@ -58,7 +59,7 @@ class GpuRunner(Runner):
             prepared is not None
             and prepared.request is request
             and (prepared.start, 1) == (chunk.start, chunk.length)
-            and prepared.pages == request.pages  # it may have been preempted and restarted since
+            and prepared.tables == request.tables  # it may have been preempted and restarted since
         ):
             return prepared.inputs
         return super().chunk_inputs(chunk)

@@ -1,7 +1,7 @@
 """KV cache allocation of an instance's ranks. All ranks report their memory, rank 0 broadcasts the size, and each rank
 allocates its cache. A single process is a group of one."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.runner import Forward
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.attention.kv_format import stored_dim
+from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import cache_bytes
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import free_bytes, used_bytes
@@ -32,8 +33,8 @@ class GroupMemory:
 class CacheSize:
     """Size of the KV cache, and what it limits."""
 
-    num_pages: int
-    """Including a last page that no request uses."""
+    num_pages: Sequence[int]
+    """Pages of each group of layers, including a last one that no request uses."""
     context_length: int
     """Longest request, in tokens."""
 
@@ -56,17 +57,18 @@ def gather_memory(group: Group, device: torch.device) -> GroupMemory:
     return GroupMemory(int(used.sum() if device.type == "cpu" else used.max()), int(free.min()))
 
 
-def agree_on_size(group: Group, size: CacheSize | None = None) -> CacheSize:
-    """Broadcast rank 0's size to all ranks; the others pass none."""
-    numbers = [size.num_pages, size.context_length] if size else [0, 0]
-    return CacheSize(*group.broadcast(torch.tensor(numbers)).tolist())
+def agree_on_size(group: Group, num_groups: int, size: CacheSize | None = None) -> CacheSize:
+    """Broadcast rank 0's size, for ``num_groups`` groups of layers, to all ranks; the others pass none."""
+    numbers = [*size.num_pages, size.context_length] if size else [0] * (num_groups + 1)
+    *num_pages, context_length = group.broadcast(torch.tensor(numbers)).tolist()
+    return CacheSize(num_pages, context_length)
 
 
 def make_cache(
     config: DecoderConfig,
     group: Group,
     *,
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -80,13 +82,14 @@ def make_cache(
     matter to the peer. A head computed by several ranks is stored once; they write the same values. Memory is committed
     as pages fill.
     """
+    stored = cache_format(dtype)
     if group.size == 1 or device.type != "cpu":
-        cache = KVTensors.allocate(config.shard(group.size), num_pages, page_size, dtype, device)
+        cache = KVTensors.allocate(config.shard(group.size).cache_specs(stored), num_pages, page_size, device)
         return GroupCache(cache, cache)
-    shape = (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, stored_dim(config.head_dim, dtype))
-    memory = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-    heads = ShardedDimension(config.num_kv_heads).part(group)
-    return GroupCache(own=KVTensors.within(memory, heads), whole=KVTensors.within(memory, slice(None)))
+    specs = config.cache_specs(stored)
+    memory = torch.from_file(path, shared=True, size=cache_bytes(specs, num_pages, page_size), dtype=torch.uint8)
+    whole = KVTensors.within(memory, specs, num_pages, page_size)
+    return GroupCache(own=whole.heads([ShardedDimension(spec.heads).part(group) for spec in specs]), whole=whole)
 
 
 def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, context_length: int) -> Forward:

@@ -25,6 +25,8 @@ class PagePool:
         self._hash_by_page: dict[int, bytes] = {}
         self._lru: dict[int, None] = {}
         """Cached pages without references, in the order of eviction."""
+        self.num_retained = 0
+        """References that ``retain`` has added."""
 
     @property
     def num_free(self) -> int:
@@ -54,6 +56,14 @@ class PagePool:
         self._ref_counts.update(dict.fromkeys(pages, 1))
         return pages
 
+    def __contains__(self, page_hash: bytes) -> bool:
+        """Whether a page is cached under this hash."""
+        return page_hash in self._page_by_hash
+
+    def count_cached(self, page_hashes: Sequence[bytes]) -> int:
+        """Return the length of the longest prefix of ``page_hashes`` that is cached."""
+        return next((count for count, one in enumerate(page_hashes) if one not in self), len(page_hashes))
+
     def lookup(self, page_hashes: Sequence[bytes]) -> list[int]:
         """Return the cached pages of the longest prefix of ``page_hashes``, with a reference added to each."""
         pages = []
@@ -66,11 +76,17 @@ class PagePool:
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """Add a reference to each page. Raises BlockError for a page without one."""
+        """Add a reference to each page, for a transfer that sends it. Raises BlockError for a page without one."""
         for page in pages:
             if page not in self._ref_counts:
                 raise BlockError(f"page {page} is not allocated")
             self._ref_counts[page] += 1
+            self.num_retained += 1
+
+    def release_retained(self, pages: Sequence[int]) -> None:
+        """Drop a reference of ``retain`` to each page. Raises BlockError for a page without one."""
+        self.release(pages)
+        self.num_retained -= len(pages)
 
     def cache(self, page: int, page_hash: bytes) -> None:
         """Make a full page available to ``lookup``; it must not be written again. If the hash is cached already, the

@@ -1,103 +1,190 @@
 """Order in which a request's keys and values are transferred: a transfer's rows, and the KV cache as rows.
 
-A row is one token's keys, or its values, in one layer. Tokens are transferred in groups, so that the first computed
-ones go first. A group consists of the keys and then the values of layer 0, of layer 1, and so on, each token by token.
-So a layer produces two runs of rows for a group, which are sent while the next layer is computed.
+A row is one token's keys, or its values, in one layer. Where these differ in size between layers or from each other, a
+row is the largest number of bytes of which all of them are multiples, and a token has several rows in some layers.
+
+Tokens are transferred in groups, so that the first computed ones go first. A group consists of the keys and then the
+values of layer 0, of layer 1, and so on, each token by token. So a layer produces two runs of rows for a group, which
+are sent while the next layer is computed. In a layer with a sliding window only the tokens that a decode step can
+still read have rows.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from triptych.engine.cache_manager import PageTables
 from triptych.layers.attention.base import KVTensors
+from triptych.layers.cache_spec import CacheGroups, CacheSpec, first_sent
 
 GROUP = 512
 """Tokens in a group. Larger groups make longer runs, but with a receive pool smaller than a group most parts are
 complete only after the last layer. Groups smaller than a step's tokens leave more to send after its last layer, since a
 group's rows are all read before the next one's."""
 
-LAYER_ROWS = 2 * GROUP
-"""Rows that a layer produces for a whole group."""
-
-KEYS, VALUES = 0, 1
-
 
 @dataclass(frozen=True)
 class KVRun:
-    """Rows ``[first_row, first_row + num_tokens)`` of a transfer: the keys or values of consecutive tokens in one
-    layer."""
+    """Consecutive rows of a transfer that are consecutive in one part of a layer: its keys or its values."""
 
     layer: int
     part: int
-    token: int
-    num_tokens: int
+    start: int
+    """The first one's place among the rows of all of the request's tokens in this part of the layer."""
+    num_rows: int
     first_row: int
+    """The first one's place in the transfer."""
 
 
-@dataclass(frozen=True)
-class KVRows:
-    """Rows of ``num_tokens`` tokens in ``num_layers`` layers."""
+class TokenRows:
+    """The rows of a token in each layer."""
 
-    num_layers: int
-    num_tokens: int
+    def __init__(self, specs: Sequence[CacheSpec]) -> None:
+        self.row_bytes = gcd(*chain.from_iterable(spec.part_bytes for spec in specs))
+        self.parts = [tuple(size // self.row_bytes for size in spec.part_bytes) for spec in specs]
+        """Rows in each part of each layer."""
+        self.layer_groups = CacheGroups.of(spec.window for spec in specs)
+        self.before = [
+            list(accumulate((sum(parts) * (group == own) for parts, own in self._by_layer), initial=0))
+            for group in range(len(self.layer_groups.windows))
+        ]
+        """By group of layers, its rows in the layers before each layer, and in all layers."""
 
     @property
-    def num_rows(self) -> int:
-        return 2 * self.num_layers * self.num_tokens
+    def num_layers(self) -> int:
+        return len(self.parts)
+
+    @property
+    def in_all_layers(self) -> int:
+        return sum(before[-1] for before in self.before)
+
+    @property
+    def largest_part(self) -> int:
+        """Most rows in a part of a layer."""
+        return max(chain.from_iterable(self.parts))
+
+    @property
+    def largest_run(self) -> int:
+        """Most rows that a layer produces for a whole group of tokens."""
+        return GROUP * max(map(sum, self.parts))
+
+    @property
+    def _by_layer(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        return zip(self.parts, self.layer_groups.of_layer, strict=True)
+
+
+class KVRows:
+    """Rows of the tokens ``[first_token, end_token)``; in layers with a window, of those that the token at
+    ``end_token`` reads."""
+
+    def __init__(self, of_token: TokenRows, first_token: int, end_token: int) -> None:
+        """``end_token`` must be larger than ``first_token``."""
+        self.of_token = of_token
+        self.first_token = first_token
+        self.end_token = end_token
+        self.first_tokens = [first_sent(window, first_token, end_token) for window in of_token.layer_groups.windows]
+        """By group of layers, the first token that has rows."""
+        self.num_rows = self._rows_before(end_token)
 
     def of_layer(self, layer: int, token: int, end_token: int) -> Iterator[KVRun]:
         """Yield the rows of tokens ``[token, end_token)`` in one layer."""
+        first_token = self.first_tokens[self.of_token.layer_groups.of_layer[layer]]
+        token = max(token, first_token)
         while token < end_token:
-            group = token - token % GROUP
-            length = min(GROUP, self.num_tokens - group)
-            until = min(end_token, group + length)
-            for part in (KEYS, VALUES):
-                row = 2 * self.num_layers * group + (2 * layer + part) * length + token - group
-                yield KVRun(layer, part, token, until - token, row)
+            group, group_end = self._group(token)
+            until, first = min(end_token, group_end), max(group, first_token)
+            row = self._rows_before(group) + self._before_layer(layer, self._tokens_in(group, group_end))
+            for part, size in enumerate(self.of_token.parts[layer]):
+                yield KVRun(layer, part, token * size, (until - token) * size, row + (token - first) * size)
+                row += (group_end - first) * size
             token = until
 
     def between(self, row: int, end_row: int) -> Iterator[KVRun]:
         """Yield what the rows ``[row, end_row)`` contain, in order."""
-        while row < end_row:
-            group = row // (2 * self.num_layers * GROUP) * GROUP
-            length = min(GROUP, self.num_tokens - group)
-            run, offset = divmod(row - 2 * self.num_layers * group, length)
-            layer, part = divmod(run, 2)
-            count = min(length - offset, end_row - row)
-            yield KVRun(layer, part, group + offset, count, row)
-            row += count
+        group = self._group_of_row(row) if row < end_row else self.end_token
+        while group < self.end_token:
+            _, group_end = self._group(group)
+            counts, first_row = self._tokens_in(group, group_end), self._rows_before(group)
+            offset, layers = row - first_row, range(self.of_token.num_layers)
+            begin = bisect_right(layers, offset, key=lambda layer: self._before_layer(layer, counts)) - 1
+            first_row += self._before_layer(begin, counts)
+            for layer in layers[begin:]:
+                count = counts[self.of_token.layer_groups.of_layer[layer]]
+                for part, size in enumerate(self.of_token.parts[layer]):
+                    last_row = min(end_row, first_row + count * size)
+                    if row < last_row:
+                        start = (group_end - count) * size + row - first_row
+                        yield KVRun(layer, part, start, last_row - row, row)
+                        row = last_row
+                    first_row += count * size
+                if first_row >= end_row:
+                    return
+            group = group_end
+
+    def _group(self, token: int) -> tuple[int, int]:
+        """Return the first token of a token's group, and the one after its last."""
+        group = token - (token - self.first_token) % GROUP
+        return group, min(group + GROUP, self.end_token)
+
+    def _group_of_row(self, row: int) -> int:
+        groups = range(self.first_token, self.end_token, GROUP)
+        return groups[bisect_right(groups, row, key=self._rows_before) - 1]
+
+    def _rows_before(self, token: int) -> int:
+        """Return the number of rows of earlier tokens."""
+        firsts = zip(self.of_token.before, self.first_tokens, strict=True)
+        return sum(before[-1] * max(0, token - first) for before, first in firsts)
+
+    def _tokens_in(self, group: int, group_end: int) -> list[int]:
+        """Return, by group of layers, how many tokens of a group of tokens have rows."""
+        return [max(0, group_end - max(group, first)) for first in self.first_tokens]
+
+    def _before_layer(self, layer: int, counts: list[int]) -> int:
+        """Return how many rows a group of tokens, of which ``counts`` have rows, has before a layer's."""
+        return sum(before[layer] * count for before, count in zip(self.of_token.before, counts, strict=True))
 
 
 class CacheRows:
     """A KV cache on the CPU as rows of bytes. Views: writing to them writes to the cache."""
 
-    def __init__(self, cache: KVTensors) -> None:
-        self._parts = [(_rows(keys), _rows(values)) for keys, values in zip(cache.keys, cache.values, strict=True)]
+    def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
+        self.of_token = of_token
+        self._parts = [
+            (_rows(keys, of_token.row_bytes), _rows(values, of_token.row_bytes))
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
         self._page_size = cache.keys[0].shape[1]
 
     @property
     def num_layers(self) -> int:
         return len(self._parts)
 
-    def of(self, layer: int, part: int, pages: list[int], token: int, num_tokens: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield tokens ``[token, token + num_tokens)`` of a request with these pages, as one view per run of
-        consecutive pages: uint8 of shape (n, row_bytes)."""
-        end = token + num_tokens
-        while token < end:
-            index, offset = divmod(token, self._page_size)
+    def of(self, run: KVRun, tables: PageTables) -> Iterator[NDArray[np.uint8]]:
+        """Yield the rows of a run, of a request with these page tables, as one view per run of consecutive pages: uint8
+        of shape (n, row_bytes)."""
+        table = tables[self.of_token.layer_groups.of_layer[run.layer]]
+        rows, pages, first = self._parts[run.layer][run.part], table.pages, table.first
+        page_rows = self._page_size * self.of_token.parts[run.layer][run.part]
+        start, end = run.start - first * page_rows, run.start + run.num_rows - first * page_rows
+        assert start >= 0, "the table has no pages for these rows"
+        while start < end:
+            index, offset = divmod(start, page_rows)
             until = index + 1
-            while until * self._page_size < end and pages[until] == pages[until - 1] + 1:
+            while until * page_rows < end and pages[until] == pages[until - 1] + 1:
                 until += 1
-            count = min(end, until * self._page_size) - token
-            slot = pages[index] * self._page_size + offset
-            yield self._parts[layer][part][slot : slot + count]
-            token += count
+            count = min(end, until * page_rows) - start
+            place = pages[index] * page_rows + offset
+            yield rows[place : place + count]
+            start += count
 
 
-def _rows(cache: torch.Tensor) -> NDArray[np.uint8]:
-    """[pages, page_size, kv_heads, stored_dim] of any dtype → uint8 [pages * page_size, row_bytes]."""
-    rows: NDArray[np.uint8] = cache.flatten(0, 1).flatten(1).view(torch.uint8).numpy()
+def _rows(cache: torch.Tensor, row_bytes: int) -> NDArray[np.uint8]:
+    """[pages, page_size, kv_heads, stored_dim] of any dtype → uint8 [rows, row_bytes]."""
+    rows: NDArray[np.uint8] = cache.view(-1).view(torch.uint8).view(-1, row_bytes).numpy()
     return rows

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
-from triptych.engine.kv_cache import PagePool
+from triptych.engine.cache_manager import CacheManager, PageTable
 from triptych.engine.kv_rows import CacheRows, KVRows
 from triptych.errors import BlockError, TransferError
 from triptych.layers.decoder import AfterLayer
@@ -22,12 +22,12 @@ class KVSink:
     """KV transfers of all requests that an instance prefills for others, over its sender."""
 
     def __init__(
-        self, sender: Sender, cache: CacheRows, pool: PagePool, layout: RowLayout, *, wake: Callable[[], None]
+        self, sender: Sender, cache: CacheRows, manager: CacheManager, layout: RowLayout, *, wake: Callable[[], None]
     ) -> None:
         """``wake`` is called from the compute thread after each layer; then ``provide_layers`` has work to do."""
         self._sender = sender
         self._cache = cache
-        self._pool = pool
+        self._manager = manager
         self._layout = layout
         self._wake = wake
         self._layers: deque[tuple[int, Sequence[ActiveChunk]]] = deque()
@@ -43,13 +43,14 @@ class KVSink:
         if prefill.transfer in self:
             raise TransferError(f"transfer {prefill.transfer} is under way already")
         self._expected.add(prefill.transfer)
+        rows = KVRows(self._cache.of_token, prefill.first_token, num_tokens)
         return OutgoingKV(
             transfer=prefill.transfer,
             consumer=prefill.consumer,
-            first_token=prefill.first_token,
-            rows=KVRows(self._cache.num_layers, num_tokens - prefill.first_token),
+            rows=rows,
             provided=[prefill.first_token] * self._cache.num_layers,
             timeout=prefill.generate.timeout,
+            tables=[PageTable(first // self._manager.page_size) for first in rows.first_tokens],
         )
 
     def __contains__(self, transfer: TransferId) -> bool:
@@ -61,9 +62,14 @@ class KVSink:
         part is provided. Returns what the compute thread calls after each layer."""
         for active, chunk in chunks:
             outgoing = active.outgoing_kv if active.request.sends_pages else None
-            if outgoing is not None and not outgoing.pages and self._offer(active, outgoing):
-                for layer in range(self._cache.num_layers):
-                    self._provide(outgoing, layer, chunk.start)
+            if outgoing is None or outgoing.over:
+                continue
+            if begins := not outgoing.offered:
+                self._offer(active, outgoing)
+            if not outgoing.over:
+                self._manager.retain(outgoing.tables, active.request.tables, chunk.start + chunk.length)
+            for layer in range(self._cache.num_layers if begins else 0):
+                self._provide(outgoing, layer, chunk.start)
 
         def after_layer(layer: int) -> None:
             self._layers.append((layer, chunks))
@@ -77,7 +83,7 @@ class KVSink:
         while self._layers:
             layer, chunks = self._layers.popleft()
             for active, chunk in chunks:
-                if (outgoing := active.outgoing_kv) is not None and outgoing.pages:
+                if (outgoing := active.outgoing_kv) is not None and outgoing.offered:
                     self._provide(outgoing, layer, chunk.start + chunk.length)
 
     def complete(self, active: ActiveRequest) -> None:
@@ -111,20 +117,21 @@ class KVSink:
         return outgoing
 
     def _provide(self, outgoing: OutgoingKV, layer: int, end_token: int) -> None:
-        """Provide a layer's tokens below ``end_token``."""
-        first, token = outgoing.first_token, outgoing.provided[layer]
+        """Provide a layer's tokens below ``end_token``, unless the transfer is over."""
+        if outgoing.over:
+            return
+        token = outgoing.provided[layer]
         if end_token <= token:
             return
         outgoing.provided[layer] = end_token
-        for run in outgoing.rows.of_layer(layer, token - first, end_token - first):
+        for run in outgoing.rows.of_layer(layer, token, end_token):
             row = run.first_row
-            for views in self._cache.of(layer, run.part, outgoing.pages, first + run.token, run.num_tokens):
+            for views in self._cache.of(run, outgoing.tables):
                 self._sender.provide(outgoing.transfer, views, row)
                 row += len(views)
 
-    def _offer(self, active: ActiveRequest, outgoing: OutgoingKV) -> bool:
-        outgoing.pages = list(active.request.pages)
-        self._pool.retain(outgoing.pages)
+    def _offer(self, active: ActiveRequest, outgoing: OutgoingKV) -> None:
+        outgoing.offered = True
         self._retained.add(outgoing)
         on_end = functools.partial(self._on_transfer_end, active, outgoing)
         try:
@@ -139,14 +146,12 @@ class KVSink:
             )
         except TransferError as error:  # on an instance that also encodes, the name may be in use
             log.error("%s", error)
-            on_end(complete=False)
-            outgoing.pages = []  # provides nothing: the rows would join the other transfer
-            return False
-        return True
+            on_end(complete=False)  # provides nothing: the rows would join the other transfer
 
     def _on_transfer_end(self, active: ActiveRequest, outgoing: OutgoingKV, complete: bool) -> None:
+        outgoing.over = True
         self._retained.remove(outgoing)
-        self._pool.release(outgoing.pages)
+        self._manager.release_retained(outgoing.tables)
         # rows may all be sent before the prompt's next token is sampled
         if active.outgoing_kv is outgoing and not complete:
             self._cancelled.append(active)

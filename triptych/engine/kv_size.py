@@ -1,9 +1,13 @@
 """Sizing of the KV cache: a policy, without tensors."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.config import EngineConfig
+from triptych.engine.cache_manager import most_pages
 from triptych.errors import StartError
+from triptych.layers.cache_spec import CacheGroups, CacheSpec, cache_bytes
 
 GIB = 2**30
 
@@ -12,49 +16,84 @@ GIB = 2**30
 class KVSize:
     """Size of a KV cache, and what it limits."""
 
-    num_pages: int
+    num_pages: tuple[int, ...]
+    """Pages of each group of layers."""
     page_size: int
+    capacity: int
+    """Tokens that have room in layers without a window."""
     context_length: int
     """Longest request that the model, the settings and the pages allow, in tokens."""
     num_bytes: int
 
     def __str__(self) -> str:
+        pages = " and ".join(f"{pages:,}" for pages in self.num_pages)
         return (
-            f"KV cache: {self.num_pages * self.page_size:,} tokens in {self.num_pages:,} pages, {gib(self.num_bytes)} "
+            f"KV cache: {self.capacity:,} tokens in {pages} pages, {gib(self.num_bytes)} "
             f"when full; requests of up to {self.context_length:,} tokens"
         )
 
 
-def kv_size(engine: EngineConfig, *, token_bytes: int, model_context: int, available: int) -> KVSize:
-    """Return the size of an instance's KV cache. ``token_bytes``: keys and values of one token in all layers;
-    ``model_context``: the longest request that the model supports, in tokens; ``available``: bytes of free memory.
+class _Sizes:
+    """Pages and bytes of caches of different capacities.
+
+    A group of layers with a window has no more pages than ``max_num_seqs`` requests can hold at a time.
+    """
+
+    def __init__(self, engine: EngineConfig, specs: Sequence[CacheSpec]) -> None:
+        self._specs = specs
+        self._page_size = engine.page_size
+        self._most = [
+            None
+            if window is None
+            else engine.max_num_seqs * most_pages(window, engine.page_size, engine.max_num_batched_tokens)
+            for window in CacheGroups.of(spec.window for spec in specs).windows
+        ]
+
+    def num_pages(self, pages: int) -> tuple[int, ...]:
+        """Return the pages of each group for a capacity of ``pages`` pages."""
+        return tuple(pages if most is None else min(pages, most) for most in self._most)
+
+    def num_bytes(self, pages: int) -> int:
+        return cache_bytes(self._specs, self.num_pages(pages), self._page_size)
+
+    def capacity(self, num_bytes: int, most: int) -> int:
+        """Return the largest number of pages, at most ``most``, that take no more than ``num_bytes``."""
+        return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
+
+
+def kv_size(engine: EngineConfig, *, specs: Sequence[CacheSpec], model_context: int, available: int) -> KVSize:
+    """Return the size of an instance's KV cache. ``specs``: what the layers keep; ``model_context``: the longest
+    request that the model supports, in tokens; ``available``: bytes of free memory.
 
     Raises StartError if the settings exceed the memory, or ask for requests that wouldn't fit.
     """
     if engine.max_model_len > model_context:
         raise StartError(f"--max-model-len {engine.max_model_len} exceeds the {model_context} tokens of the model")
     longest = engine.max_model_len or model_context
-    num_pages = _num_pages(engine, engine.page_size * token_bytes, longest, available)
-    capacity, num_bytes = num_pages * engine.page_size, num_pages * engine.page_size * token_bytes
+    sizes = _Sizes(engine, specs)
+    pages = _capacity(engine, sizes, longest, available)
+    capacity, num_bytes = pages * engine.page_size, sizes.num_bytes(pages)
     room = f"{_amount(engine)} ({gib(num_bytes)}) holds {capacity:,} tokens"
     if capacity < engine.max_model_len:
+        wanted = sizes.num_bytes(-(-longest // engine.page_size))
         raise StartError(
-            f"--max-model-len {engine.max_model_len} takes {gib(longest * token_bytes)} of KV cache, but {room}: give "
-            "it more, or shorten the requests"
+            f"--max-model-len {engine.max_model_len} takes {gib(wanted)} of KV cache, but {room}: give it more, or "
+            "shorten the requests"
         )
-    if not num_pages:
-        raise StartError(f"{room}; a page of {engine.page_size} takes {gib(engine.page_size * token_bytes)}")
+    if not pages:
+        raise StartError(f"{room}; a page of {engine.page_size} takes {gib(sizes.num_bytes(1))}")
     if num_bytes > available:
         raise StartError(f"{_amount(engine)} takes {gib(num_bytes)}, but only {gib(available)} of memory are free")
-    return KVSize(num_pages, engine.page_size, min(longest, capacity), num_bytes)
+    return KVSize(sizes.num_pages(pages), engine.page_size, capacity, min(longest, capacity), num_bytes)
 
 
-def _num_pages(engine: EngineConfig, page_bytes: int, longest: int, available: int) -> int:
+def _capacity(engine: EngineConfig, sizes: _Sizes, longest: int, available: int) -> int:
+    """Return the capacity in pages."""
     if engine.kv_cache_tokens:
         return -(-engine.kv_cache_tokens // engine.page_size)
-    num_bytes = engine.kv_cache_memory.of(available)
     most = engine.max_num_seqs * -(-longest // engine.page_size)
-    return min(num_bytes // page_bytes, most)  # no more than max_num_seqs requests of the longest kind can use
+    # no more than max_num_seqs requests of the longest kind can use
+    return sizes.capacity(engine.kv_cache_memory.of(available), most)
 
 
 def _amount(engine: EngineConfig) -> str:

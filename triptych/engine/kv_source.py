@@ -30,11 +30,11 @@ class KVSource:
             return None
         transfer = self._incoming.new_name()
         first, end = request.num_computed, len(request.tokens)
-        rows = KVRows(self._cache.num_layers, end - first)
+        rows = KVRows(self._cache.of_token, first, end)
         # Queued for blocks when offered, which is when its prefill begins: a transfer with blocks then always makes
         # progress. A transfer that waits for its prefill could otherwise hold the blocks that earlier ones need.
         self._receiver.expect(transfer, rows.num_rows, timeout=request.timeout, owner=active.reply_to)
-        active.incoming_kv = IncomingKV(transfer, first, rows, list(request.pages))
+        active.incoming_kv = IncomingKV(transfer, rows, [table.copy() for table in request.tables])
         self._incoming.add(transfer, active, active.incoming_kv.times)
         generated = request.tokens[request.num_prompt :]
         return PrefillNeeded(request.id, self._address, transfer, first, generated, active.next_asked())
@@ -69,7 +69,7 @@ class KVSource:
                 continue
             if self._copy(kv):
                 active.kv_interval = Interval("transfer", kv.times.began, time.time())
-                complete.append((active, kv.first_token + kv.rows.num_tokens))
+                complete.append((active, kv.rows.end_token))
                 if kv.has_token:
                     self._forget(active, kv)
         return complete
@@ -102,8 +102,8 @@ class KVSource:
         """Copy landed rows to the pages. Returns whether that was the last of them."""
         landed = self._receiver.landed(kv.transfer)
         for run in kv.rows.between(kv.copied, landed):
-            token, row = kv.first_token + run.token, run.first_row
-            for target in self._cache.of(run.layer, run.part, kv.pages, token, run.num_tokens):
+            row = run.first_row
+            for target in self._cache.of(run, kv.tables):
                 offset = 0
                 for source in self._receiver.read(kv.transfer, row, len(target)):
                     target[offset : offset + len(source)] = source

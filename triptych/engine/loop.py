@@ -172,7 +172,7 @@ class EngineLoop:
         if self._kv_sink is not None:
             self._kv_sink.check_idle()
         if not self.scheduler and not self._executor.busy and self._sink_idle:
-            self.scheduler.pool.check_all_free()
+            self.scheduler.cache.check_all_free()
             self.incoming.receiver.check_idle()
 
     @property
@@ -183,15 +183,15 @@ class EngineLoop:
     def add_stats(self, stats: InstanceStats) -> None:
         running = [request for request in self.scheduler if request.running]
         decoding = sum(request.num_generated > 0 for request in running)
-        pool = self.scheduler.pool
+        cache = self.scheduler.cache
         stats.received = self.incoming.stats()
         stats.language = LanguageStats(
             waiting=len(self.scheduler) - len(running),
             prefilling=len(running) - decoding,
             decoding=decoding,
-            kv_pages=pool.num_pages,
-            kv_pages_used=pool.num_used,
-            kv_pages_cached=pool.num_cached,
+            kv_pages=cache.num_pages,
+            kv_pages_used=cache.num_used,
+            kv_pages_cached=cache.num_cached,
             prefix_queries=self.scheduler.num_prefix_queries,
             prefix_hits=self.scheduler.num_prefix_hits,
             preemptions=self.scheduler.num_preemptions,
@@ -297,7 +297,7 @@ class EngineLoop:
     def _fail(self, active: ActiveRequest, error: ErrorKind, message: str) -> None:
         # before removal, which aborts transfers: the other side's failure would be less specific
         self._send(active.reply_to, Failed(active.id, self._address, error, message))
-        if active.outgoing_kv is None or not active.outgoing_kv.pages:
+        if active.outgoing_kv is None or not active.outgoing_kv.offered:
             self._remove(active)
             return
         # The transfer is aborted only when the frontend's Cancel arrives. Otherwise the decode instance could report

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.engine.cache_manager import PageTables
 from triptych.engine.history import History
 from triptych.errors import InvalidRequest, PromptTooLong
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
@@ -49,12 +50,13 @@ class Request:
     num_bypassed: int = 0
     """Times that later requests have taken pages that this one held or needed."""
     num_computed: int = 0
-    """Leading tokens whose keys and values are in ``pages``."""
+    """Leading tokens whose keys and values have been computed or received; ``tables`` have those that are read."""
     num_reused: int = 0
     """Leading tokens of the prompt that were found in the prefix cache."""
     num_cached_pages: int = 0
-    """Leading pages that are in the prefix cache."""
-    pages: list[int] = field(default_factory=list)
+    """Leading pages that are, or were, in the prefix cache."""
+    tables: PageTables = field(default_factory=list)
+    """The request's pages in each group of layers; empty before it is scheduled."""
     page_hashes: list[bytes] = field(default_factory=list)
 
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
@@ -62,6 +64,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
+
+    @property
+    def holds_pages(self) -> bool:
+        return any(table.pages for table in self.tables)
+
+    @property
+    def num_allocated(self) -> int:
+        """Pages in all groups, including released ones."""
+        return sum(table.end for table in self.tables)
 
     @property
     def num_prompt(self) -> int:

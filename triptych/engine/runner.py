@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from triptych.engine.cache_manager import PageTable
 from triptych.engine.prompt_logprobs import PromptLogprobsQuery, score
 from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
@@ -53,10 +54,12 @@ class ChunkInputs:
 
     positions: list[list[float]]
     """Rope positions on three axes."""
-    page_table: Tensor
-    """The request's pages: int64 [pages]."""
-    slots: list[int]
-    """Slots of the chunk's tokens in the KV cache."""
+    page_tables: list[Tensor]
+    """The request's pages in each group of layers: int64 [pages]."""
+    released: list[int]
+    """By group, the request's tokens before the first page."""
+    slots: list[list[int]]
+    """By group, slots of the chunk's tokens in the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,15 @@ class Runner:
             media_index=media.index,
             media_embeddings=media.rows,
             logits_index=torch.tensor(wanted, dtype=torch.int64),
-            attention=AttentionBatch(
-                query_lens=[c.length for c in chunks],
-                kv_lens=[c.start + c.length for c in chunks],
-                page_tables=[one.page_table for one in inputs],
-                slots=torch.tensor([slot for one in inputs for slot in one.slots], dtype=torch.int64),
-            ),
+            attention=[
+                AttentionBatch(
+                    query_lens=[c.length for c in chunks],
+                    kv_lens=[c.start + c.length - one.released[group] for c, one in zip(chunks, inputs, strict=True)],
+                    page_tables=[one.page_tables[group] for one in inputs],
+                    slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
+                )
+                for group in range(len(chunks[0].request.tables))
+            ],
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
         )
 
@@ -133,15 +139,20 @@ class Runner:
         return self.decoder(batch, self.cache, after_layer)
 
     def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
-        """Return a chunk's positions, page table and slots."""
-        pages, size = chunk.request.pages, self._page_size
+        """Return a chunk's positions, page tables and slots."""
+        tables, size = chunk.request.tables, self._page_size
+        tokens = range(chunk.start, chunk.start + chunk.length)
         return ChunkInputs(
             positions=chunk.request.positions_of(chunk.start, chunk.length),
-            page_table=torch.tensor(pages, dtype=torch.int64),
-            slots=[
-                pages[token // size] * size + token % size for token in range(chunk.start, chunk.start + chunk.length)
-            ],
+            page_tables=[torch.tensor(table.pages, dtype=torch.int64) for table in tables],
+            released=[table.first * size for table in tables],
+            slots=[_slots(table, tokens, size) for table in tables],
         )
+
+
+def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:
+    pages, first = table.pages, table.first
+    return [pages[token // page_size - first] * page_size + token % page_size for token in tokens]
 
 
 def num_largest(chunk: Chunk) -> list[int]:

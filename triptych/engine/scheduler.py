@@ -17,7 +17,9 @@ it needs. Each request is bypassed a bounded number of times, and any request fi
 request finishes.
 
 A prefill instance sends KV from a request's pages, so these can't be preempted. It allocates all of a request's pages
-and begins to send once the request is fully ready; what it computes before that can be preempted.
+and begins to send once the request is fully ready; what it computes before that can be preempted. In layers with a
+sliding window it allocates them step by step, and so begins only if the pools have room for all that send to hold as
+many pages as they may need at a time.
 
 A request starts with the cached pages of its prefix. It retains them from its arrival on, because they decide which
 items need an encoder. A request for prompt log probabilities reuses no prefix: the cache holds keys and values, not
@@ -27,7 +29,7 @@ logits.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from triptych.engine.kv_cache import PagePool
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.prefix import extend_page_hashes
 from triptych.engine.request import Request
 from triptych.types import RequestId
@@ -93,11 +95,11 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Continuous batching over a pool of KV pages."""
+    """Continuous batching over pools of KV pages."""
 
     def __init__(
         self,
-        pool: PagePool,
+        cache: CacheManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         *,
@@ -105,7 +107,7 @@ class Scheduler:
         layout: str = "",
     ) -> None:
         """``layout`` is the digest of the KV cache's layout, which names of cached pages cover."""
-        self.pool = pool
+        self.cache = cache
         self._layout = layout
         self._reuse_prefixes = reuse_prefixes
         self._max_num_seqs = max_num_seqs
@@ -123,6 +125,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Append a request to the queue, with the cached pages of its prefix."""
         request.arrival = self._arrivals
+        request.tables = self.cache.new_tables()
         self._arrivals += 1
         self._requests[request.id] = request
         self._reuse_prefix(request, len(request.tokens) - 1)  # the last token is always computed, for its logits
@@ -168,6 +171,7 @@ class Scheduler:
 
     def mark_received(self, request: Request, num_tokens: int) -> None:
         """Record that the first ``num_tokens`` tokens of a request that another instance prefills are in its pages."""
+        self.cache.note_received(request.tables, request.num_computed, num_tokens)
         request.num_computed = num_tokens
         self._cache_full_pages(request)
 
@@ -179,7 +183,7 @@ class Scheduler:
         """Give answers that were blocked before their next token the slots of later arrivals. Otherwise an answer with
         a slow grammar would wait for another answer to end before each token."""
         for request in self:
-            if request.running or request.blocked or not (request.pages and request.only_newest_left):
+            if request.running or request.blocked or not (request.holds_pages and request.only_newest_left):
                 continue
             if not self._has_free_slot:
                 later = [one for one in self if one.decoding and one.arrival > request.arrival]
@@ -221,14 +225,14 @@ class Scheduler:
         for request in self:
             if request.decoding or request.sends_pages or request in step.preempted:
                 continue
-            had_pages = len(request.pages)
+            had_pages = request.num_allocated
             schedule_one = self._add_chunk if request.prefilled_here else self._admit
             scheduled = schedule_one(step, request)
             if not scheduled and (request.fully_ready or request is self._protected):
                 break  # later requests, and new ones forever, would take the pages that it needs
             if not scheduled:
                 bypassed.append(request)
-            elif len(request.pages) > had_pages:
+            elif request.num_allocated > had_pages:
                 for other in bypassed:
                     other.num_bypassed += 1
 
@@ -241,8 +245,10 @@ class Scheduler:
                 return True
             if not self._can_start(step, request):
                 return request.fully_ready
-            if not request.pages:
+            if not request.holds_pages:
                 self._reuse_prefix(request, len(request.tokens) - 1)
+            # only what the newest token reads, or the next one, will come
+            self.cache.trim(request.tables, len(request.tokens) - 1)
             if not self._allocate_pages(step, request, len(request.tokens)):
                 return False
             request.admitted = True
@@ -264,7 +270,7 @@ class Scheduler:
         if (begins or (keeps_pages and not request.sends_pages)) and not self._can_start(step, request):
             request.running = False
             return request.fully_ready
-        if not request.pages:
+        if not request.holds_pages:
             self._reuse_text_prefix(request)
         length = min(request.num_ready - request.num_computed, self._budget - step.num_tokens)
         if request.samples_alone and (before_newest := len(request.tokens) - 1 - request.num_computed):
@@ -273,8 +279,10 @@ class Scheduler:
             length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:
             return True
-        wanted = len(request.tokens) if keeps_pages else request.num_computed + length
-        if not self._allocate_pages(step, request, wanted):
+        self.cache.trim(request.tables, request.num_computed)
+        at_once = len(request.tokens) if keeps_pages else 0
+        can_send = not keeps_pages or request.sends_pages or self._can_send(request)
+        if not can_send or not self._allocate_pages(step, request, request.num_computed + length, at_once):
             request.running = False  # a request that holds pages may need the slot
             return False
         request.running, request.sends_pages = True, keeps_pages
@@ -286,25 +294,31 @@ class Scheduler:
         preempted and restarted repeatedly."""
         if request in (self._first, self._protected):
             return True
-        missing = self.pool.pages_for(len(request.tokens)) - len(request.pages) - self.pool.num_free
-        if missing <= 0 or request.blocked:
-            return missing <= 0  # pages that it preempts would be preempted again
-        waiting = [other.pages for other in self._victims(step, request) if other.blocked]
-        return missing <= self.pool.num_freed_by(waiting)
+        missing = self.cache.missing_at_most(request.tables, len(request.tokens), self._budget)
+        if self.cache.fits(missing) or request.blocked:
+            return self.cache.fits(missing)  # pages that it preempts would be preempted again
+        waiting = [other.tables for other in self._victims(step, request) if other.blocked]
+        return self.cache.fits(missing, releasing=waiting)
 
-    def _allocate_pages(self, step: SchedulerOutput, request: Request, tokens: int) -> bool:
-        """Extend the request's pages to hold ``tokens`` tokens, preempting others if necessary. Returns False, and
-        preempts none, if that isn't enough."""
-        missing = self.pool.pages_for(tokens) - len(request.pages)
-        if missing > self.pool.num_free:
+    def _can_send(self, request: Request) -> bool:
+        """Whether the request can begin to send its pages, so that all that send them can be computed to their ends."""
+        sending = [len(other.tokens) for other in self._requests.values() if other.sends_pages]
+        return self.cache.can_send([*sending, len(request.tokens)], self._budget)
+
+    def _allocate_pages(self, step: SchedulerOutput, request: Request, tokens: int, at_once: int = 0) -> bool:
+        """Extend the request's pages to hold ``tokens`` tokens, and ``at_once`` where it keeps all, preempting others
+        if necessary. Returns False, and preempts none, if that isn't enough."""
+        missing = self.cache.missing(request.tables, tokens, at_once)
+        if max(missing) <= 0:
+            return True
+        if not self.cache.fits(missing):
             victims = self._victims(step, request)
-            if missing > self.pool.num_free + self.pool.num_freed_by(victim.pages for victim in victims):
+            if not self.cache.fits(missing, releasing=[victim.tables for victim in victims]):
                 return False
             victims.sort(key=lambda victim: (victim.blocked, victim.arrival))
-            while missing > self.pool.num_free:
+            while not self.cache.fits(missing):
                 self._preempt(step, victims.pop(), request)
-        if missing > 0:
-            request.pages += self.pool.allocate(missing)
+        self.cache.allocate(request.tables, missing)
         return True
 
     def _preempt(self, step: SchedulerOutput, victim: Request, beneficiary: Request) -> None:
@@ -316,18 +330,19 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _victims(self, step: SchedulerOutput, request: Request) -> list[Request]:
-        """Return the requests that ``request`` may preempt and that aren't part of this step."""
+        """Return the requests that ``request`` may preempt and that aren't part of this step. One that sends pages may
+        preempt all others: they may wait for its pages, so it can't wait for theirs."""
         busy = {id(chunk.request) for chunk in step.chunks}
-        holders = (one for one in self._requests.values() if one.pages and not one.sends_pages)
-        return [one for one in holders if id(one) not in busy and self._rank(one) > self._rank(request)]
+        holders = (one for one in self._requests.values() if one.holds_pages and not one.sends_pages)
+        rank = self._rank(request)
+        return [one for one in holders if id(one) not in busy and (request.sends_pages or self._rank(one) > rank)]
 
     def _rank(self, request: Request) -> tuple[bool, int]:
         """Sort key of a request's precedence: a request may preempt those with larger keys."""
         return not (request.fully_ready or request is self._protected), request.arrival
 
     def _release(self, request: Request) -> None:
-        self.pool.release(request.pages)
-        request.pages = []
+        self.cache.release(request.tables)
         request.running = request.admitted = request.sends_pages = False
         request.num_ready = request.num_computed = request.num_cached_pages = request.num_reused = 0
         request.prompt_logprobs = []
@@ -341,11 +356,10 @@ class Scheduler:
         """Start with the cached pages of the first ``num_tokens`` tokens."""
         if not self._can_reuse(request):
             return
-        num_pages = num_tokens // self.pool.page_size
-        extend_page_hashes(request, self.pool.page_size, num_pages, self._layout)
-        request.pages = self.pool.lookup(request.page_hashes[:num_pages])
-        request.num_cached_pages = len(request.pages)
-        request.num_computed = request.num_reused = len(request.pages) * self.pool.page_size
+        num_pages = num_tokens // self.cache.page_size
+        extend_page_hashes(request, self.cache.page_size, num_pages, self._layout)
+        request.tables, request.num_cached_pages = self.cache.lookup(request.page_hashes[:num_pages])
+        request.num_computed = request.num_reused = request.num_cached_pages * self.cache.page_size
 
     def _reuse_text_prefix(self, request: Request) -> None:
         """Start with the cached pages before the first media item. For a request whose media transfers are already in
@@ -357,8 +371,7 @@ class Scheduler:
         """Add newly filled pages to the prefix cache."""
         if not self._reuse_prefixes:
             return
-        full = request.num_computed // self.pool.page_size
-        extend_page_hashes(request, self.pool.page_size, full, self._layout)
-        for index in range(request.num_cached_pages, full):
-            self.pool.cache(request.pages[index], request.page_hashes[index])
+        full = request.num_computed // self.cache.page_size
+        extend_page_hashes(request, self.cache.page_size, full, self._layout)
+        self.cache.cache(request.tables, request.page_hashes, request.num_cached_pages, full)
         request.num_cached_pages = full

@@ -7,21 +7,23 @@ from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.parallel import Group
 
-_HEADER = 5
-"""Counts of tokens, media rows, logits and requests, and the total length of the page tables."""
+_HEADER = 6
+"""Counts of tokens, media rows, logits, requests and groups of layers, and the total length of the page tables."""
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
     """Broadcast a step. Called on rank 0: three broadcasts, or two if the step has no media rows; those are sent in
     ``row_dtype``."""
     attention = batch.attention
-    tables = attention.page_tables
-    table_lens = [len(table) for table in tables]
-    counts = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(tables), sum(table_lens)]
-    group.broadcast(torch.tensor(counts))
-    lens = torch.tensor([*attention.query_lens, *attention.kv_lens, *table_lens])
+    query_lens = attention[0].query_lens
+    tables = [table for one in attention for table in one.page_tables]
+    kv_lens, table_lens = [length for one in attention for length in one.kv_lens], [len(table) for table in tables]
+    sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
+    group.broadcast(torch.tensor([*sizes, sum(table_lens)]))
+    lens = torch.tensor([*query_lens, *kv_lens, *table_lens])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
-    integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, attention.slots, *tables)
+    slots = [one.slots for one in attention]
+    integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *tables)
     group.broadcast(torch.cat(integers).cpu())
     if len(batch.media_embeddings):
         group.broadcast(batch.media_embeddings.to("cpu", row_dtype).contiguous())
@@ -30,10 +32,12 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
-    tokens, media, logits, requests, pages = _receive(group, _HEADER).tolist()
-    sizes = [tokens, 3 * tokens, media, logits, *[requests] * 3, tokens, pages]
+    tokens, media, logits, requests, num_groups, pages = _receive(group, _HEADER).tolist()
+    lens = num_groups * requests
+    sizes = [tokens, 3 * tokens, media, logits, requests, lens, lens, num_groups * tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, slots, tables = integers
+    page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
         tokens=token_ids,
@@ -41,12 +45,15 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
         media_index=media_index,
         media_embeddings=group.broadcast(rows) if media else rows,
         logits_index=logits_index,
-        attention=AttentionBatch(
-            query_lens=query_lens.tolist(),
-            kv_lens=kv_lens.tolist(),
-            page_tables=list(torch.split(tables, table_lens.tolist())),
-            slots=slots,
-        ),
+        attention=[
+            AttentionBatch(
+                query_lens=query_lens.tolist(),
+                kv_lens=kv_lens[one * requests : (one + 1) * requests].tolist(),
+                page_tables=list(page_tables[one * requests : (one + 1) * requests]),
+                slots=slots[one * tokens : (one + 1) * tokens],
+            )
+            for one in range(num_groups)
+        ],
     )
 
 

@@ -35,8 +35,8 @@ class ForwardBatch:
     """[M, hidden * (1 + num_deepstack_layers)]: embedding, then the features added after layers 0, 1, …"""
     logits_index: Tensor
     """int64 [L]: indices of the tokens whose logits are computed, strictly ascending; L may be 0."""
-    attention: AttentionBatch
-    """Lengths, page tables and slots of the T tokens."""
+    attention: Sequence[AttentionBatch]
+    """Lengths, page tables and slots of the T tokens in each group of layers that share page tables."""
     num_largest: Sequence[int] = ()
     """[L]: how many of a token's largest logits are needed, 0 for all; the others may be minus infinity. Empty if all
     logits of all tokens are needed."""
@@ -115,10 +115,11 @@ class Decoder(nn.Module):
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        context = LayerContext(batch.positions, rotations, batch.attention)
+        contexts = [LayerContext(batch.positions, rotations, attention) for attention in batch.attention]
         wanted, last = batch.logits_index, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
+            context = contexts[self.config.cache_groups.of_layer[index]]
             hidden = layer(hidden, cache.keys[index], cache.values[index], context, rows)
             if after_layer is not None:
                 after_layer(index)

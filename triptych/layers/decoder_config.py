@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from triptych.errors import CheckpointError
+from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec, MoESpec, check_divides
 
@@ -56,23 +56,10 @@ class DecoderConfig:
         """The distinct rotary embeddings of the layers, each with its ``head_dim``."""
         return tuple(dict.fromkeys((layer.mixer.head_dim, layer.mixer.rope) for layer in self.layers))
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
-        return self._kv_shape[0]
-
-    @property
-    def head_dim(self) -> int:
-        """Values of a key, and of a value, per head."""
-        return self._kv_shape[1]
-
     @cached_property
-    def _kv_shape(self) -> tuple[int, int]:
-        """(kv heads, head_dim). Raises CheckpointError if layers differ, which the KV cache doesn't support."""
-        shapes = {(layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in self.layers}
-        if len(shapes) != 1:
-            raise CheckpointError(f"config.json: layers with keys of different shapes are not served: {sorted(shapes)}")
-        return shapes.pop()
+    def cache_groups(self) -> CacheGroups:
+        """The groups of layers that share page tables."""
+        return CacheGroups.of(layer.mixer.window for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -88,9 +75,9 @@ class DecoderConfig:
         check_divides("tokens in the vocabulary", self.vocab_size, size)
         return replace(self, layers=tuple(layer.shard(size) for layer in self.layers))
 
-    def kv_bytes(self, head_bytes: int) -> int:
-        """Return the bytes of one token's keys and values in all layers, with ``head_bytes`` per key of a head."""
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+    def cache_specs(self, stored: CacheFormat) -> tuple[CacheSpec, ...]:
+        """Return what each layer keeps in a KV cache of this format."""
+        return tuple(layer.mixer.cache_spec(stored) for layer in self.layers)
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from triptych.errors import CheckpointError, ConfigError
+from triptych.layers.cache_spec import CacheFormat, CacheSpec
 from triptych.layers.rope_config import RopeConfig
 
 
@@ -57,6 +58,10 @@ class AttentionSpec:
         check_divides("query heads", self.num_heads, size)
         check_divides("kv heads", self.num_kv_heads, size, shared=True)
         return replace(self, num_heads=per_rank(self.num_heads, size), num_kv_heads=per_rank(self.num_kv_heads, size))
+
+    def cache_spec(self, stored: CacheFormat) -> CacheSpec:
+        """Return what a layer keeps in a cache of this format."""
+        return CacheSpec(self.num_kv_heads, (self.head_dim, self.head_dim), stored, self.window)
 
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: three copies of queries, keys and values and, without compiled

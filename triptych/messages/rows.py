@@ -19,7 +19,7 @@ from triptych.types import Address, Count, Positive, TransferId
 
 class RowKind(enum.StrEnum):
     """What a row holds: one media token's embedding with its deepstack features, or one token's keys or values in one
-    layer (``engine/kv_rows.py``)."""
+    layer, or an equal part of them (``engine/kv_rows.py``)."""
 
     MEDIA = "media"
     KV = "kv"

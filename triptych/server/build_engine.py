@@ -5,6 +5,7 @@ import logging
 import torch
 
 from triptych.config import EngineConfig
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.grammar.service import GrammarService
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_forward
@@ -14,13 +15,13 @@ from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.layers.attention.base import KVTensors
-from triptych.layers.attention.kv_format import head_bytes
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import dtype_name, widens_kv
 from triptych.layers.parallel import Group, rank_device
 from triptych.messages.rows import RowKind
-from triptych.server.components import EngineComponents
+from triptych.server.components import EngineComponents, PoolSize
 from triptych.server.instance import Instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import Ranks
@@ -46,20 +47,28 @@ def build_engine(
     """Return the engine and its KV cache; a cache that ranks share has the heads of all. The ranks report their free
     memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
     device = rank_device(model.device, 0)
-    blocks = {RowKind.MEDIA: engine.receive_blocks, RowKind.KV: engine.kv_receive_blocks}
+    pools = {
+        RowKind.MEDIA: PoolSize(engine.receive_blocks, engine.receive_block_rows),
+        RowKind.KV: PoolSize(
+            engine.kv_receive_blocks, engine.receive_block_rows * model.kv_rows.largest_part, model.kv_rows.largest_run
+        ),
+    }
     layout = model.kv_layout if role.takes_kv else model.row_layout
-    receive_bytes = blocks[layout.kind] * engine.receive_block_rows * layout.row_bytes
+    receive_bytes = pools[layout.kind].num_rows * layout.row_bytes
     size = _agreed_size(model, decoder.config, engine, ranks, group, receive_bytes=receive_bytes)
     _warn_of_slow_kv(model.weights.activations, model.kv_dtype, device)
     with ranks.collective():
         # a page more than the pool hands out: the padding of CUDA graphs is written there
-        agreed = agree_on_size(group, CacheSize(size.num_pages + 1, size.context_length))
+        with_scratch = CacheSize([pages + 1 for pages in size.num_pages], size.context_length)
+        agreed = agree_on_size(group, len(with_scratch.num_pages), with_scratch)
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
     instance.at_end(grammars.close)
     scheduler = Scheduler(
-        PagePool(size.num_pages, engine.page_size),
+        CacheManager(
+            [PagePool(pages, engine.page_size) for pages in size.num_pages], model.kv_rows.layer_groups.windows
+        ),
         engine.max_num_seqs,
         engine.max_num_batched_tokens,
         reuse_prefixes=engine.enable_prefix_caching,
@@ -77,10 +86,10 @@ def build_engine(
             vocab_size=decoder.config.vocab_size,
         ),
         cache=cache.whole,
+        kv_rows=model.kv_rows,
         embedding_dtype=model.weights.activations,
         embedding_width=model.adapter.embedding_width,
-        receive_blocks=blocks,
-        block_rows=engine.receive_block_rows,
+        receive_pools=pools,
         check_always=check_always,
     )
 
@@ -89,12 +98,13 @@ def _agreed_size(
     model: ModelBundle, config: DecoderConfig, engine: EngineConfig, ranks: Ranks, group: Group, *, receive_bytes: int
 ) -> KVSize:
     """Return the size of the KV cache, from the free memory of all ranks. ``config`` is that of this rank's shard."""
-    device, whole = rank_device(model.device, 0), model.adapter.decoder_config
+    device = rank_device(model.device, 0)
+    cached = model.adapter.decoder_config if device.type == "cpu" else config  # ranks on CPUs share one cache
     with ranks.collective():
         memory = gather_memory(group, device)
     size = kv_size(
         engine,
-        token_bytes=(whole if device.type == "cpu" else config).kv_bytes(head_bytes(config.head_dim, model.kv_dtype)),
+        specs=cached.cache_specs(cache_format(model.kv_dtype)),
         model_context=model.planner.context_length,
         available=memory.free,
     )

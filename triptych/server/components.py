@@ -8,7 +8,7 @@ import torch
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.incoming import IncomingTransfers
-from triptych.engine.kv_rows import LAYER_ROWS, CacheRows
+from triptych.engine.kv_rows import CacheRows, TokenRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineCore, EngineLoop
@@ -27,18 +27,31 @@ from triptych.transfer.sender import Sender
 
 
 @dataclass(frozen=True)
+class PoolSize:
+    """Size of a receive buffer."""
+
+    num_blocks: int
+    block_rows: int
+    grant_rows: int = 0
+    """Largest size of a grant in rows; 0: no limit."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_blocks * self.block_rows
+
+
+@dataclass(frozen=True)
 class EngineComponents:
     """What prefill and decode need. It outlives changes of role: weights, KV cache and prefix cache stay."""
 
     engine: EngineCore
     cache: KVTensors
+    kv_rows: TokenRows
     embedding_dtype: torch.dtype
     embedding_width: int
     """Elements of an embedding."""
-    receive_blocks: dict[RowKind, int]
-    """Blocks of the receive buffer for rows of each kind."""
-    block_rows: int
-    """Rows in a block of the receive buffer."""
+    receive_pools: dict[RowKind, PoolSize]
+    """Size of the receive buffer for rows of each kind."""
     check_always: bool
     """Whether rows are checked end to end over every fabric."""
 
@@ -84,7 +97,7 @@ class Components:
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
         """Return the loop for prefill and decode, or for one of them."""
-        instance, cache = self.instance, CacheRows(parts.cache)
+        instance, cache = self.instance, CacheRows(parts.cache, parts.kv_rows)
         address, send = instance.channel.address, instance.send
         receiver = self._receiver(self.kv_layout if role.takes_kv else self.embedding_layout, parts)
         incoming = IncomingTransfers(receiver, instance.name)
@@ -94,8 +107,8 @@ class Components:
         else:
             embedding_source = EmbeddingSource(incoming, address, parts.embedding_dtype, parts.embedding_width)
         if role.sends_kv:
-            pool, wake = parts.engine.scheduler.pool, instance.channel.wake
-            kv_sink = KVSink(self.sender, cache, pool, self.kv_layout, wake=wake)
+            manager, wake = parts.engine.scheduler.cache, instance.channel.wake
+            kv_sink = KVSink(self.sender, cache, manager, self.kv_layout, wake=wake)
         return EngineLoop(
             parts.engine,
             incoming,
@@ -108,12 +121,12 @@ class Components:
         )
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
-        blocks = parts.receive_blocks[layout.kind]
+        pool = parts.receive_pools[layout.kind]
         return Receiver(
-            RowBuffer(layout, blocks, parts.block_rows, self.fabrics, allocate=SharedMemory),
+            RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, allocate=SharedMemory),
             self.instance.channel.address,
             self.instance.send,
-            grant_rows=LAYER_ROWS if layout.kind is RowKind.KV else 0,
+            grant_rows=pool.grant_rows,
             check_always=parts.check_always,
         )
 

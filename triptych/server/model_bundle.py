@@ -1,5 +1,6 @@
 """A checkpoint folder with its model family, device and dtypes, for instances."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
@@ -7,8 +8,9 @@ from triptych.checkpoint.quantization import read_quantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, make_cache
+from triptych.engine.kv_rows import TokenRows
 from triptych.errors import CheckpointError
-from triptych.layers.attention.kv_format import stored_dim
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
@@ -61,7 +63,7 @@ class ModelBundle:
         """Load the shard of this rank of the group."""
         return self.adapter.load_decoder(self.checkpoint, self.weights, rank_device(self.device, group.rank), group)
 
-    def make_cache(self, group: Group, num_pages: int, path: str) -> GroupCache:
+    def make_cache(self, group: Group, num_pages: Sequence[int], path: str) -> GroupCache:
         """Allocate the KV cache; see ``engine.group.make_cache``."""
         return make_cache(
             self.adapter.decoder_config,
@@ -87,16 +89,20 @@ class ModelBundle:
             weight_dtype=" and ".join(dict.fromkeys((towers.linear_dtype, towers.high_precision_dtype))),
         )
 
+    @cached_property
+    def kv_rows(self) -> TokenRows:
+        """The rows of a token in each layer, as the KV cache holds them."""
+        return TokenRows(self.adapter.decoder_config.cache_specs(cache_format(self.kv_dtype)))
+
     @property
     def kv_layout(self) -> RowLayout:
-        """Layout of KV rows: one token's keys, or its values, in one layer, as the KV cache holds them."""
-        dtype, config = self.kv_dtype, self.adapter.decoder_config
-        width = config.num_kv_heads * stored_dim(config.head_dim, dtype)
+        """Layout of KV rows."""
+        dtype, row_bytes = self.kv_dtype, self.kv_rows.row_bytes
         return RowLayout(
             model=self.identity.digest,
             dtype=dtype_name(dtype),
-            width=width,
-            row_bytes=width * dtype.itemsize,
+            width=row_bytes // dtype.itemsize,
+            row_bytes=row_bytes,
             kind=RowKind.KV,
             weight_dtype=self.weights.linear_dtype,
         )

@@ -32,7 +32,7 @@ def run_rank(spec: RankSpec) -> None:
     decoder = model.load_decoder(group)
     # the same collective operations as those of rank 0, in server/build_engine.py
     gather_memory(group, device)
-    size = agree_on_size(group)
+    size = agree_on_size(group, len(model.kv_rows.layer_groups.windows))
     cache = model.make_cache(group, size.num_pages, spec.cache).own
     forward = make_forward(decoder, cache, spec.engine, size.context_length)
     keep_freed_memory()

@@ -58,7 +58,7 @@ class TransferSizes:
         from triptych.server.model_bundle import ModelBundle
 
         bundle = ModelBundle(Checkpoint(config.model), config.engine)
-        kinds = {kv: RowsPerToken(2 * bundle.adapter.decoder_config.num_layers, bundle.kv_layout.row_bytes)}
+        kinds = {kv: RowsPerToken(bundle.kv_rows.in_all_layers, bundle.kv_layout.row_bytes)}
         if bundle.family.takes_media:
             kinds[embeddings] = RowsPerToken(1, bundle.row_layout.row_bytes)
         return cls(kinds, config.engine.receive_block_rows)

@@ -1,6 +1,7 @@
 """The interface between the decoder and an attention backend, and the paged KV cache they share."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -8,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from triptych.layers.attention.kv_format import stored_dim
+from triptych.layers.attention.kv_format import dtype_of
 from triptych.layers.attention.tables import PagedTables
-from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.cache_spec import CacheGroups, CacheSpec
 from triptych.layers.pinned import to_device
 
 
@@ -118,26 +119,56 @@ class KVTensors:
     keys: list[Tensor]
     """Keys of each layer, [pages, page_size, kv_heads, stored_dim], as ``kv_format`` stores them."""
     values: list[Tensor]
-    """Values of each layer, of the same shape."""
+    """Values of each layer, of the same shape but for ``stored_dim``."""
 
     @classmethod
     def allocate(
-        cls, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        cls, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int, device: torch.device
     ) -> "KVTensors":
-        """Allocate ``num_pages`` pages per layer. They are uninitialised, since no slot is read before it is written;
-        on CPUs memory is committed as it fills."""
-        shape = (num_pages, page_size, config.num_kv_heads, stored_dim(config.head_dim, dtype))
-        layers = range(config.num_layers)
-        return cls(
-            keys=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
-            values=[torch.empty(shape, dtype=dtype, device=device) for _ in layers],
+        """Allocate ``num_pages`` pages for each group of the layers that ``specs`` describe. They are uninitialised,
+        since no slot is read before it is written; on CPUs memory is committed as it fills."""
+        return cls._make(
+            specs, num_pages, page_size, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
         )
 
     @classmethod
-    def within(cls, memory: Tensor, heads: slice) -> "KVTensors":
-        """Return views of some kv heads of ``memory`` [layers, 2, pages, page_size, kv_heads, stored_dim]."""
-        keys, values = memory[..., heads, :].unbind(1)
-        return cls(list(keys), list(values))
+    def within(
+        cls, memory: Tensor, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int
+    ) -> "KVTensors":
+        """Return views of ``memory``, uint8 of ``cache_bytes`` elements: layer by layer, all keys and then all
+        values."""
+        taken = 0
+
+        def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            nonlocal taken
+            first, taken = taken, taken + math.prod(shape) * dtype.itemsize
+            return memory[first:taken].view(dtype).view(shape)
+
+        return cls._make(specs, num_pages, page_size, take)
+
+    @classmethod
+    def _make(
+        cls,
+        specs: Sequence[CacheSpec],
+        num_pages: Sequence[int],
+        page_size: int,
+        make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> "KVTensors":
+        """``make`` returns a tensor of a shape and dtype; it is called in the order of the memory."""
+        groups = CacheGroups.of(spec.window for spec in specs)
+        keys, values = [], []
+        for spec, group in zip(specs, groups.of_layer, strict=True):
+            key_dim, value_dim = map(spec.format.stored_dim, spec.dims)
+            dtype, shape = dtype_of(spec.format), (num_pages[group], page_size, spec.heads)
+            keys.append(make((*shape, key_dim), dtype))
+            values.append(make((*shape, value_dim), dtype))
+        return cls(keys, values)
+
+    def heads(self, parts: Sequence[slice]) -> "KVTensors":
+        """Return views of some kv heads of each layer."""
+        return KVTensors(
+            *([t[:, :, part] for t, part in zip(ts, parts, strict=True)] for ts in (self.keys, self.values))
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ keep a page, a token's row and a rank's heads what they are in other dtypes, onl
 import torch
 from torch import Tensor
 
+from triptych.layers.cache_spec import CacheFormat
 from triptych.layers.rounding import saturating_cast
 
 SCALE_BYTES = 4
@@ -17,14 +18,22 @@ SMALLEST_MAXIMUM = 1e-30
 """Lower bound of a head's largest magnitude: 127 divided by it is finite."""
 
 
+def cache_format(dtype: torch.dtype) -> CacheFormat:
+    """Return how a cache of this dtype stores a head's key, or its value."""
+    scale_bytes = SCALE_BYTES if dtype == torch.int8 else 0
+    return CacheFormat(str(dtype).removeprefix("torch."), dtype.itemsize, scale_bytes)
+
+
+def dtype_of(stored: CacheFormat) -> torch.dtype:
+    """Return the dtype of a format's elements."""
+    dtype = getattr(torch, stored.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def stored_dim(head_dim: int, dtype: torch.dtype) -> int:
     """Return the number of elements of ``dtype`` that a head's key takes."""
-    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
-
-
-def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of bytes that a head's key takes."""
-    return stored_dim(head_dim, dtype) * dtype.itemsize
+    return cache_format(dtype).stored_dim(head_dim)
 
 
 def to_stored(values: Tensor, dtype: torch.dtype) -> Tensor:

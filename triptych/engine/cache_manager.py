@@ -1,0 +1,215 @@
+"""The pages that requests hold, in each group of layers (``layers/cache_spec.py``).
+
+Each group has a pool of pages, and each request a page table in each group. In a group with a sliding window, pages
+that no later token reads are released while the request goes on. They stay in the prefix cache until they are evicted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import lcm
+
+from triptych.engine.kv_cache import PagePool
+from triptych.errors import BlockError
+from triptych.layers.cache_spec import KEY_BLOCK, first_read, first_sent
+
+
+@dataclass
+class PageTable:
+    """Consecutive pages of a request in one group of layers."""
+
+    first: int = 0
+    """Number of the first one among all pages of the request's tokens: earlier ones have been released."""
+    pages: list[int] = field(default_factory=list)
+    first_whole: int = 0
+    """Number of the first page all of whose slots have been, or will be, written."""
+
+    @property
+    def end(self) -> int:
+        """Number of the page after the last one."""
+        return self.first + len(self.pages)
+
+    def between(self, first: int, end: int) -> list[int]:
+        """Return the pages with the numbers ``[first, end)``. Raises BlockError if one isn't held."""
+        if first >= end:
+            return []
+        if first < self.first or end > self.end:
+            raise BlockError(f"pages {first}..{end} are wanted, {self.first}..{self.end} are held")
+        return self.pages[first - self.first : end - self.first]
+
+    def copy(self) -> "PageTable":
+        return PageTable(self.first, list(self.pages), self.first_whole)
+
+
+PageTables = list[PageTable]
+"""A request's page table in each group."""
+
+
+def first_kept(window: int | None, position: int, page_size: int) -> int:
+    """Return the number of the first page that is kept for tokens from ``position`` on.
+
+    It has what tokens from the page boundary before ``position`` on read, so that a prefix can end at that boundary,
+    and it begins at a multiple of ``KEY_BLOCK``.
+    """
+    step = lcm(page_size, KEY_BLOCK)
+    return first_read(window, position // page_size * page_size) // step * (step // page_size)
+
+
+def most_pages(window: int, page_size: int, step_tokens: int) -> int:
+    """Return the largest number of pages that a request holds at a time in a group with this window, if a step computes
+    at most ``step_tokens`` of its tokens."""
+    return -(-(window + lcm(page_size, KEY_BLOCK) + page_size + step_tokens) // page_size)
+
+
+class CacheManager:
+    """Allocates pages in all groups, and finds prefixes that are cached in all of them."""
+
+    def __init__(self, pools: Sequence[PagePool], windows: Sequence[int | None] = (None,)) -> None:
+        """``pools`` and ``windows`` are those of the groups. All pools have the same page size."""
+        self.pools = pools
+        self.windows = windows
+        self.page_size = pools[0].page_size
+        self._has_windows = any(window is not None for window in windows)
+
+    def new_tables(self) -> PageTables:
+        return [PageTable() for _ in self.pools]
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages that hold that many tokens."""
+        return -(-tokens // self.page_size)
+
+    def missing(self, tables: PageTables, tokens: int, at_once: int = 0) -> list[int]:
+        """Return how many pages a request lacks in each group to hold ``tokens`` tokens. Groups without a window count
+        those of ``at_once`` tokens, if these are more."""
+        return [
+            self.pages_for(max(tokens, at_once) if window is None else tokens) - table.end
+            for window, table in zip(self.windows, tables, strict=True)
+        ]
+
+    def missing_at_most(self, tables: PageTables, tokens: int, step_tokens: int) -> list[int]:
+        """Return how many pages a request may lack in each group until ``tokens`` tokens are computed, in steps of at
+        most ``step_tokens``."""
+        return [most - len(table.pages) for most, table in zip(self._most(tokens, step_tokens), tables, strict=True)]
+
+    def can_send(self, lengths: Iterable[int], step_tokens: int) -> bool:
+        """Whether requests of these lengths can be computed side by side and send their pages, which can't be
+        preempted, while former ones are still being sent. Groups without a window aren't counted: there, such a request
+        gets all of its pages at once."""
+        wanted = [self._most(length, step_tokens) for length in lengths]
+        return all(
+            window is None or sum(most) + pool.num_retained <= pool.num_pages
+            for window, pool, most in zip(self.windows, self.pools, zip(*wanted, strict=True), strict=True)
+        )
+
+    def fits(self, missing: Sequence[int], releasing: Sequence[PageTables] = ()) -> bool:
+        """Whether ``missing`` pages are free in each group, or would be if requests released all they hold."""
+        return all(
+            count <= pool.num_free
+            or (releasing and count <= pool.num_free + pool.num_freed_by(tables[group].pages for tables in releasing))
+            for group, (pool, count) in enumerate(zip(self.pools, missing, strict=True))
+        )
+
+    def allocate(self, tables: PageTables, missing: Sequence[int]) -> None:
+        """Append ``missing`` pages to each table. Raises BlockError when fewer are free."""
+        for pool, table, count in zip(self.pools, tables, missing, strict=True):
+            if count > 0:
+                table.pages += pool.allocate(count)
+
+    def trim(self, tables: PageTables, position: int) -> None:
+        """Release the pages that no token from ``position`` on needs."""
+        if not self._has_windows:
+            return
+        for pool, window, table in zip(self.pools, self.windows, tables, strict=True):
+            if window is not None and (first := first_kept(window, position, self.page_size)) > table.first:
+                pool.release(table.between(table.first, min(first, table.end)))
+                table.pages = table.between(first, table.end)
+                table.first = first
+
+    def release(self, tables: PageTables) -> None:
+        """Release all pages, and empty the tables."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.release(table.pages)
+        tables[:] = self.new_tables()
+
+    def retain(self, kept: PageTables, tables: PageTables, tokens: int) -> None:
+        """Extend ``kept``, and retain its new pages, with those of ``tables`` that hold the first ``tokens`` tokens."""
+        for pool, mine, table in zip(self.pools, kept, tables, strict=True):
+            new = table.between(mine.end, min(self.pages_for(tokens), table.end))
+            pool.retain(new)
+            mine.pages += new
+
+    def release_retained(self, kept: PageTables) -> None:
+        """Release the pages of ``retain``."""
+        for pool, table in zip(self.pools, kept, strict=True):
+            pool.release_retained(table.pages)
+
+    def note_received(self, tables: PageTables, num_computed: int, num_tokens: int) -> None:
+        """Record that tokens ``[num_computed, num_tokens)`` were received, in groups with a window only those that are
+        read from now on."""
+        for window, table in zip(self.windows, tables, strict=True):
+            if (first := first_sent(window, num_computed, num_tokens)) > num_computed:
+                table.first_whole = self.pages_for(first)
+
+    # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def lookup(self, page_hashes: Sequence[bytes]) -> tuple[PageTables, int]:
+        """Return the tables of the longest cached prefix of pages with these hashes, and its number of pages. A
+        reference is added to each.
+
+        Groups without a window must have all pages of the prefix, others those that tokens after it read.
+        """
+        length = len(page_hashes)
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None:
+                length = pool.count_cached(page_hashes[:length])
+        length = self._longest_in_windows(page_hashes[:length])
+        tables = self.new_tables()
+        for pool, window, table in zip(self.pools, self.windows, tables, strict=True):
+            table.first = first_kept(window, length * self.page_size, self.page_size)
+            table.pages = pool.lookup(page_hashes[table.first : length])
+        return tables, length
+
+    def _longest_in_windows(self, page_hashes: Sequence[bytes]) -> int:
+        """Return the length of the longest prefix that groups with a window have cached, as far as it is needed."""
+        windowed = [(pool, window) for pool, window in zip(self.pools, self.windows, strict=True) if window is not None]
+        if not windowed:
+            return len(page_hashes)
+        longest, begins = 0, [0] * len(windowed)  # by group, where the cached pages before this one begin
+        for number, page_hash in enumerate(page_hashes, start=1):
+            begins = [begin if page_hash in pool else number for begin, (pool, _) in zip(begins, windowed, strict=True)]
+            needed = [first_kept(window, number * self.page_size, self.page_size) for _, window in windowed]
+            if all(begin <= first for begin, first in zip(begins, needed, strict=True)):
+                longest = number
+        return longest
+
+    def cache(self, tables: PageTables, page_hashes: Sequence[bytes], first: int, end: int) -> None:
+        """Add the pages with the numbers ``[first, end)``, as far as they are held and whole, to the prefix cache."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            for number in range(max(first, table.first, table.first_whole), min(end, table.end)):
+                pool.cache(table.pages[number - table.first], page_hashes[number])
+
+    # ── usage ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_pages(self) -> int:
+        return sum(pool.num_pages for pool in self.pools)
+
+    @property
+    def num_used(self) -> int:
+        return sum(pool.num_used for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(pool.num_cached for pool in self.pools)
+
+    def check_all_free(self) -> None:
+        """Raise BlockError with the number of leaked pages, if any."""
+        for pool in self.pools:
+            pool.check_all_free()
+
+    def _most(self, tokens: int, step_tokens: int) -> list[int]:
+        """Return the largest number of pages that a request of ``tokens`` tokens holds at a time in each group."""
+        pages = self.pages_for(tokens)
+        return [
+            pages if window is None else min(pages, most_pages(window, self.page_size, step_tokens))
+            for window in self.windows
+        ]
