@@ -389,3 +389,20 @@ def test_an_address_is_listened_at_too_once_it_is_free(secret: bytes | None) -> 
     finally:
         second.close(linger=0)
         peer.close(linger=0)
+
+
+def test_a_late_wake_writes_to_no_other_descriptor() -> None:
+    """A descriptor's number is used again, for example by another channel's socket, which then aborts the process."""
+    channel = Channel()
+    number = channel._wake_fd
+    channel.close()
+    held: list[int] = []
+    try:
+        while number not in held:
+            held.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        channel.wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(number)
+    finally:
+        for one in held:
+            os.close(one)

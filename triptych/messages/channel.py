@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 from collections import OrderedDict, deque
 
@@ -112,6 +113,9 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        # a late wake would write to whatever has the descriptor's number by then, such as another socket's mailbox
+        self._wake_lock = threading.RLock()
+        self._closed = False
 
     def send(self, to: Address, message: Message) -> None:
         """Queue a message; never blocks. Raises Unavailable if the peer has stopped reading or can't be connected to
@@ -177,8 +181,11 @@ class Channel:
                 self._inbox.unbind(one)
 
     def wake(self) -> None:
-        """End a ``receive`` that waits. May be called from any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        """End a ``receive`` that waits; nothing once the channel is closed. May be called from any thread, and from
+        signal handlers."""
+        with self._wake_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def fileno(self) -> int:
         """Return a descriptor for event loops: when it becomes readable, ``drain`` until nothing is ``pending``."""
@@ -198,7 +205,9 @@ class Channel:
         if self.zap_authenticator:
             self.zap_authenticator.stop()
         self.context.term()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            self._closed = True  # first: a signal handler may run between these lines
+            os.close(self._wake_fd)
 
     def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
