@@ -451,7 +451,7 @@ def test_the_cost_of_a_path_does_not_depend_on_its_depth() -> None:
     schema: Any = {"type": "object", "properties": {str(number): {} for number in range(5000)}}
     for _ in range(900):
         schema = {"type": "object", "properties": {"a" * 64: schema}}
-    assert cpu_seconds(lambda: check_schema(schema, "x")) < 0.1
+    assert min(cpu_seconds(lambda: check_schema(schema, "x")) for _ in range(3)) < 0.1
 
 
 def test_a_schema_that_is_too_large_is_refused() -> None:

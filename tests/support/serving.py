@@ -87,13 +87,15 @@ class Served:
         return str(response.json()["choices"][0]["message"]["content"])
 
     def everything_is_back(self) -> bool:
-        """No request in the router, no page and no block taken, no item left to encode."""
+        """No request in the router or in a scheduler, no page and no block taken, no item left to encode."""
         if self.running.frontend.router.num_requests:
             return False
         for host in (host for instance in self.running.instances for host in instance.loops):
             if isinstance(host, EncodeLoop) and host.debug_state().jobs:
                 return False
             if isinstance(host, EngineLoop) and (host.scheduler.cache.num_used or host.incoming.stats().used):
+                return False
+            if isinstance(host, EngineLoop) and host.debug_state()["active"]:
                 return False
         return True
 
