@@ -364,6 +364,7 @@ def test_unsupported_configs_are_rejected(
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": ["llama"]}, "is not served"),
+        ("llama", {"attention_bias": "no"}, "attention_bias must be a bool"),
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000"),
         ("llama", {"hidden_size": 10**400}, "hidden_size must be a positive integer below 2"),
         ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, "3 key and value heads don't divide 8 query"),

@@ -12,7 +12,17 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig, YarnScaling
 from triptych.layers.specs import AttentionSpec, LayerSpec, QueryScaling
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, layer_types, num_layers
+from triptych.models.backbones.base import (
+    FULL,
+    SLIDING,
+    Backbone,
+    TextConfig,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    num_layers,
+)
 from triptych.models.backbones.rope import read_rope, rope_settings
 from triptych.models.shared.settings import positive_number, setting
 
@@ -31,10 +41,10 @@ def mistral(text: TextConfig, *, eps: float, window: int | None) -> DecoderConfi
 def ministral(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
     mixer, mlp, window = attention(text, read_rope(text, ROPE)), gated_mlp(text), _window(text, WINDOW)
-    types = layer_types(text) or ["full_attention" if window is None else "sliding_attention"] * num_layers(text)
-    if window is None and "sliding_attention" in types:
+    types = layer_types(text) or [FULL if window is None else SLIDING] * num_layers(text)
+    if window is None and SLIDING in types:
         raise CheckpointError("config.json: layer_types has sliding_attention, but there is no sliding_window")
-    windows = [window if kind == "sliding_attention" else None for kind in types]
+    windows = [window if kind == SLIDING else None for kind in types]
     return decoder(text, [LayerSpec(replace(mixer, window=one), mlp) for one in windows], eps=1e-6)
 
 

@@ -111,7 +111,7 @@ def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
         attention_factor=positive_number(rope, "attention_factor", magnitude),
         beta_fast=positive_number(rope, "beta_fast", 32.0),
         beta_slow=positive_number(rope, "beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
+        truncate=setting(rope, "truncate", bool, default=True),
     )
 
 
