@@ -31,6 +31,7 @@ from triptych.layers.rope_config import RopeConfig
 from triptych.models.backbones.gemma import GEMMA3
 from triptych.models.backbones.gpt_oss import GPT_OSS
 from triptych.models.backbones.rope import context_length, read_rope
+from triptych.models.text.adapter import TextAdapter
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -311,7 +312,13 @@ def test_order_of_rotated_values(partial: float, pairs: bool) -> None:
         ({"rope_type": "yarn", "original_max_position_embeddings": "4k"}, "original_max_position_embeddings must be"),
         ({"rope_type": "longrope", "short_factor": [1, 0]}, "short_factor must be positive numbers"),
         ({"rope_type": "longrope", "short_factor": None}, "short_factor must be a list"),
+        ({"rope_type": "longrope", "short_factor": [1, 10**400]}, "short_factor must be positive numbers"),
         ({"rope_theta": 0}, "rope_theta must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1}, "rope_theta must be more than 1"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e308}, "beta_fast must be a positive number"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-320}, "beta_slow must be a positive number"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 10**400}, "must be a positive integer below 2"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1"),
         ({"rope_type": "spiral"}, "'spiral' is not served"),
         ({"rope_type": ["yarn"]}, "is not served"),
@@ -351,3 +358,25 @@ def test_unsupported_configs_are_rejected(
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": ["llama"]}, "is not served"),
+        ("llama", {"attention_bias": "no"}, "attention_bias must be a bool"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000"),
+        ("llama", {"hidden_size": 10**400}, "hidden_size must be a positive integer below 2"),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, "3 key and value heads don't divide 8 query"),
+        ("llama", {"head_dim": None, "hidden_size": 1}, "heads of 0 values"),
+        ("gemma3", {"head_dim": 10**9}, "heads of 1000000000 values"),
+        ("gemma3", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1}}, "llama_4_scaling_beta"),
+        ("glm4_moe", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be at most 1000"),
+        ("glm4_moe", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be a positive number"),
+    ],
+)
+def test_damaged_configs_are_rejected(name: str, changes: dict[str, object], message: str) -> None:
+    """Before anything of a size they claim is allocated."""
+    with pytest.raises(CheckpointError, match=message):
+        TextAdapter(BACKBONES[name].config | changes)

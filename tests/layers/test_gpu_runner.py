@@ -1,6 +1,7 @@
 """The GPU runner on a CPU: kernels in Triton's interpreter, and graphs that launch their steps again instead of
 replaying them. ``tests/gpu`` does the same on a GPU."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
 from tests.support.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
-from triptych.engine.decode_graphs import DecodeGraphs
+from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
 from triptych.engine.gpu_runner import GpuRunner
 
 POOL = 11
@@ -172,6 +173,13 @@ def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
             for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
         ]
     assert can_replay == [True, False, False]
+
+
+def test_layers_with_page_tables_of_their_own_are_not_recorded(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, (first, *others) = cache_of(plain), plain.config.layers
+    windowed = dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, window=5))
+    monkeypatch.setattr(plain, "config", dataclasses.replace(plain.config, layers=(windowed, *others)))
+    assert record_graphs(plain, cache, 2, 64) is None
 
 
 def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

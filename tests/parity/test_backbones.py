@@ -9,15 +9,14 @@ import torch
 from tests.parity.conftest import Model
 from tests.parity.test_families import TEXTS
 from tests.support.backbones import BACKBONES
+from tests.support.families import ANSWERED_BACKBONES
 from tests.support.harness import FLOAT32, running
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
 
 SEED = 4
 CHUNKS = (1, 7, 64)
-ALWAYS = ("phi3", "glm4", "glm4_moe", "gemma2", "gemma3", "gpt_oss")
-"""The others differ from Qwen's backbones by what the tests of ``layers`` compare, and are left to the slow suite."""
-EACH = [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
+EACH = [name if name in ANSWERED_BACKBONES else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,9 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
     if decoder.config.has_experts:
         log.info("no CUDA graphs: which experts run is decided on the host")
         return None
+    if len(decoder.config.cache_groups.windows) > 1:
+        log.info("no CUDA graphs: layers don't share page tables")
+        return None
     device = cache.keys[0].device
     began, before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
     sizes = bucket_sizes(max_num_seqs)

@@ -50,7 +50,7 @@ class GroupCache:
 
 
 def gather_memory(group: Group, device: torch.device) -> GroupMemory:
-    """GatherLogits the memory of all ranks on rank 0. Called by all ranks, once they have loaded their weights."""
+    """Gather the memory of all ranks on rank 0. Called by all ranks, once they have loaded their weights."""
     group.all_reduce(torch.zeros(1, device=device))  # connects GPUs now, so that the memory counts and no step waits
     gathered = group.gather(torch.tensor([[used_bytes(device), free_bytes(device)]])).view(-1, 2)
     used, free = gathered.unbind(1)

@@ -1,6 +1,7 @@
 """The modules that mix tokens, built from their specs; ``prefix`` is a module's name in the decoder.
 
-The reference is ``Qwen2Attention`` and ``Qwen3Attention`` in transformers.
+The references are ``Qwen3Attention``, ``Gemma2Attention``, ``GptOssAttention`` and ``Ministral3Attention`` in
+transformers.
 """
 
 from collections.abc import Sequence

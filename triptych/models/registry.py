@@ -115,7 +115,7 @@ FAMILIES = {
 def family_of(config: ModelConfig) -> Family:
     """Return the family of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         served = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not served; served are {served}")
     return FAMILIES[model_type]

@@ -13,7 +13,7 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig, TensorNames
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import AttentionSpec, GatedMLPSpec, LayerSpec
-from triptych.models.shared.settings import setting
+from triptych.models.shared.settings import positive_number, setting
 
 TextConfig = Mapping[str, Any]
 
@@ -22,6 +22,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names of ``layers.pointwise.Activation``, by those in configs."""
 
+MAX_LAYERS = 1000
+"""Bounds what a damaged config can make a process allocate before the checkpoint's tensors contradict it."""
+MAX_HEAD_VALUES = 2**20
+"""Of all query heads together; for the same reason."""
 
 INV_FREQ_IGNORED = TensorNames(ignored=("rotary_emb.inv_freq",))
 """Files of older versions of transformers hold the rotary frequencies, which follow from the config."""
@@ -52,14 +56,14 @@ def decoder(
         vocab_size=setting(text, "vocab_size", int),
         hidden_size=setting(text, "hidden_size", int),
         layers=tuple(layers),
-        rms_norm_eps=setting(text, "rms_norm_eps", float, default=eps),
+        rms_norm_eps=positive_number(text, "rms_norm_eps", eps),
         names=names,
     )
 
 
 def num_layers(text: TextConfig) -> int:
     """Return the number of decoder layers."""
-    return setting(text, "num_hidden_layers", int)
+    return _number_of_layers("num_hidden_layers", setting(text, "num_hidden_layers", int))
 
 
 def layer_types(text: TextConfig) -> list[str]:
@@ -82,21 +86,23 @@ def layers_up_to(text: TextConfig, name: str, default: int) -> int:
     count = text.get(name, default)
     if type(count) is not int or count < 0:
         raise CheckpointError(f"config.json: {name} must be a number of layers, not {count!r}")
-    return count
+    return _number_of_layers(name, count)
 
 
 def attention(
     text: TextConfig, rope: RopeConfig, *, head_dim: int | None = None, num_kv_heads: int | None = None
 ) -> AttentionSpec:
     """Return attention with the config's heads. ``head_dim`` and ``num_kv_heads`` are defaults; None: the hidden size
-    divided by the number of heads, and the number of query heads."""
+    divided by the number of heads, and the number of query heads. Raises CheckpointError unless the kv heads divide the
+    query heads."""
     num_heads, hidden_size = setting(text, "num_attention_heads", int), setting(text, "hidden_size", int)
-    return AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=setting(text, "num_key_value_heads", int, default=num_kv_heads or num_heads),
-        head_dim=setting(text, "head_dim", int, default=head_dim or hidden_size // num_heads),
-        rope=rope,
-    )
+    kv_heads = setting(text, "num_key_value_heads", int, default=num_kv_heads or num_heads)
+    dim = setting(text, "head_dim", int, default=head_dim or hidden_size // num_heads)
+    if num_heads % kv_heads:
+        raise CheckpointError(f"config.json: {kv_heads} key and value heads don't divide {num_heads} query heads")
+    if not 0 < num_heads * dim <= MAX_HEAD_VALUES:
+        raise CheckpointError(f"config.json: {num_heads} heads of {dim} values can't be served")
+    return AttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, rope=rope)
 
 
 def gated_mlp(text: TextConfig) -> GatedMLPSpec:
@@ -108,6 +114,12 @@ def check_silu(text: TextConfig) -> None:
     """Raise CheckpointError for an activation other than SiLU."""
     if (activation := text.get("hidden_act", "silu")) != "silu":
         raise CheckpointError(f"config.json: hidden_act {activation!r} is not served; only 'silu' is")
+
+
+def _number_of_layers(name: str, count: int) -> int:
+    if count > MAX_LAYERS:
+        raise CheckpointError(f"config.json: {name} must be at most {MAX_LAYERS}, not {count}")
+    return count
 
 
 def _activation(text: TextConfig) -> str:

@@ -2,7 +2,7 @@
 
 from triptych.layers.specs import ExpertGroups, FfnSpec, GatedMLPSpec, MoESpec, RoutingSpec, Score, SharedExpertSpec
 from triptych.models.backbones.base import TextConfig, check_silu, gated_mlp, layers_up_to, num_layers
-from triptych.models.shared.settings import setting
+from triptych.models.shared.settings import positive_number, setting
 
 
 def qwen_experts(text: TextConfig, *, norm_topk_prob: bool) -> MoESpec:
@@ -35,7 +35,7 @@ def deepseek_ffns(text: TextConfig, *, groups: int, kept_groups: int, scale: flo
         setting(text, "num_experts_per_tok", int),
         Score.SIGMOID,
         normalised=setting(text, "norm_topk_prob", bool, default=True),
-        scale=setting(text, "routed_scaling_factor", float, default=scale),
+        scale=positive_number(text, "routed_scaling_factor", scale),
         groups=None if groups == kept_groups else ExpertGroups(groups, kept_groups, ranked_by=2),
     )
     experts = MoESpec(

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import LongRopeScaling, RopeConfig
 from triptych.layers.specs import LayerSpec, NormNames
 from triptych.models.backbones.base import (
     FULL,
+    INV_FREQ_IGNORED,
     SLIDING,
     Backbone,
     TextConfig,
@@ -26,7 +27,7 @@ from triptych.models.backbones.base import (
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import positive_number, setting
 
-NAMES = TensorNames(ignored=("rotary_emb.inv_freq",), norm_offset=1.0)
+NAMES = replace(INV_FREQ_IGNORED, norm_offset=1.0)
 NORMS = NormNames(
     before_ffn="pre_feedforward_layernorm",
     after_mixer="post_attention_layernorm",
@@ -53,7 +54,7 @@ def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk
         raise CheckpointError("config.json: use_bidirectional_attention is not served")
     windows = {FULL: None, SLIDING: setting(text, "sliding_window", int, default=4096)}
     heads = attention(text, ropes[FULL], head_dim=256, num_kv_heads=4)
-    has_bias = bool(text.get("attention_bias", False))
+    has_bias = setting(text, "attention_bias", bool, default=False)
     mixer = replace(
         heads,
         qkv_bias=has_bias,

@@ -6,10 +6,10 @@ The reference is ``Glm4MoeModel`` in transformers.
 
 from dataclasses import replace
 
-from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder
+from triptych.models.backbones.base import INV_FREQ_IGNORED, Backbone, TextConfig, attention, decoder
 from triptych.models.backbones.experts import deepseek_ffns, next_token_layers
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
@@ -24,7 +24,7 @@ def describe(text: TextConfig) -> DecoderConfig:
         qk_norm=setting(text, "use_qk_norm", bool, default=False),
     )
     ffns = deepseek_ffns(text, groups=1, kept_groups=1, scale=1.0, dense=1)
-    names = TensorNames(ignored_modules=next_token_layers(text))
+    names = replace(INV_FREQ_IGNORED, ignored_modules=next_token_layers(text))
     return decoder(text, [LayerSpec(mixer, ffn) for ffn in ffns], eps=1e-5, names=names)
 
 

@@ -12,9 +12,19 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig, YarnScaling
 from triptych.layers.specs import AttentionSpec, LayerSpec, QueryScaling
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, layer_types, num_layers
+from triptych.models.backbones.base import (
+    FULL,
+    SLIDING,
+    Backbone,
+    TextConfig,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    num_layers,
+)
 from triptych.models.backbones.rope import read_rope, rope_settings
-from triptych.models.shared.settings import setting
+from triptych.models.shared.settings import positive_number, setting
 
 ROPE = RopeConfig(10_000.0)
 WINDOW = 4096
@@ -31,10 +41,10 @@ def mistral(text: TextConfig, *, eps: float, window: int | None) -> DecoderConfi
 def ministral(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
     mixer, mlp, window = attention(text, read_rope(text, ROPE)), gated_mlp(text), _window(text, WINDOW)
-    types = layer_types(text) or ["full_attention" if window is None else "sliding_attention"] * num_layers(text)
-    if window is None and "sliding_attention" in types:
+    types = layer_types(text) or [FULL if window is None else SLIDING] * num_layers(text)
+    if window is None and SLIDING in types:
         raise CheckpointError("config.json: layer_types has sliding_attention, but there is no sliding_window")
-    windows = [window if kind == "sliding_attention" else None for kind in types]
+    windows = [window if kind == SLIDING else None for kind in types]
     return decoder(text, [LayerSpec(replace(mixer, window=one), mlp) for one in windows], eps=1e-6)
 
 
@@ -46,12 +56,12 @@ def _window(text: TextConfig, default: int | None) -> int | None:
 
 def _query_scaling(text: TextConfig, heads: AttentionSpec) -> QueryScaling | None:
     """Return how queries are scaled, if the rope settings say so."""
-    beta = setting(rope_settings(text), "llama_4_scaling_beta", float, default=0.0)
-    if not beta:
+    rope = rope_settings(text)
+    if not rope.get("llama_4_scaling_beta"):
         return None
     if not isinstance(heads.rope.scaling, YarnScaling):
         raise CheckpointError("config.json: llama_4_scaling_beta is served with rope type 'yarn' only")
-    return QueryScaling(beta, heads.rope.scaling.original_length)
+    return QueryScaling(positive_number(rope, "llama_4_scaling_beta"), heads.rope.scaling.original_length)
 
 
 MISTRAL = Backbone("Llama with a sliding window", partial(mistral, eps=1e-6, window=WINDOW))

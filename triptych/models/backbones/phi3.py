@@ -5,19 +5,27 @@ The reference is ``Phi3Model`` in transformers.
 
 from dataclasses import replace
 
-from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
+from triptych.models.backbones.base import (
+    INV_FREQ_IGNORED,
+    Backbone,
+    TextConfig,
+    attention,
+    decoder,
+    gated_mlp,
+    num_layers,
+)
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
-NAMES = TensorNames(
+NAMES = replace(
+    INV_FREQ_IGNORED,
     fused=(
         ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
     ),
-    ignored=("rotary_emb.inv_freq",),
 )
 
 

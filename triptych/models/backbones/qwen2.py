@@ -13,6 +13,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
 from triptych.models.backbones.base import (
+    SLIDING,
     Backbone,
     TextConfig,
     attention,
@@ -43,7 +44,7 @@ def layer_windows(text: TextConfig, is_windowed: Callable[[int, int], bool] = op
     if not (types := layer_types(text)):
         limit = layers_up_to(text, "max_window_layers", 28)
         return [window if is_windowed(index, limit) else None for index in layers]
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def window_if_enabled(text: TextConfig) -> int | None:

@@ -10,17 +10,11 @@ from functools import partial
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import AttentionSpec, FfnSpec, LayerSpec
-from triptych.models.backbones.base import (
-    Backbone,
-    TextConfig,
-    attention,
-    decoder,
-    gated_mlp,
-    num_layers,
-)
+from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
 from triptych.models.backbones.experts import qwen_experts, qwen_ffns
 from triptych.models.backbones.qwen2 import layer_windows, window_if_enabled
 from triptych.models.backbones.rope import read_rope
+from triptych.models.shared.settings import setting
 
 TEXT = RopeConfig(10_000.0)
 VISION = RopeConfig(500_000.0, (24, 20, 20), interleaved=True)
@@ -43,7 +37,7 @@ def mixture(text: TextConfig, *, rope: RopeConfig, norm_topk_prob: bool, has_win
 
 
 def _attention(text: TextConfig, rope: RopeConfig, head_dim: int | None = None) -> AttentionSpec:
-    has_bias = bool(text.get("attention_bias", False))
+    has_bias = setting(text, "attention_bias", bool, default=False)
     heads = attention(text, read_rope(text, rope), head_dim=head_dim)
     return replace(heads, qk_norm=True, qkv_bias=has_bias, output_bias=has_bias)
 

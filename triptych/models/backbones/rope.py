@@ -15,7 +15,7 @@ from triptych.layers.rope_config import (
     Scaling,
     YarnScaling,
 )
-from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.settings import LARGEST, positive_number, setting
 
 LONGROPE = ("longrope", "su")
 """The second is its name in older files of Phi-3."""
@@ -34,6 +34,8 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
     partial = positive_number(
         rope, "partial_rotary_factor", positive_number(text, "partial_rotary_factor", default.partial)
     )
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta must be more than 1, not {theta}")
     if partial > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor must be at most 1, not {partial}")
     found = replace(default, theta=theta, partial=partial, scaling=_scaling(_rope_type(rope, default), rope, text))
@@ -109,7 +111,7 @@ def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
         attention_factor=positive_number(rope, "attention_factor", magnitude),
         beta_fast=positive_number(rope, "beta_fast", 32.0),
         beta_slow=positive_number(rope, "beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
+        truncate=setting(rope, "truncate", bool, default=True),
     )
 
 
@@ -121,7 +123,7 @@ def _magnitude(factor: float, mscale: float) -> float:
 def _longrope(rope: Mapping[str, Any], text: Mapping[str, Any]) -> LongRopeScaling:
     original = _original_length(rope, text)
     factor, factors = _factor(rope, text, original), setting(rope, "short_factor", list)
-    if not all(isinstance(one, int | float) and 0 < one < math.inf for one in factors):
+    if not all(isinstance(one, int | float) and 1 / LARGEST <= one <= LARGEST for one in factors):
         raise CheckpointError(f"config.json: short_factor must be positive numbers, not {factors!r}")
     enlarged = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRopeScaling(tuple(map(float, factors)), positive_number(rope, "attention_factor", enlarged))

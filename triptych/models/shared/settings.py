@@ -1,6 +1,5 @@
 """Reads settings from a checkpoint's configuration files, with errors that name file and key."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -8,13 +7,20 @@ from triptych.errors import CheckpointError
 
 T = TypeVar("T")
 
-_WANTED = {int: "a positive integer", float: "a number"}
+MAX_COUNT = 2**31 - 1
+"""Kernels count in 32 bits in places. No model comes near it."""
+
+LARGEST = 1e30
+"""Models compute in float32: a factor beyond it, or below its inverse, would become infinity or zero."""
+
+_WANTED = {int: "a positive integer below 2^31", float: "a number"}
 
 
 def setting(
     config: Mapping[str, Any], path: str, kind: type[T], default: T | None = None, file: str = "config.json"
 ) -> T:
-    """Return the value at a dotted ``path``, which must be of type ``kind``, and positive if that is int.
+    """Return the value at a dotted ``path``, which must be of type ``kind``, and from 1 to ``MAX_COUNT`` if that is
+    int.
 
     An absent or null value becomes ``default``, if there is one. Raises CheckpointError, naming ``file`` and path, for
     anything else.
@@ -24,7 +30,7 @@ def setting(
         value = value.get(key) if isinstance(value, dict) else None
     if value is None and default is not None:
         return default
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int and abs(value) <= LARGEST:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, int) and kind is not bool and _is_no_count(value)):
         raise CheckpointError(f"{file}: {path} must be {_WANTED.get(kind, f'a {kind.__name__}')}, not {value!r}")
@@ -32,10 +38,11 @@ def setting(
 
 
 def positive_number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a positive, finite number; absent and null mean ``default``. Raises CheckpointError for anything else."""
+    """Return a positive number, at most ``LARGEST`` and at least its inverse; absent and null mean ``default``. Raises
+    CheckpointError for anything else."""
     value = setting(settings, name, float, default=default)
-    if not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a positive number, not {value}")
+    if not 1 / LARGEST <= value <= LARGEST:
+        raise CheckpointError(f"config.json: {name} must be a positive number from 1e-30 to 1e30, not {value}")
     return value
 
 
@@ -46,4 +53,4 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_no_count(value: int) -> bool:
-    return isinstance(value, bool) or value < 1
+    return isinstance(value, bool) or not 1 <= value <= MAX_COUNT
