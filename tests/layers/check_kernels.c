@@ -1,5 +1,6 @@
 /* Compares the kernels with plain loops, for processors without PyTorch: see test_aarch64.py. Prints what differs. */
 #include <math.h>
+#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -81,6 +82,57 @@ static void check_products(int kind, const char *name, int64_t outputs, int64_t 
     free(panels);
 }
 
+static void multiply(const Linear *layer, Input input, Output output, int64_t tokens, void *room) {
+    switch (layer->kind) {
+    case INT8: int8_together(layer, &input, &output, tokens, room); break;
+    case INT4: int4_together(layer, &input, &output, tokens, room); break;
+    case BF16: bf16_together(layer, &input, &output, tokens, room); break;
+    default: float_together(layer, &input, &output, tokens, room);
+    }
+}
+
+/* Compares products after a norm or an activation, to which something is added, with those of one token at a time, bit
+ * by bit. A team may have fewer threads than OpenMP allows, by which its memory was sized. */
+static void check_fused(int kind, const char *name, int64_t tokens, int threads) {
+    enum { ROWS = 41, INPUTS = 37, MOST = 33, GUARD = 64 };
+    static float weights[ROWS * INPUTS], values[MOST * 2 * INPUTS], by[INPUTS], scales[ROWS];
+    static float added[MOST * ROWS], output[MOST * ROWS], expected[MOST * ROWS];
+    for (int i = 0; i < ROWS * INPUTS; i++) weights[i] = whole(7);
+    for (int i = 0; i < MOST * 2 * INPUTS; i++) values[i] = whole(50) / 16;
+    for (int i = 0; i < INPUTS; i++) by[i] = whole(8) / 8;
+    for (int i = 0; i < MOST * ROWS; i++) added[i] = whole(50) / 7;
+    for (int i = 0; i < ROWS; i++) scales[i] = 1;
+    void *panels = kind == INT4 ? packed_int4(weights, ROWS, INPUTS, 1) : packed(weights, ROWS, INPUTS, kind);
+    Linear layer = {panels, scales, NULL, INPUTS, ROWS, kind, 32, 1};
+    Norm rms = {by, NULL, 1e-5f}, centred = {by, by, 1e-5f};
+    Activation silu = {SILU}, clamped = {CLAMPED, 1.5f, 1.7f};
+    Input inputs[] = {
+        {values, INPUTS, &rms}, {values, INPUTS + 3, &centred}, {values, INPUTS, NULL, &silu},
+        {values, 2 * INPUTS, NULL, &silu, 1}, {values, 2 * INPUTS, NULL, &clamped, 1},
+    };
+    int64_t bytes = kind == INT8 ? int8_room(&layer, tokens) : kind == INT4 ? int4_room(&layer, tokens)
+                  : kind == BF16 ? bf16_room(&layer, tokens) : float_room(&layer, tokens);
+    char *room = aligned_alloc(64, whole_lines(bytes) + GUARD), *single = aligned_alloc(64, 64 * 1024);
+    for (int which = 0; which < 5; which++) {
+        memset(room + bytes, 77, GUARD);
+#pragma omp parallel num_threads(threads)
+        multiply(&layer, inputs[which], (Output){output, added}, tokens, room);
+        for (int i = 0; i < GUARD; i++) expect(room[bytes + i] == 77, "beyond the room", room[bytes + i], 77);
+        for (int64_t token = 0; token < tokens; token++) {
+            Input one = inputs[which];
+            one.values += token * one.stride;
+            multiply(&layer, one, (Output){expected + token * ROWS}, 1, single);
+        }
+        for (int64_t i = 0; i < tokens * ROWS; i++) {
+            expected[i] += added[i];
+            expect(output[i] == expected[i], name, output[i], expected[i]);
+        }
+    }
+    free(single);
+    free(room);
+    free(panels);
+}
+
 /* Two sequences over pages in no order: a single new token after four, and seven new ones after two. */
 enum { HEADS = 4, KV_HEADS = 2, DIM = 20, PAGE = 4, PAGES = 6, TOKENS = 8 };
 
@@ -152,6 +204,10 @@ int main(void) {
     const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 24}};
     for (int kind = HALF; kind <= INT4; kind++)
         for (int i = 0; i < 5; i++) check_products(kind, names[kind], shapes[i][0], shapes[i][1], shapes[i][2]);
+    const int64_t some[] = {0, 1, 2, 4, 5, 16, 17, 33};
+    omp_set_num_threads(3);
+    for (int kind = HALF; kind <= INT4; kind++)
+        for (int i = 0; i < 8; i++) check_fused(kind, names[kind], some[i], 1 + i % 3);
     check_attention(KV_FLOAT, 0, "attention");
     check_attention(KV_HALF, 0, "attention, halves");
     check_attention(KV_INT8, 0, "attention, int8");

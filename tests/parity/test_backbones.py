@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.parity.conftest import Model
-from tests.parity.test_families import TEXTS
 from tests.support.backbones import BACKBONES
 from tests.support.families import ANSWERED_BACKBONES
 from tests.support.harness import FLOAT32, running
+from tests.support.image_cases import TEXTS
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
 

@@ -11,19 +11,11 @@ from torch import Tensor
 from tests.parity.conftest import Model
 from tests.support.families import SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS, WITH_IMAGES
 from tests.support.harness import FLOAT32, running
-from tests.support.image_cases import CASES, Case
+from tests.support.image_cases import CASES, TEXTS
 from tests.support.stage_loops import Recording, engine_loop
 from tests.support.tiny import TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
-
-TEXTS = [
-    *[case for case in CASES if not case.images],
-    Case("one word", ("Why?",)),
-    Case("digits", ("31415926535897932384626433832795",)),
-    Case("several parts", ("First this.", "Then that, in a part of its own.")),
-    Case("long", ("The quick brown fox jumps over the lazy dog. " * 5,)),
-]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.parity.conftest import Model
-from tests.support.harness import Running, running
+from tests.support.harness import Running, at_stake, running
 from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
 from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
@@ -19,13 +19,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.7, "repetition_penalty": 1.2},
     {"grammar": REGEX, "temperature": 0.7, "seed": 5},
 ]
-
-
-def at_stake(service: Running, victim: str) -> int:
-    """How many answers the instance is in the middle of."""
-    requests = service.frontend.router.debug_state().dispatched.values()
-    decoding = [one for one in requests if one.decode is not None and one.decode.instance.name == victim]
-    return sum(len(one.generated) > 2 for one in decoding)
 
 
 async def answer_and_lose(

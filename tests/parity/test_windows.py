@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.parity.conftest import Model
-from tests.parity.test_lost_generator import at_stake
-from tests.support.harness import FLOAT32, Running, running, together
+from tests.support.harness import FLOAT32, Running, at_stake, running, together
 from tests.support.image_cases import Case
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes

@@ -107,7 +107,7 @@ class Forked:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll(0.05)) is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", end)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def kill(self) -> None:

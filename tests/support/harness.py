@@ -153,3 +153,10 @@ def run_instance(instance: Instance) -> None:
         instance.run()
     finally:
         instance.channel.close()
+
+
+def at_stake(service: Running, victim: str) -> int:
+    """How many answers the instance is in the middle of."""
+    requests = service.frontend.router.debug_state().dispatched.values()
+    decoding = [one for one in requests if one.decode is not None and one.decode.instance.name == victim]
+    return sum(len(one.generated) > 2 for one in decoding)

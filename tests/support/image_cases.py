@@ -54,3 +54,10 @@ CASES = [
     Case("two alike", (picture(96, 96, 8), picture(96, 96, 8), "Are they the same?")),
 ]
 """Eight, so that they make one mixed batch."""
+TEXTS = [
+    *[case for case in CASES if not case.images],
+    Case("one word", ("Why?",)),
+    Case("digits", ("31415926535897932384626433832795",)),
+    Case("several parts", ("First this.", "Then that, in a part of its own.")),
+    Case("long", ("The quick brown fox jumps over the lazy dog. " * 5,)),
+]

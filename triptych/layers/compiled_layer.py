@@ -17,6 +17,9 @@ from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
 from triptych.layers.specs import ClampedSwiGLU
 
+CLAMPED = 3
+"""The kind of ``ClampedSwiGLU`` in ``kernels/cpu/pointwise.h``, after those of ``Activation``."""
+
 
 def compiled(linear: nn.Module) -> CompiledProduct | None:
     """Return a linear layer's product if it uses the compiled kernels and needs no all-reduce, else None."""
@@ -36,6 +39,18 @@ class NormOperands(ctypes.Structure):
         return cls(norm.weight.data_ptr(), bias, norm.eps)
 
 
+class ActivationOperands(ctypes.Structure):
+    """``Activation`` in ``kernels/cpu/pointwise.h``."""
+
+    _fields_ = (("kind", ctypes.c_int64), ("limit", ctypes.c_float), ("alpha", ctypes.c_float))
+
+    @classmethod
+    def of(cls, activation: Activation | ClampedSwiGLU) -> "ActivationOperands":
+        if isinstance(activation, ClampedSwiGLU):
+            return cls(CLAMPED, activation.limit, activation.alpha)
+        return cls(activation)
+
+
 class AttendLayerOperands(ctypes.Structure):
     """``Before`` in ``kernels/cpu/layer.c``."""
 
@@ -48,7 +63,7 @@ class FinishLayerOperands(ctypes.Structure):
     _fields_ = (
         *((name, LinearOperands) for name in ("output", "up", "down")),
         ("norm", NormOperands),
-        ("activation", ctypes.c_int64),
+        ("activation", ActivationOperands),
     )
 
 
@@ -127,7 +142,7 @@ class FinishLayer:
         """The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: the gates, then their factors."""
         self._keep_alive = output, norm, up, down
         products = (product.operands for product in (output, up, down))
-        self._operands = FinishLayerOperands(*products, NormOperands.of(norm), activation)
+        self._operands = FinishLayerOperands(*products, NormOperands.of(norm), ActivationOperands.of(activation))
         self._run = output.library.finish_layer
         self._run.argtypes = [ctypes.POINTER(FinishLayerOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
         self._run.restype = ctypes.c_int
@@ -153,8 +168,8 @@ class ExpertsOperands(ctypes.Structure):
 
     _fields_ = (
         ("experts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("count", "weighs_inputs", "activation")),
-        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+        *((name, ctypes.c_int64) for name in ("count", "weighs_inputs")),
+        ("activation", ActivationOperands),
     )
 
 
@@ -172,10 +187,9 @@ class RunExperts:
         in ``MixtureOfExperts``."""
         self._keep_alive = experts
         each = (ExpertOperands * len(experts))(*(ExpertOperands(up.operands, down.operands) for up, down in experts))
-        clamped = (activation.limit, activation.alpha) if isinstance(activation, ClampedSwiGLU) else (0.0, 0.0)
-        kind = Activation.SILU if isinstance(activation, ClampedSwiGLU) else activation
         self._each = each
-        self._operands = ExpertsOperands(ctypes.addressof(each), len(experts), weighs_inputs, kind, *clamped)
+        of_all = len(experts), weighs_inputs, ActivationOperands.of(activation)
+        self._operands = ExpertsOperands(ctypes.addressof(each), *of_all)
         self._run = experts[0][0].library.run_experts
         self._run.argtypes = [ctypes.POINTER(ExpertsOperands), *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2]
         self._run.restype = ctypes.c_int

@@ -73,7 +73,7 @@ def layer_norm(activations: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 
 
 class Activation(IntEnum):
-    """What an MLP applies to its first product: ``Activation`` in ``kernels/cpu/pointwise.h``."""
+    """What an MLP applies to its first product: kinds of ``Activation`` in ``kernels/cpu/pointwise.h``."""
 
     SILU = 0
     GELU_TANH = 1

@@ -74,7 +74,7 @@ static void copy(const Linear *linear, const float *from, void *to) {
 void float_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
     Rows rows = {(const char *)input->values, *output, input->stride * sizeof(float), tokens, 0};
-    if (input->norm || input->is_activated) {
+    if (input->norm || input->activation) {
         rows.stride = row_of(linear->inputs);
         rows.input = round_together(linear, input, tokens, room, rows.stride, copy);
     }

@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     Linear output, up, down;
     Norm norm;
-    int64_t activation;
+    Activation activation;
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
@@ -101,7 +101,7 @@ int finish_layer(const After *layer, const float *hidden, const float *attended,
     float *between = (float *)((char *)room + bytes), *up = between + tokens * width; /* between: attention and MLP */
 #pragma omp parallel
     {
-        Input activated = {up, first, .is_activated = 1, .is_gated = first != inner, .activation = layer->activation};
+        Input activated = {up, first, .activation = &layer->activation, .is_gated = first != inner};
         multiply(&layer->output, (Input){attended, layer->output.inputs}, (Output){between, hidden}, tokens, room);
         multiply(&layer->up, (Input){between, width, &layer->norm}, (Output){up}, tokens, room);
         multiply(&layer->down, activated, (Output){output, between}, tokens, room);
@@ -115,24 +115,19 @@ typedef struct {
     Linear up, down;
 } Expert;
 
-/* The experts of a mixture. Their activation is one of ``Activation`` or, if ``limit`` is not 0, activate_clamped. */
+/* The experts of a mixture. */
 typedef struct {
     const Expert *experts;
-    int64_t count, weighs_inputs, activation;
-    float limit, alpha;
+    int64_t count, weighs_inputs;
+    Activation activation;
 } Experts;
-
-static void activate_expert(const Experts *mixture, const float *up, float *inputs, int64_t inner) {
-    if (mixture->limit == 0) activate(up, up + inner, inputs, inner, mixture->activation);
-    else activate_clamped(up, up + inner, inputs, inner, mixture->limit, mixture->alpha);
-}
 
 /* Adds up the outputs of each token's experts: hidden [T, hidden], chosen and weights [T, per_token] to output
  * [T, hidden]. Each expert runs once, for its tokens. Returns 0 if there is no memory. */
 int run_experts(const Experts *mixture, const float *hidden, const int64_t *chosen, const float *weights, float *output,
                 int64_t tokens, int64_t per_token) {
     const Expert *experts = mixture->experts;
-    int64_t width = experts->up.inputs, inner = experts->down.inputs, count = mixture->count;
+    int64_t width = experts->up.inputs, first = experts->up.outputs, count = mixture->count;
     int64_t assigned = tokens * per_token, largest = 0, bytes = 0;
     int64_t *ends = calloc(count + 1 + assigned, sizeof(int64_t)), *order = ends + count + 1;
     if (!ends) return 0;
@@ -146,10 +141,11 @@ int run_experts(const Experts *mixture, const float *hidden, const int64_t *chos
     }
     for (int64_t i = 0; i < assigned; i++) order[ends[chosen[i]]++] = i; /* what was an expert's start is its end now */
     bytes = whole_lines(bytes);
-    void *room = memory(bytes + largest * (2 * width + 3 * inner) * sizeof(float));
+    void *room = memory(bytes + largest * (2 * width + first) * sizeof(float));
     if (!room) return free(ends), 0;
     float *gathered = (float *)((char *)room + bytes), *added = gathered + largest * width;
-    float *up = added + largest * width, *inputs = up + 2 * largest * inner;
+    float *up = added + largest * width;
+    Input activated = {up, first, .activation = &mixture->activation, .is_gated = 1};
 #pragma omp parallel
     {
 #pragma omp for
@@ -165,10 +161,7 @@ int run_experts(const Experts *mixture, const float *hidden, const int64_t *chos
                 for (int64_t i = 0; i < width; i++) gathered[row * width + i] = from[i] * weight;
             }
             multiply(&experts[expert].up, (Input){gathered, width}, (Output){up}, rows, room);
-#pragma omp for
-            for (int64_t row = 0; row < rows; row++)
-                activate_expert(mixture, up + 2 * row * inner, inputs + row * inner, inner);
-            multiply(&experts[expert].down, (Input){inputs, inner}, (Output){added}, rows, room);
+            multiply(&experts[expert].down, activated, (Output){added}, rows, room);
 #pragma omp for
             for (int64_t row = 0; row < rows; row++) {
                 float *from = added + row * width, *to = output + own[row] / per_token * width;

@@ -52,7 +52,7 @@ inlined char *round_together(const Linear *linear, const Input *input, int64_t t
     int64_t inputs = linear->inputs;
     float *own = (float *)(room + omp_get_thread_num() * whole_lines(inputs * sizeof(float)));
     room += omp_get_num_threads() * whole_lines(inputs * sizeof(float));
-    if (tokens <= (input->is_activated ? 1 : FEW)) { /* an activation takes longer than waiting */
+    if (tokens <= (input->activation ? 1 : FEW)) { /* an activation takes longer than waiting */
         room += omp_get_thread_num() * tokens * apart;
         for (int64_t token = 0; token < tokens; token++)
             round(linear, values_of(input, inputs, token, own), room + token * apart);

@@ -40,10 +40,11 @@ void layer_norms(const float *input, const float *weight, const float *bias, flo
 /* Applies ``activate`` to tokens with ``stride`` values each, of which the first ``width`` are activated; if there are as
  * many more, these are their factors. Output [tokens, width]. */
 void activations(const float *input, float *output, int64_t tokens, int64_t width, int64_t stride, int64_t activation) {
+    Activation by = {activation};
 #pragma omp parallel for if (tokens * width > FEW)
     for (int64_t token = 0; token < tokens; token++) {
         const float *from = input + token * stride;
-        activate(from, stride == 2 * width ? from + width : NULL, output + token * width, width, activation);
+        activate(from, stride == 2 * width ? from + width : NULL, output + token * width, width, &by);
     }
 }
 

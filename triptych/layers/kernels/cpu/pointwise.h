@@ -54,8 +54,13 @@ inlined void normalise(const float *from, const Norm *by, float *to, int64_t dim
     else norm(from, by->weight, to, dim, by->eps);
 }
 
-/* What an MLP applies to its first product, as in ``pointwise.Activation``. */
-enum Activation { SILU, GELU_TANH, QUICK_GELU };
+/* What an MLP applies to its first product: as in ``pointwise.Activation``, or ``ClampedSwiGLU`` of specs.py. */
+enum { SILU, GELU_TANH, QUICK_GELU, CLAMPED };
+
+typedef struct {
+    int64_t kind;
+    float limit, alpha; /* CLAMPED only */
+} Activation;
 
 /* SiLU: x sigmoid(x). GELU in its tanh approximation (arXiv:1606.08415, section 2): x (1 + tanh(sqrt(2 / pi)
  * (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)), and in its coarser one: x sigmoid(1.702 x). */
@@ -75,15 +80,7 @@ inlined void activate_as(const float *from, const float *factors, float *to, int
     }
 }
 
-inlined void activate(const float *from, const float *factors, float *to, int64_t width, int64_t activation) {
-    switch (activation) {
-    case GELU_TANH: activate_as(from, factors, to, width, GELU_TANH); break;
-    case QUICK_GELU: activate_as(from, factors, to, width, QUICK_GELU); break;
-    default: activate_as(from, factors, to, width, SILU);
-    }
-}
-
-/* (up + 1) gate sigmoid(alpha gate) of clamped gates and ups [width]: ``ClampedSwiGLU`` of specs.py */
+/* (up + 1) gate sigmoid(alpha gate) of clamped gates and ups [width]; may work in place */
 inlined void activate_clamped(const float *gates, const float *ups, float *to, int64_t width, float limit,
                               float alpha) {
     for (int64_t i = 0; i < width; i += LANES) {
@@ -91,5 +88,15 @@ inlined void activate_clamped(const float *gates, const float *ups, float *to, i
         gate = choose(gate > limit, splat(limit), gate);
         up = choose(up > limit, splat(limit), choose(up < -limit, splat(-limit), up));
         store(to + i, (up + 1.0f) * gate * sigmoid(alpha * gate), width - i);
+    }
+}
+
+/* Applies an activation to ``from`` [width], and its factors [width] unless they are NULL; CLAMPED has them. */
+inlined void activate(const float *from, const float *factors, float *to, int64_t width, const Activation *by) {
+    switch (by->kind) {
+    case GELU_TANH: activate_as(from, factors, to, width, GELU_TANH); break;
+    case QUICK_GELU: activate_as(from, factors, to, width, QUICK_GELU); break;
+    case CLAMPED: activate_clamped(from, factors, to, width, by->limit, by->alpha); break;
+    default: activate_as(from, factors, to, width, SILU);
     }
 }

@@ -27,10 +27,10 @@ typedef struct {
  * be followed by as many factors. */
 typedef struct {
     const float *values;
-    int64_t stride;   /* floats between tokens */
-    const Norm *norm; /* or NULL */
-    int is_activated, is_gated;
-    int64_t activation;
+    int64_t stride;               /* floats between tokens */
+    const Norm *norm;             /* or NULL */
+    const Activation *activation; /* or NULL */
+    int is_gated;
 } Input;
 
 inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -39,7 +39,7 @@ inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 inlined const float *values_of(const Input *input, int64_t inputs, int64_t token, float *room) {
     const float *from = input->values + token * input->stride, *factors = input->is_gated ? from + inputs : NULL;
     if (input->norm) normalise(from, input->norm, room, inputs);
-    else if (input->is_activated) activate(from, factors, room, inputs, input->activation);
+    else if (input->activation) activate(from, factors, room, inputs, input->activation);
     else return from;
     return room;
 }
