@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -391,18 +391,25 @@ def test_an_address_is_listened_at_too_once_it_is_free(secret: bytes | None) -> 
         peer.close(linger=0)
 
 
-def test_a_late_wake_writes_to_no_other_descriptor() -> None:
+def test_a_late_wake_writes_to_no_other_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor's number is used again, for example by another channel's socket, which then aborts the process."""
+    made: list[int] = []
+
+    def new(original: Callable[..., int] = os.eventfd) -> int:
+        made.append(original(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        return made[-1]
+
+    monkeypatch.setattr(os, "eventfd", lambda *_: new())
     channel = Channel()
-    number = channel._wake_fd
+    [number] = made
     channel.close()
-    held: list[int] = []
+    made.clear()
     try:
-        while number not in held:
-            held.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        while number not in made:
+            new()
         channel.wake()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(number)
     finally:
-        for one in held:
+        for one in made:
             os.close(one)
