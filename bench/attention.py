@@ -82,7 +82,7 @@ def seconds_per_layer(
     specs = {dtype: several.cache_specs(cache_format(dtype)) for dtype in dtypes}
     caches = {dtype: KVTensors.allocate(specs[dtype], [step.sequences * pages], PAGE_SIZE, CPU) for dtype in dtypes}
     for cache in caches.values():
-        for layer in (*cache.keys, *cache.values):
+        for layer in cache.tensors:
             random = torch.randn(*layer.shape[:-1], mixer.head_dim)
             layer.copy_(to_stored(random, layer.dtype))
     widths = mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads
@@ -90,7 +90,7 @@ def seconds_per_layer(
 
     def all_layers(way: Way) -> None:
         cache = caches[way.dtype]
-        for keys, values in zip(cache.keys, cache.values, strict=True):
+        for keys, values in cache.layers:
             way.attend(query, key, value, keys, values, batch)
 
     seconds = medians_in_turns({name: partial(all_layers, way) for name, way in ways.items()}, rounds, clock)

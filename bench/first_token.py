@@ -195,14 +195,15 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     )
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)
     layer = layers[0]
-    products = products_ms([layer.attention.qkv, layer.attention.output, *layer.mlp.children()], tokens, rounds)
+    products = products_ms([layer.mixer.qkv, layer.mixer.output, *layer.mlp.children()], tokens, rounds)
     # the last layer computes little after attention, and its first product as the others do
-    first = products_ms([layer.attention.qkv], tokens, rounds)
-    heads, kv_heads, _ = layer.attention.head_counts
-    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, layer.attention.head_dim).split(
+    first = products_ms([layer.mixer.qkv], tokens, rounds)
+    heads, kv_heads, _ = layer.mixer.head_counts
+    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, layer.mixer.head_dim).split(
         (heads, kv_heads, kv_heads), 1
     )
-    own = partial(layer.attention.backend, query, key, value, cache.keys[0], cache.values[0], attention)
+    keys, values = cache.layers[0]
+    own = partial(layer.mixer.backend, query, key, value, keys, values, attention)
     alone = 1e3 * median_seconds(own, rounds)
     shares = {
         "products of layers": products * (len(layers) - 1) + first,

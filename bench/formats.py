@@ -72,7 +72,7 @@ class Model:
     def new_cache(self, dtype: torch.dtype) -> KVTensors:
         pages = max(-(-PREFILL // PAGE_SIZE), max(BATCHES) * -(-CONTEXT // PAGE_SIZE))
         cache = KVTensors.allocate(self.decoder.config.cache_specs(cache_format(dtype)), [pages], PAGE_SIZE, CPU)
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in cache.tensors:
             tensor.copy_(
                 to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.layers[0].mixer.head_dim), dtype)
             )

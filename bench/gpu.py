@@ -152,7 +152,7 @@ class Bench:
     def _cache(self, num_pages: int) -> KVTensors:
         specs = self.decoder.config.cache_specs(cache_format(self.dtype))
         cache = KVTensors.allocate(specs, [num_pages + 1], PAGE_SIZE, self.device)
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in cache.tensors:
             tensor.normal_()
         return cache
 

@@ -51,7 +51,7 @@ def cache_of(config: DecoderConfig, group: Group, path: str, dtype: torch.dtype)
 def filled(config: DecoderConfig, dtype: torch.dtype) -> KVTensors:
     """A single process's cache with random values."""
     cache = cache_of(config, SINGLE_RANK, "", dtype).whole
-    for index, tensor in enumerate((*cache.keys, *cache.values)):
+    for index, tensor in enumerate(cache.tensors):
         tensor.copy_(9 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index)))
     return cache
 
@@ -66,7 +66,7 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
         ranks = [cache_of(config, Rank(rank, size), path, dtype) for rank in range(size)]
         for rank, cache in enumerate(ranks):
             heads = ShardedDimension(kv_heads).part(Rank(rank, size))
-            for ours, whole in zip(cache.own.keys + cache.own.values, one.keys + one.values, strict=True):
+            for ours, whole in zip(cache.own.tensors, one.tensors, strict=True):
                 assert ours.shape[2] == config.shard(size).layers[0].mixer.num_kv_heads
                 ours.copy_(whole[:, :, heads])
     of_token = TokenRows(config.cache_specs(cache_format(dtype)))
@@ -82,7 +82,7 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
     written = torch.zeros(PAGES * PAGE_SIZE, dtype=torch.bool)
     written[[13, 14, 15, 16, 17, 18, 19, 0, 1, 2]] = True
     for cache in ranks:
-        for tensor in cache.own.keys + cache.own.values:
+        for tensor in cache.own.tensors:
             assert ((tensor.flatten(0, 1) == 0).all(dim=2).all(dim=1) == written).all()
 
 
@@ -93,7 +93,7 @@ def test_memory_is_released_with_the_last_tensor() -> None:
     with file_in_memory() as path:
         ranks = [cache_of(config_of(4), Rank(rank, 2), path, torch.float32) for rank in range(2)]
         assert mapped() == 2
-    kept = ranks[0].own.keys[0]
+    kept = ranks[0].own.layers[0][0]
     del ranks
     assert mapped() == 1
     kept.fill_(1.0)

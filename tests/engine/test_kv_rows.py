@@ -93,7 +93,7 @@ def test_groups_are_transferred_in_order(specs: list[CacheSpec], num_tokens: int
 @given(pages=st.permutations(range(PAGES)), data=st.data())
 def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: list[int], data: st.DataObject) -> None:
     cache, of_token = KVTensors.allocate(specs, [PAGES], PAGE, torch.device("cpu")), TokenRows(specs)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         tensor.copy_(torch.randint(1, 100, tensor.shape))
     layer, part = data.draw(st.tuples(st.integers(0, len(specs) - 1), st.integers(0, 1)))
     num_rows = PAGES * PAGE * of_token.parts[layer][part]
@@ -102,10 +102,10 @@ def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: l
     count = data.draw(st.integers(1, num_rows - start))
     run = KVRun(layer, part, start, count, 0)
     views = list(CacheRows(cache, of_token).of(run, [PageTable(released, pages[released:])]))
-    tensor = (cache.keys, cache.values)[part][layer][pages]
+    tensor = cache.layers[layer][part][pages]
     expected = tensor.view(-1).view(torch.uint8).view(-1, of_token.row_bytes)[start : start + count]
     np.testing.assert_array_equal(np.concatenate(views), expected.numpy())
     joined = sum(later != earlier + 1 for earlier, later in itertools.pairwise(pages))
     assert len(views) <= joined + 1, "consecutive pages make one view"
     views[0][:] = 0
-    assert any((tensor == 0).any() for tensor in (*cache.keys, *cache.values)), "a view, not a copy"
+    assert any((tensor == 0).any() for tensor in cache.tensors), "a view, not a copy"

@@ -36,7 +36,7 @@ def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
     """Make a cache filled with NaN, which reveals reads of unwritten slots."""
     specs = decoder.config.cache_specs(cache_format(decoder.dtype))
     cache = KVTensors.allocate(specs, [POOL + 1], PAGE_SIZE, device)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     return cache
 

@@ -70,7 +70,7 @@ def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
     """Scaled queries and norms of outputs need the kernels one by one; experts have a call of their own."""
     path = folder(name, "published")
     decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
-    if not isinstance(backend := layers_of(decoder)[0].attention.backend, CpuAttention) or backend.kernel is None:
+    if not isinstance(backend := layers_of(decoder)[0].mixer.backend, CpuAttention) or backend.kernel is None:
         pytest.skip("there are no compiled kernels")
     for layer in layers_of(decoder):
         assert (layer.compiled_attend is not None) == (name != "ministral3")
@@ -105,9 +105,7 @@ def test_ranks_have_their_parts(folder: Folder, name: str) -> None:
         group.rank, group.size = rank, size
         layer: Any = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU, group).layers[0]
         inputs = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
-        heads = layer.attention.qkv(inputs).split(
-            [n * layer.attention.head_dim for n in layer.attention.head_counts], 1
-        )
+        heads = layer.mixer.qkv(inputs).split([n * layer.mixer.head_dim for n in layer.mixer.head_counts], 1)
         mlp = layer.mlp.module if size > 1 else layer.mlp
         return [*heads, *mlp.gate_up(inputs).chunk(2, 1)]
 
@@ -122,8 +120,8 @@ def test_ranks_have_their_sinks(folder: Folder) -> None:
         group = SingleRank()
         group.rank, group.size = rank, 2
         layer = layers_of(load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU, group))[1]
-        assert layer.attention.options.sinks is not None
-        sinks.append(layer.attention.options.sinks)
+        assert layer.mixer.options.sinks is not None
+        sinks.append(layer.mixer.options.sinks)
     whole = load_file(path / "model.safetensors")["model.layers.1.self_attn.sinks"]
     assert torch.equal(torch.cat(sinks), whole)
 

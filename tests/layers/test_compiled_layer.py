@@ -58,7 +58,7 @@ def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = Non
     """Use ``backend``'s kernels instead of those that the process has built."""
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), weights, CPU)
     for layer in layers_of(decoder):
-        layer.attention.backend = backend or layer.attention.backend
+        layer.mixer.backend = backend or layer.mixer.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
     return decoder
 
@@ -82,7 +82,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
         for length in (60, 45, 20)
     ]
     pool = Pool(decoder, dtype=cache_dtype)
-    for tensor in (*pool.cache.keys, *pool.cache.values):
+    for tensor in pool.cache.tensors:
         tensor.zero_()
     steps = [(37, 1, 19), (1, 40, 1), (1, 1, 0), (1, 0, 0), (20, 3, 0)]
     kinds: tuple[Wanted, ...] = ("all", "odd", "last", "all", "last")
@@ -91,7 +91,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
         for counts, wanted in zip(steps, kinds, strict=True)
     ]
     assert [sequence.left for sequence in sequences] == [0, 0, 0]
-    return [*found, *pool.cache.keys, *pool.cache.values]
+    return [*found, *pool.cache.tensors]
 
 
 @pytest.mark.parametrize("name", [*TINY, "qwen2 window"])
@@ -111,7 +111,7 @@ def test_compiled_layer_is_bit_identical(
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
     decoder = load(folders(name), FORMATS[weights], backend)
-    assert any(layer.attention.options.window for layer in layers_of(decoder)) == ("window" in name)
+    assert any(layer.mixer.options.window for layer in layers_of(decoder)) == ("window" in name)
     for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)

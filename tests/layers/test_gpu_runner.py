@@ -143,7 +143,7 @@ def test_padding_changes_no_result(plain: Decoder, num_rows: int) -> None:
 
     (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
     torch.testing.assert_close(padded_logits, logits, atol=1e-5, rtol=1e-5)
-    for one, other in zip(cache.keys + cache.values, padded_cache.keys + padded_cache.values, strict=True):
+    for one, other in zip(cache.tensors, padded_cache.tensors, strict=True):
         torch.testing.assert_close(one[:NUM_PAGES], other[:NUM_PAGES], atol=1e-5, rtol=1e-5, equal_nan=True)
         assert one[NUM_PAGES].isnan().all()
         assert other[NUM_PAGES].isnan().all() == (num_rows == 3)

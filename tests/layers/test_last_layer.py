@@ -57,7 +57,7 @@ def prompts_of(folder: Path) -> tuple[list[Prompt], list[Tensor]]:
 def pool_of(decoder: Decoder) -> Pool:
     """Make a pool whose cache is filled with NaN, which reveals unwritten slots."""
     pool = Pool(decoder)
-    for tensor in (*pool.cache.keys, *pool.cache.values):
+    for tensor in pool.cache.tensors:
         tensor.fill_(torch.nan)
     return pool
 
@@ -72,7 +72,7 @@ class MediaBudget:
                 rows = self.rows.setdefault((index, "both"), [])
                 layer.compiled_finish = self._counted(layer.compiled_finish, rows)
                 continue
-            for name, module in (("output", layer.attention.output), ("mlp", layer.mlp)):
+            for name, module in (("output", layer.mixer.output), ("mlp", layer.mlp)):
                 module.register_forward_pre_hook(self._counting(self.rows.setdefault((index, name), [])))
 
     @staticmethod
@@ -116,12 +116,10 @@ def test_last_layer_continues_only_with_needed_tokens(
         for (index, _), rows in counted.rows.items():
             assert rows == ([sum(chunks)] if index < last else [few] * (few > 0))
             rows.clear()
-    for one, other in zip(
-        pool.cache.keys + pool.cache.values, reference.cache.keys + reference.cache.values, strict=True
-    ):
+    for one, other in zip(pool.cache.tensors, reference.cache.tensors, strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
     slots = torch.cat([torch.tensor(one.pages) for one in sequences])
-    num_written = (~pool.cache.keys[-1][slots].isnan().flatten(2).all(-1)).sum()
+    num_written = (~pool.cache.layers[-1][0][slots].isnan().flatten(2).all(-1)).sum()
     assert num_written == sum(len(prompt.tokens) for prompt in prompts)
 
 
@@ -171,7 +169,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
     config = adapter.decoder_config
     specs = config.cache_specs(cache_format(torch.float32))
     whole = KVTensors.allocate(specs, [2], PAGE_SIZE, CPU)
-    for tensor in (*whole.keys, *whole.values):
+    for tensor in whole.tensors:
         tensor.fill_(torch.nan)
     batch = ForwardBatch(
         tokens=torch.arange(8),
@@ -183,7 +181,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
     )
 
     def is_written(layer: int) -> bool:
-        return not (whole.keys[layer].isnan().any() or whole.values[layer].isnan().any())
+        return not (whole.layers[layer][0].isnan().any() or whole.layers[layer][1].isnan().any())
 
     complete: list[bool] = []
     store = distributed.HashStore()  # type: ignore[attr-defined]
@@ -196,7 +194,7 @@ def test_callback_follows_the_writes_of_all_ranks(checkpoint_folder: Folder, wan
         if rank == 0:
             return decoder(batch, cache, lambda layer: complete.append(is_written(layer)))
         for layer in layers_of(decoder):
-            layer.attention.backend = Slow(layer.attention.backend)
+            layer.mixer.backend = Slow(layer.mixer.backend)
             layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
         return decoder(batch, cache)
 

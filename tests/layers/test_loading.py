@@ -101,7 +101,7 @@ def test_weights_that_need_no_change_stay_in_the_file(checkpoint_folder: Callabl
     assert is_mapped(decoder.embedding, file)
     assert is_mapped(decoder.head.linear.weight, file)
     assert is_mapped(decoder.layers[0].mlp.experts[3].gate_up.weight, file)
-    assert not is_mapped(decoder.layers[0].attention.qkv.weight, file)
+    assert not is_mapped(decoder.layers[0].mixer.qkv.weight, file)
     tower: Any = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     assert all(is_mapped(parameter, file) for parameter in tower.module.parameters() if parameter.numel())
 
@@ -159,7 +159,7 @@ def test_attention_bias(tmp_path: Path) -> None:
                 tensors[key.replace("weight", "bias")] = torch.ones(tensors[key].shape[0])
 
     decoder = load_decoder(rewrite(folder, add_biases))
-    assert torch.equal(decoder.layers[0].attention.qkv.bias, torch.ones(8 * 16))
+    assert torch.equal(decoder.layers[0].mixer.qkv.bias, torch.ones(8 * 16))
 
 
 @pytest.mark.parametrize(

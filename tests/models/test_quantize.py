@@ -109,16 +109,16 @@ def test_asymmetric_weights_are_loaded(tmp_path: Path, quantization: GroupQuanti
 
 def test_ranks_have_parts_of_the_whole(folder: Path, tmp_path: Path) -> None:
     whole, hidden, attended = layers_of(load(folder))[1], torch.randn(3, 64), torch.randn(3, 64)
-    heads = whole.attention.qkv(hidden).unflatten(1, (8, 16))  # 4 of queries, 2 of keys, 2 of values
+    heads = whole.mixer.qkv(hidden).unflatten(1, (8, 16))  # 4 of queries, 2 of keys, 2 of values
     for rank in (0, 1):
         part = layers_of(load(folder, group=Rank(rank)))[1]
         own = heads[:, [2 * rank, 2 * rank + 1, 4 + rank, 6 + rank]].flatten(1)
-        assert torch.equal(part.attention.qkv(hidden), own)
+        assert torch.equal(part.mixer.qkv(hidden), own)
         columns = slice(32 * rank, 32 * (rank + 1))
         alone = torch.zeros(3, 64)
         alone[:, columns] = attended[:, columns]
-        output = part.attention.output.module
-        assert torch.equal(output(attended[:, columns]), whole.attention.output(alone))
+        output = part.mixer.output.module
+        assert torch.equal(output(attended[:, columns]), whole.mixer.output(alone))
     narrow = quantized(make_checkpoint(tmp_path / "narrow"))
     with pytest.raises(ConfigError, match=r"inputs, 0 to 48 of 96, aren't whole groups of 32 .*--tensor-parallel-size"):
         load(narrow, group=Rank(0))
@@ -171,7 +171,7 @@ def test_a_layer_that_is_not_quantized_stays_so(folder: Path, tmp_path: Path) ->
             del tensors[f"{LAYER}.self_attn.o_proj.weight_{name}"]
         tensors[f"{LAYER}.self_attn.o_proj.weight"] = weight
 
-    output = layers_of(load(changed(folder, tmp_path / "dense", dense)))[1].attention.output
+    output = layers_of(load(changed(folder, tmp_path / "dense", dense)))[1].mixer.output
     assert output.product.operands.kind == WeightKind.HALF
 
 

@@ -66,7 +66,7 @@ def test_chunks_transfers_and_what_is_cached(
         engine = replace(FORMATS[dtype], max_num_batched_tokens=chunk)
         async with running(model.folder, topology, engine) as service:
             for host in service.engine_loops():
-                assert host.runner.cache.keys[0].dtype == dtype
+                assert host.runner.cache.layers[0][0].dtype == dtype
             for _ in range(2):
                 assert await service.answers(asked(topology)) == expected(answers, dtype, topology)
             if "1P1D" in topology:

@@ -31,7 +31,7 @@ def test_cache_and_rows_have_it(folder: Path, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     model = ModelBundle(Checkpoint(folder), replace(DEFAULT, kv_cache_dtype=name))
     cache = model.make_cache(SINGLE_RANK, [3], "").whole
-    assert {tensor.dtype for tensor in cache.keys + cache.values} == {dtype}
+    assert {tensor.dtype for tensor in cache.tensors} == {dtype}
     layout = model.kv_layout
     assert (layout.dtype, layout.row_bytes) == (name, layout.width * dtype.itemsize)
     assert model.row_layout.dtype == "float32", "media rows have the dtype of activations"

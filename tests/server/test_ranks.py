@@ -268,7 +268,7 @@ def test_a_rank_keeps_its_shard_alone(tmp_path: Path) -> None:
 
 def test_only_rank_0_adds_the_output_bias(tmp_path: Path) -> None:
     folder = with_biases(make_checkpoint(tmp_path))
-    outputs = [layers_of(load_plain(folder, Rank(rank)))[0].attention.output.module for rank in range(2)]
+    outputs = [layers_of(load_plain(folder, Rank(rank)))[0].mixer.output.module for rank in range(2)]
     assert all(isinstance(output, PlainLinear) for output in outputs)
     assert [output.bias is not None for output in outputs] == [True, False]
 

@@ -44,7 +44,7 @@ def cache_of(decoder: Decoder) -> KVTensors:
     """Filled with NaN, so that whatever reads what it shouldn't says so."""
     specs = decoder.config.cache_specs(cache_format(torch.float32))
     cache = KVTensors.allocate(specs, [NUM_PAGES + 1], PAGE_SIZE, CPU)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     return cache
 

@@ -37,9 +37,9 @@ class DecodeGraphs:
         self._cache = cache
         self._sizes = sizes
         self._max_pages = max_pages + sizes[-1]  # one for each padding row
-        num_pages, self._page_size = cache.keys[0].shape[:2]
+        num_pages, self._page_size = cache.layers[0][0].shape[:2]
         self._scratch_page = num_pages - 1
-        self._device = cache.keys[0].device
+        self._device = cache.device
         largest = self._inputs(sizes[-1])
         self._buffer = torch.zeros(len(packed(largest)), dtype=torch.uint8, device=self._device)
         self._logits = torch.empty(sizes[-1], decoder.num_logits, device=self._device)
@@ -126,10 +126,10 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
     if len(decoder.config.cache_groups.windows) > 1:
         log.info("no CUDA graphs: layers don't share page tables")
         return None
-    device = cache.keys[0].device
+    device = cache.device
     began, before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
     sizes = bucket_sizes(max_num_seqs)
-    max_pages = max_num_seqs * pages_needed(context_length, cache.keys[0].shape[1])
+    max_pages = max_num_seqs * pages_needed(context_length, cache.page_size)
     try:
         with torch.inference_mode(), torch.cuda.device(device):
             graphs = DecodeGraphs(decoder, cache, sizes, max_pages, _recorder())

@@ -95,7 +95,7 @@ def make_cache(
 def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, context_length: int) -> Forward:
     """Return the function that computes steps in host memory on a rank. Called by all ranks, since on GPUs they record
     graphs together."""
-    device = cache.keys[0].device
+    device = cache.device
     if device.type == "cpu":
         return decoder
     graphs = record_graphs(decoder, cache, engine.max_num_seqs, context_length) if engine.cuda_graphs else None

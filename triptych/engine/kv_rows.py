@@ -155,11 +155,8 @@ class CacheRows:
 
     def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
         self.of_token = of_token
-        self._parts = [
-            (_rows(keys, of_token.row_bytes), _rows(values, of_token.row_bytes))
-            for keys, values in zip(cache.keys, cache.values, strict=True)
-        ]
-        self._page_size = cache.keys[0].shape[1]
+        self._parts = [[_rows(part, of_token.row_bytes) for part in parts] for parts in cache.layers]
+        self._page_size = cache.page_size
 
     @property
     def num_layers(self) -> int:

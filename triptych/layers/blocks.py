@@ -7,13 +7,13 @@ from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
 from triptych.layers.linear import RMSNorm
-from triptych.layers.mixers import Attention, LayerContext
+from triptych.layers.mixers import LayerContext, load_mixer
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.weights import WeightReader
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: attention and ffn, each with its norms and added to the residual stream."""
+    """One decoder layer: a mixer and an ffn, each with its norms and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
         super().__init__()
@@ -22,19 +22,19 @@ class DecoderLayer(nn.Module):
         def norm(name: str) -> RMSNorm:
             return reader.norm(f"{prefix}.{name}", config.hidden_size, config.rms_norm_eps)
 
-        self.attention_norm, self.mlp_norm = norm(spec.norms.before_mixer), norm(spec.norms.before_ffn)
+        self.mixer_norm, self.mlp_norm = norm(spec.norms.before_mixer), norm(spec.norms.before_ffn)
         after_mixer, after_ffn = spec.norms.after_mixer, spec.norms.after_ffn
-        self.attended_norm = None if after_mixer is None else norm(after_mixer)
+        self.mixed_norm = None if after_mixer is None else norm(after_mixer)
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
-        self.attention = Attention(config, reader, index, backend)
-        self._rope_index = self.attention.rope_index  # a submodule's takes longer to look up
+        self.mixer = load_mixer(config, reader, index, backend)
+        self._rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
         self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
         attention whose queries aren't scaled, and for gated MLPs, without norms of either's output."""
-        attention, mlp, kernel = self.attention, self.mlp, getattr(self.attention.backend, "kernel", None)
+        attention, mlp, kernel = self.mixer, self.mlp, getattr(self.mixer.backend, "kernel", None)
         heads, kv_heads, _ = attention.head_counts
         attend, finish = None, None
         is_plain = attention.query_scaling is None
@@ -42,30 +42,31 @@ class DecoderLayer(nn.Module):
             shape = heads, kv_heads, attention.head_dim
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
             if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
-                attend = AttendLayer(kernel, self.attention_norm, qkv, heads_norm, shape, attention.options)
-        if isinstance(mlp, GatedMLP) and self.attended_norm is None and self.finished_norm is None:
+                attend = AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, shape, attention.options)
+        if isinstance(mlp, GatedMLP) and self.mixed_norm is None and self.finished_norm is None:
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
                 finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
         return attend, finish
 
     def forward(
-        self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext, rows: Tensor | None = None
+        self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext, rows: Tensor | None = None
     ) -> Tensor:
         """Return a new tensor [T, hidden] for ``hidden`` [T, hidden]; with ``rows``, int64 [R], only those tokens',
-        [R, hidden]. Keys and values of all T tokens are written."""
-        if self.compiled_attend is not None and self.compiled_attend.takes(keys.dtype):
+        [R, hidden]. What all T tokens leave in ``cache``, the layer's parts, is written."""
+        if self.compiled_attend is not None and self.compiled_attend.takes(cache[0].dtype):
+            keys, values = cache
             cos, sin = context.rotations[self._rope_index]
-            attended = self.compiled_attend(hidden, keys, values, cos, sin, context.attention)
+            mixed = self.compiled_attend(hidden, keys, values, cos, sin, context.attention)
         else:
-            attended = self.attention(self.attention_norm(hidden), keys, values, context)
+            mixed = self.mixer(self.mixer_norm(hidden), cache, context)
         if rows is not None:
-            hidden, attended = hidden[rows], attended[rows]
+            hidden, mixed = hidden[rows], mixed[rows]
             if not len(rows):
                 return hidden
         if self.compiled_finish is not None:
-            return self.compiled_finish(hidden, attended)
-        attended = self.attention.output(attended)
-        hidden = hidden + (attended if self.attended_norm is None else self.attended_norm(attended))
+            return self.compiled_finish(hidden, mixed)
+        mixed = self.mixer.output(mixed)
+        hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         finished = self.mlp(self.mlp_norm(hidden))
         return hidden + (finished if self.finished_norm is None else self.finished_norm(finished))

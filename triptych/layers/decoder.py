@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
             context = contexts[self.config.cache_groups.of_layer[index]]
-            hidden = layer(hidden, cache.keys[index], cache.values[index], context, rows)
+            hidden = layer(hidden, cache.layers[index], context, rows)
             if after_layer is not None:
                 after_layer(index)
             if index < self.config.num_deepstack_layers:

@@ -53,8 +53,8 @@ class DecoderConfig:
 
     @cached_property
     def ropes(self) -> tuple[tuple[int, RopeConfig], ...]:
-        """The distinct rotary embeddings of the layers, each with its ``head_dim``."""
-        return tuple(dict.fromkeys((layer.mixer.head_dim, layer.mixer.rope) for layer in self.layers))
+        """The distinct rotary embeddings of the layers, each with the values per head that it covers."""
+        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
 
     @cached_property
     def cache_groups(self) -> CacheGroups:

@@ -48,7 +48,7 @@ class Attention(nn.Module):
             sinks = reader.float32_vector(f"{prefix}.sinks", spec.num_heads)[own].contiguous()
         self.options = AttentionOptions(spec.window, spec.scale, spec.softcap, sinks)
         self.query_scaling = spec.query_scaling
-        self.rope_index = config.ropes.index((head_dim, spec.rope))
+        self.rope_index = config.ropes.index(spec.rotary)
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
         order = spec.rope.order(head_dim)
         self.qkv = reader.column_parallel(
@@ -71,9 +71,10 @@ class Attention(nn.Module):
             both = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
             self.qk_norm = RMSNorm(both, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, keys: Tensor, values: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
-        and values to the layer's cache, ``keys`` and ``values``."""
+        and values to the layer's ``cache``."""
+        keys, values = cache
         heads, kv_heads, _ = self.head_counts
         # a new tensor, in which queries and keys are rotated in place
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
@@ -89,3 +90,8 @@ def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
     """Return the factors of queries, float32 [T, 1, 1], at ``positions`` [3, T]."""
     lengths = torch.floor(positions[0].float() / scaling.original_length)
     return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)
+
+
+def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> Attention:
+    """Load the mixer of layer ``index``."""
+    return Attention(config, reader, index, backend)

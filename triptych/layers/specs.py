@@ -49,6 +49,11 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
 
     @property
+    def rotary(self) -> tuple[int, RopeConfig]:
+        """Values per head that the rotary embedding covers, and the embedding."""
+        return self.head_dim, self.rope
+
+    @property
     def output_size(self) -> int:
         """Values per token that the output projection takes."""
         return self.num_heads * self.head_dim

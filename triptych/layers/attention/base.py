@@ -116,10 +116,23 @@ class KVTensors:
     the tensors aren't.
     """
 
-    keys: list[Tensor]
-    """Keys of each layer, [pages, page_size, kv_heads, stored_dim], as ``kv_format`` stores them."""
-    values: list[Tensor]
-    """Values of each layer, of the same shape but for ``stored_dim``."""
+    layers: list[tuple[Tensor, ...]]
+    """The parts of each layer, such as keys and values: [pages, page_size, heads, stored_dim], as ``kv_format`` stores
+    them. ``stored_dim`` differs between parts."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parts of all layers."""
+        return [part for parts in self.layers for part in parts]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0][0].device
 
     @classmethod
     def allocate(
@@ -135,8 +148,8 @@ class KVTensors:
     def within(
         cls, memory: Tensor, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int
     ) -> "KVTensors":
-        """Return views of ``memory``, uint8 of ``cache_bytes`` elements: layer by layer, all keys and then all
-        values."""
+        """Return views of ``memory``, uint8 of ``cache_bytes`` elements: layer by layer, and part by part
+        in each."""
         taken = 0
 
         def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -156,18 +169,16 @@ class KVTensors:
     ) -> "KVTensors":
         """``make`` returns a tensor of a shape and dtype; it is called in the order of the memory."""
         groups = CacheGroups.of(spec.window for spec in specs)
-        keys, values = [], []
+        layers = []
         for spec, group in zip(specs, groups.of_layer, strict=True):
-            key_dim, value_dim = map(spec.format.stored_dim, spec.dims)
             dtype, shape = dtype_of(spec.format), (num_pages[group], page_size, spec.heads)
-            keys.append(make((*shape, key_dim), dtype))
-            values.append(make((*shape, value_dim), dtype))
-        return cls(keys, values)
+            layers.append(tuple(make((*shape, spec.format.stored_dim(dim)), dtype) for dim in spec.dims))
+        return cls(layers)
 
-    def heads(self, parts: Sequence[slice]) -> "KVTensors":
-        """Return views of some kv heads of each layer."""
+    def heads(self, of_layer: Sequence[slice]) -> "KVTensors":
+        """Return views of some heads of each layer."""
         return KVTensors(
-            *([t[:, :, part] for t, part in zip(ts, parts, strict=True)] for ts in (self.keys, self.values))
+            [tuple(part[:, :, heads] for part in parts) for parts, heads in zip(self.layers, of_layer, strict=True)]
         )
 
 
