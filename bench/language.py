@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body
-from bench.topologies import memory
 from triptych.cluster.service import LocalService
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
@@ -103,10 +103,16 @@ async def growth(options: argparse.Namespace) -> list[dict[str, Any]]:
                         "batch": batch,
                         "tpot_ms": round(1e3 * tpot, 1),
                         "tokens_per_second": round(batch / tpot, 1),
-                        "memory_mib": round(sum(memory().values())),
+                        "memory_mib": round(memory()),
                     }
                 )
     return found
+
+
+def memory() -> float:
+    """Proportional set size of all processes of the service, in MiB: shared pages count in equal parts."""
+    own = psutil.Process()
+    return sum(process.memory_full_info().pss for process in (own, *own.children())) / 2**20
 
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
