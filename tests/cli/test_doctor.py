@@ -1,12 +1,15 @@
 """``triptych doctor`` finds what would keep a service from starting."""
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter, make_checkpoint
+from tests.support.tiny import make_tiny
 from triptych.cli import main
 from triptych.layers import devices, native
 from triptych.models.registry import identity_of
@@ -47,6 +50,25 @@ def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     for dtype, head in (("float16", 2 * mixer.head_dim), ("int8", mixer.head_dim + 4)):
         _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--kv-cache-dtype", dtype)
         assert checks["KV cache"] == f"ok {dtype}, {heads * head / 2**10:.1f} KiB per token"
+
+
+def test_layers_that_attend_in_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chunked = make_tiny(tmp_path, BACKBONES["llama4"])
+    _, checks = examined(capsys, chunked, "--device", "cpu", "--port", "0", "--kv-cache-dtype", "float32")
+    shown = "ok float32, 1.2 KiB per token, 0.9 KiB of them only for a chunk of 12"
+    assert checks["KV cache"].split() == shown.split()
+
+
+def test_a_format_is_named_before_its_weights_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As gpt-oss is published, without its tensors."""
+    config = BACKBONES["gpt_oss"].config | {
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"])
+    assert ended.value.code == 78
+    assert "quant_method 'mxfp4' is not served" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

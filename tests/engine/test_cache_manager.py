@@ -15,11 +15,18 @@ from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
 from triptych.engine.scheduler import Scheduler, SchedulerOutput
 from triptych.errors import BlockError
-from triptych.layers.cache_spec import KEY_BLOCK, first_sent
+from triptych.layers.cache_spec import KEY_BLOCK, ChunkWindow, Window, first_read, first_sent
 from triptych.messages.work import SamplingParams
 from triptych.types import RequestId
 
-WINDOWS = [(None, 3), (5,), (2, 90), (None, 1, 130)]
+WINDOWS: list[tuple[Window | None, ...]] = [
+    (None, 3),
+    (5,),
+    (2, 90),
+    (None, 1, 130),
+    (None, ChunkWindow(24)),
+    (90, ChunkWindow(3), ChunkWindow(128)),
+]
 
 
 def request(name: str, tokens: list[int], max_tokens: int = 1, role: str = "PD") -> Request:
@@ -36,7 +43,7 @@ def request(name: str, tokens: list[int], max_tokens: int = 1, role: str = "PD")
     )
 
 
-def manager(windows: tuple[int | None, ...], num_pages: int, page_size: int) -> CacheManager:
+def manager(windows: tuple[Window | None, ...], num_pages: int, page_size: int) -> CacheManager:
     return CacheManager([PagePool(num_pages, page_size) for _ in windows], windows)
 
 
@@ -53,7 +60,7 @@ class Contents:
         for chunk in step.chunks:
             one = chunk.request
             for group, window in enumerate(self.manager.windows):
-                first = 0 if window is None else max(0, chunk.start - window + 1)
+                first = first_read(window, chunk.start)
                 for token in range(first, chunk.start):
                     assert self.slots[self._slot(one, group, token)] == self._hash(one, token)
             self.write(one, [chunk.start] * len(self.manager.windows), chunk.start + chunk.length)
@@ -136,6 +143,9 @@ class World:
             tables = [one.tables[group] for one in self.scheduler]
             held = {page for table in tables for page in table.pages}
             assert len(held | {page for sent in self.sent.values() for page in sent[group].pages}) == pool.num_used
+            if isinstance(window, ChunkWindow):
+                # kernels find the chunks from a table's beginning on
+                assert all(table.first * self.cache.page_size % window.length == 0 for table in tables)
             if window is not None:
                 assert all(len(one.pages) <= most_pages(window, self.cache.page_size, self.budget) for one in tables)
 
@@ -143,7 +153,7 @@ class World:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), windows=st.sampled_from(WINDOWS), role=st.sampled_from(["PD", "P", "D"]))
 def test_what_is_read_is_there_and_all_requests_end(
-    data: st.DataObject, windows: tuple[int | None, ...], role: str
+    data: st.DataObject, windows: tuple[Window | None, ...], role: str
 ) -> None:
     """In every role, with shared prefixes, preemption, cancelled requests and pools as small as possible."""
     page_size, budget = data.draw(st.sampled_from([1, 7, 16, 64])), data.draw(st.integers(1, 150))

@@ -146,7 +146,8 @@ static double stored(int which, int64_t slot, int64_t kv, int i, int format) {
     return ((const int8_t *)head)[i] * (double)stored_scale(head, DIM, KV_INT8);
 }
 
-static void check_attention(int format, int with_options, const char *name) {
+/* With options and ``chunked``, tokens attend to chunks of three tokens instead of to the last three. */
+static void check_attention(int format, int with_options, int chunked, const char *name) {
     static const float sinks[HEADS] = {-1, 0, 1, 2};
     int64_t window = with_options ? 3 : 1 << 30;
     static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS][HEADS][DIM];
@@ -174,7 +175,7 @@ static void check_attention(int format, int with_options, const char *name) {
         .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
         .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .dim = DIM, .num_pages = PAGES,
         .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
-        .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = window, .causal = 1, .format = format,
+        .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = window, .chunked = chunked, .causal = 1, .format = format,
         .scale = 0.25f, .cap = with_options ? 2 : 0, .sinks = with_options ? sinks : NULL,
     };
     expect(paged_attention(&step) == 1, "attention's result", 0, 1);
@@ -183,7 +184,8 @@ static void check_attention(int format, int with_options, const char *name) {
             int64_t which = token > 0, kv = head / (HEADS / KV_HEADS), seen = kv_lens[which] - lens[which] + 1;
             double total = with_options ? exp(sinks[head]) : 0, sums[DIM] = {0};
             int64_t end = seen + token - starts[which];
-            for (int64_t key = end > window ? end - window : 0; key < end; key++) {
+            int64_t first = chunked ? (end - 1) / window * window : end > window ? end - window : 0;
+            for (int64_t key = first; key < end; key++) {
                 int64_t slot = pages[page_starts[which] + key / PAGE] * PAGE + key % PAGE;
                 double score = 0;
                 for (int i = 0; i < DIM; i++)
@@ -208,10 +210,11 @@ int main(void) {
     omp_set_num_threads(3);
     for (int kind = HALF; kind <= INT4; kind++)
         for (int i = 0; i < 8; i++) check_fused(kind, names[kind], some[i], 1 + i % 3);
-    check_attention(KV_FLOAT, 0, "attention");
-    check_attention(KV_HALF, 0, "attention, halves");
-    check_attention(KV_INT8, 0, "attention, int8");
-    check_attention(KV_FLOAT, 1, "attention with a window, a cap and sinks");
-    check_attention(KV_INT8, 1, "attention with a window, a cap and sinks, int8");
+    check_attention(KV_FLOAT, 0, 0, "attention");
+    check_attention(KV_HALF, 0, 0, "attention, halves");
+    check_attention(KV_INT8, 0, 0, "attention, int8");
+    check_attention(KV_FLOAT, 1, 0, "attention with a window, a cap and sinks");
+    check_attention(KV_INT8, 1, 0, "attention with a window, a cap and sinks, int8");
+    check_attention(KV_FLOAT, 1, 1, "attention in chunks, with a cap and sinks");
     return failures != 0;
 }

@@ -49,7 +49,8 @@ def main() -> None:
                 tile = tile_tokens(heads, kv_heads, dim, itemsize)
                 reduced = {"HEADS": heads, "DIM": dim, "DIM_BLOCK": shape["DIM_BLOCK"], "SPLITS": 32}
                 written = {"WIDTH": kv_heads * dim, "BLOCK": triton.next_power_of_2(kv_heads * dim)}
-                plain, opted = {"WINDOW": 0, "CAP": 0.0, "SINKS": 0}, {"WINDOW": 128, "CAP": 50.0, "SINKS": 1}
+                plain = {"WINDOW": 0, "CHUNKED": 0, "CAP": 0.0, "SINKS": 0}
+                opted = {"WINDOW": 128, "CHUNKED": 1, "CAP": 50.0, "SINKS": 1}
                 decode, prefill = {"GROUP_BLOCK": max(MIN_ROWS, group)}, {"GROUP_BLOCK": group, "TILE": tile}
                 for name, values in (
                     ("decode_kernel", shape | decode | plain | {"SPLITS": 1}),

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from tests.parity.conftest import Model
+from tests.support.backbones import BACKBONES
 from tests.support.harness import FLOAT32, Running, at_stake, running, together
 from tests.support.image_cases import Case
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.engine.cache_manager import most_pages
+from triptych.layers.cache_spec import ChunkWindow, first_sent
 
 LAYERS, WINDOW, PAGE = ["sliding_attention", "full_attention"] * 2, 16, FLOAT32.page_size
 START = "The quick brown fox jumps over the lazy dog. " * 3
@@ -94,6 +96,44 @@ def test_prefixes_are_found_until_a_window_is_evicted(model: Model) -> None:
         assert pools[0].num_cached > 30, "the other layers' pages are there"
 
     served(model, "1PD", SMALL, ask)
+
+
+@pytest.fixture(scope="module")
+def chunked(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Attends in chunks in all of four layers but one, to which the 32 tokens of an answer add more than two."""
+    return Model(make_tiny(tmp_path_factory.mktemp("chunks"), BACKBONES["llama4"], seed=4), CASES)
+
+
+CHUNKS = ChunkWindow(BACKBONES["llama4"].config["attention_chunk_size"])
+
+
+def test_finished_chunks_are_released(chunked: Model) -> None:
+    async def ask(service: Running) -> None:
+        (loop,) = service.engine_loops()
+        pools, hits = loop.scheduler.cache.pools, []
+        assert [pool.num_pages for pool in pools] == [256, most_pages(CHUNKS, PAGE, 64)] == [256, 17]
+        for case in (0, 0, 1):
+            before = loop.scheduler.num_prefix_hits
+            assert await service.answer(REQUESTS[case]) == chunked.answers[case]
+            hits.append(loop.scheduler.num_prefix_hits - before)
+        assert hits[:2] == [0, (len(chunked.prompts[0].tokens) - 1) // PAGE * PAGE]
+
+    assert len(chunked.prompts[0].tokens) > 17 * PAGE
+    served(chunked, "1PD", SMALL, ask)
+
+
+def test_decode_receives_only_an_unfinished_chunk(chunked: Model) -> None:
+    """Through a receive pool of one block."""
+
+    async def ask(service: Running) -> None:
+        assert await service.answers(REQUESTS) == chunked.answers
+        _, decode = service.engine_loops()
+        lengths = [len(prompt.tokens) for prompt in chunked.prompts]
+        tokens = sum(length + 3 * (length - first_sent(CHUNKS, 0, length)) for length in lengths)
+        assert decode.incoming.receiver.counters.rows == 2 * tokens, "a key and a value each"
+
+    engine = replace(SMALL, max_num_seqs=2, kv_receive_blocks=1, receive_block_rows=8)
+    served(chunked, "1P1D", engine, ask)
 
 
 @pytest.mark.parametrize("topology", ["1PD", "1P1D"])

@@ -28,7 +28,7 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
         "pad_token_id": IDS["<|endoftext|>"],
         "tie_word_embeddings": False,
     }
-    return Tiny(shared | settings, split_experts=model_type != "gpt_oss")
+    return Tiny(shared | settings, split_experts=model_type not in {"gpt_oss", "llama4_text"})
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
@@ -56,6 +56,39 @@ BACKBONES = {
         head_dim=20,
         tie_word_embeddings=True,
         rope_scaling={"type": "linear", "factor": 2.0},
+    ),
+    "llama4": _tiny(
+        "Llama4",
+        "llama4_text",
+        num_hidden_layers=4,
+        head_dim=20,
+        intermediate_size=40,
+        intermediate_size_mlp=104,
+        num_local_experts=5,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=3,
+        attention_chunk_size=12,
+        floor_scale=8,
+        attn_scale=0.4,
+        rope_theta=5e5,
+        rope_scaling=LLAMA3 | {"high_freq_factor": 1.0},
+    ),
+    "llama4-maverick": _tiny(
+        "Llama4",
+        "llama4_text",
+        num_hidden_layers=4,
+        head_dim=20,
+        intermediate_size=40,
+        intermediate_size_mlp=104,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        moe_layers=[0, 3],
+        no_rope_layers=[1, 0, 1, 1],
+        attention_chunk_size=16,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
     ),
     "mistral": _tiny("Mistral", "mistral", sliding_window=16, num_key_value_heads=3),
     "ministral": _tiny(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.kv_format import from_stored, stored_dim, to_stored
+from triptych.layers.cache_spec import ChunkWindow
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def make_options(shape: Shape) -> dict[str, AttentionOptions]:
     together = AttentionOptions(window=70, scale=0.3, softcap=2.0, sinks=sinks)
     return {
         "window": AttentionOptions(window=16),
+        "chunks": AttentionOptions(window=ChunkWindow(24)),
         "scale": AttentionOptions(scale=0.3),
         "softcap": AttentionOptions(softcap=0.5),
         "sinks": AttentionOptions(sinks=sinks),
@@ -124,9 +126,12 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, options: AttentionO
     if options.softcap:
         scores = (scores / options.softcap).tanh() * options.softcap
     query_len, kv_len = scores.shape[1:]
-    position = torch.arange(kv_len - query_len, kv_len)
-    distance = position[:, None] - torch.arange(kv_len)
-    scores = scores.masked_fill((distance < 0) | (distance >= (options.window or kv_len)), -torch.inf)
+    position, key = torch.arange(kv_len - query_len, kv_len)[:, None], torch.arange(kv_len)
+    if isinstance(options.window, ChunkWindow):
+        is_read = position // options.window.length == key // options.window.length
+    else:
+        is_read = position - key < (options.window or kv_len)
+    scores = scores.masked_fill(~is_read | (key > position), -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.cpu().double()[:, None, None]
         scores = torch.cat((scores, sinks.expand(-1, query_len, 1)), dim=-1)

@@ -35,15 +35,21 @@ def is_packed(tensors: Iterable[str]) -> bool:
     return any(name.endswith(f".{PACKED}") for name in tensors)
 
 
+def described_quantization(config: Mapping[str, Any]) -> GroupQuantization | None:
+    """Return the quantization that a ``config.json`` describes, or None. Raises CheckpointError for one that isn't
+    served."""
+    section = config.get(SECTION)
+    if section is None and isinstance(text := config.get("text_config"), Mapping):
+        section = text.get(SECTION)
+    return None if section is None else _parse(section)
+
+
 def read_quantization(config: Mapping[str, Any], tensors: Iterable[str]) -> GroupQuantization | None:
     """Return how a checkpoint's weights are quantized, or None, for its ``config.json`` and its tensors' names.
 
     Raises CheckpointError for a quantization that isn't served, and if config and tensors contradict each other.
     """
-    section = config.get(SECTION)
-    if section is None and isinstance(text := config.get("text_config"), Mapping):
-        section = text.get(SECTION)
-    found = None if section is None else _parse(section)
+    found = described_quantization(config)
     if (found is not None) != is_packed(tensors):
         there, missing = ("a", "no") if found is not None else ("no", "a")
         raise CheckpointError(f"config.json has {there} {SECTION}, but the checkpoint has {missing} tensor *.{PACKED}")

@@ -18,7 +18,7 @@ from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
-from triptych.layers.cache_spec import CacheGroups, bytes_per_token
+from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, resolve
@@ -184,7 +184,8 @@ def _kv_cache(config: ServeConfig, decoder: DecoderConfig, tensors: Mapping[str,
     shown = f"{dtype_name(dtype)}, {bytes_per_token(specs) / 2**10:.1f} KiB per token"
     for window in filter(None, CacheGroups.of(spec.window for spec in specs).windows):
         num_bytes = bytes_per_token(spec for spec in specs if spec.window == window)
-        shown += f", {num_bytes / 2**10:.1f} KiB of them only for the last {window:,}"
+        kept = f"a chunk of {window.length:,}" if isinstance(window, ChunkWindow) else f"the last {window:,}"
+        shown += f", {num_bytes / 2**10:.1f} KiB of them only for {kept}"
     return shown
 
 

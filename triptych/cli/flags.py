@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.quantization import described_quantization
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import sources
 from triptych.config import (
@@ -192,12 +193,14 @@ def number(text: str) -> float:
 
 
 def model_folder(name: str) -> Path:
-    """Return the checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, or a shard is
-    missing."""
+    """Return the checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, its weights are in a
+    format that isn't served, or a shard is missing."""
     folder = MODEL_DIR if name == DEMO else Path(name)
     if not folder.is_dir():
         raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
     folder = folder.resolve()
+    if (folder / "config.json").exists():
+        described_quantization(load_config(folder))  # before anything is said of weights that wouldn't help
     read_folder(folder)
     return folder
 

@@ -10,7 +10,7 @@ from math import lcm
 
 from triptych.engine.kv_cache import PagePool
 from triptych.errors import BlockError
-from triptych.layers.cache_spec import KEY_BLOCK, first_read, first_sent
+from triptych.layers.cache_spec import KEY_BLOCK, ChunkWindow, Window, first_read, first_sent
 
 
 @dataclass
@@ -44,26 +44,33 @@ PageTables = list[PageTable]
 """A request's page table in each group."""
 
 
-def first_kept(window: int | None, position: int, page_size: int) -> int:
+def first_kept(window: Window | None, position: int, page_size: int) -> int:
     """Return the number of the first page that is kept for tokens from ``position`` on.
 
     It has what tokens from the page boundary before ``position`` on read, so that a prefix can end at that boundary,
-    and it begins at a multiple of ``KEY_BLOCK``.
+    and it begins at a multiple of ``KEY_BLOCK``; with chunks, at the beginning of one, so that kernels find the
+    others.
     """
-    step = lcm(page_size, KEY_BLOCK)
+    step = _table_step(window, page_size)
     return first_read(window, position // page_size * page_size) // step * (step // page_size)
 
 
-def most_pages(window: int, page_size: int, step_tokens: int) -> int:
+def most_pages(window: Window, page_size: int, step_tokens: int) -> int:
     """Return the largest number of pages that a request holds at a time in a group with this window, if a step computes
     at most ``step_tokens`` of its tokens."""
-    return -(-(window + lcm(page_size, KEY_BLOCK) + page_size + step_tokens) // page_size)
+    within = 0 if isinstance(window, ChunkWindow) else window  # a table's step has whole chunks
+    return -(-(within + _table_step(window, page_size) + page_size + step_tokens) // page_size)
+
+
+def _table_step(window: Window | None, page_size: int) -> int:
+    """Return the number of tokens of which page tables begin at multiples."""
+    return lcm(page_size, KEY_BLOCK, window.length if isinstance(window, ChunkWindow) else 1)
 
 
 class CacheManager:
     """Allocates pages in all groups, and finds prefixes that are cached in all of them."""
 
-    def __init__(self, pools: Sequence[PagePool], windows: Sequence[int | None] = (None,)) -> None:
+    def __init__(self, pools: Sequence[PagePool], windows: Sequence[Window | None] = (None,)) -> None:
         """``pools`` and ``windows`` are those of the groups. All pools have the same page size."""
         self.pools = pools
         self.windows = windows

@@ -28,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.mixer = load_mixer(config, reader, index, backend)
         self._rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
-        self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
+        self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.{config.names.ffn}")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:

@@ -12,6 +12,18 @@ doesn't depend, in its last bits, on which pages were released."""
 
 
 @dataclass(frozen=True)
+class ChunkWindow:
+    """A window that doesn't move with the token: chunks of ``length`` tokens follow one another from position 0 on, and
+    a token reads those of its own chunk."""
+
+    length: int
+
+
+Window = int | ChunkWindow
+"""Which tokens up to itself a token reads: the last ones, as many as the number, itself included; or its chunk's."""
+
+
+@dataclass(frozen=True)
 class CacheFormat:
     """How the cache stores a head's values."""
 
@@ -41,8 +53,8 @@ class CacheSpec:
     dims: tuple[int, ...]
     """Values per head in each part: of a key and of a value."""
     format: CacheFormat
-    window: int | None = None
-    """Tokens that a token reads at most, including itself; None: all tokens up to itself."""
+    window: Window | None = None
+    """Which tokens a token reads; None: all tokens up to itself."""
 
     @property
     def part_bytes(self) -> tuple[int, ...]:
@@ -60,28 +72,39 @@ class CacheGroups:
     """The layers of a decoder, grouped by which tokens they keep. The layers of a group share page tables, whatever
     their shapes."""
 
-    windows: tuple[int | None, ...]
-    """Window of each group's layers, ascending; None, for layers that keep all tokens, comes first."""
+    windows: tuple[Window | None, ...]
+    """Window of each group's layers: None, for layers that keep all tokens, then sliding windows, then chunks, both
+    ascending."""
     of_layer: tuple[int, ...]
     """Group of each layer."""
 
     @classmethod
-    def of(cls, windows: Iterable[int | None]) -> "CacheGroups":
+    def of(cls, windows: Iterable[Window | None]) -> "CacheGroups":
         """Group layers with these ``windows``."""
         by_layer = list(windows)
-        distinct = sorted(set(by_layer), key=lambda window: window or 0)
+        distinct = sorted(set(by_layer), key=_order)
         return cls(tuple(distinct), tuple(distinct.index(window) for window in by_layer))
 
 
-def first_read(window: int | None, position: int) -> int:
+def first_read(window: Window | None, position: int) -> int:
     """Return the first token that the one at ``position`` reads."""
-    return 0 if window is None else max(0, position - window + 1)
+    match window:
+        case None:
+            return 0
+        case ChunkWindow(length):
+            return position - position % length
+        case int():
+            return max(0, position - window + 1)
 
 
-def first_sent(window: int | None, first_token: int, end_token: int) -> int:
+def first_sent(window: Window | None, first_token: int, end_token: int) -> int:
     """Return the first of the tokens ``[first_token, end_token)`` whose keys and values the token at ``end_token``
     reads; the last one if it reads none."""
     return max(first_token, min(first_read(window, end_token), end_token - 1))
+
+
+def _order(window: Window | None) -> tuple[bool, int]:
+    return (True, window.length) if isinstance(window, ChunkWindow) else (False, window or 0)
 
 
 def bytes_per_token(specs: Iterable[CacheSpec]) -> int:

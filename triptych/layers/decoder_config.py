@@ -14,6 +14,8 @@ class TensorNames:
     in transformers (``layers.0.self_attn.q_proj.weight``). A part of a name is what stands between the layer's number
     and ``.weight``."""
 
+    ffn: str = "mlp"
+    """Part of a layer's name for its ffn."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Parts that hold several parts' outputs, one after the other, and those parts."""
     ignored: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The modules that mix tokens, built from their specs; ``prefix`` is a module's name in the decoder.
 
-The references are ``Qwen3Attention``, ``Gemma2Attention``, ``GptOssAttention`` and ``Ministral3Attention`` in
-transformers.
+The references are ``Qwen3Attention``, ``Gemma2Attention``, ``GptOssAttention``, ``Ministral3Attention`` and
+``Llama4TextAttention`` in transformers.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,10 @@ class Attention(nn.Module):
         self.qk_norm: nn.Module = nn.Identity()
         if spec.qk_norm:
             # Queries and keys are adjacent, so one norm with a weight per head serves both.
-            weights = (reader.vector(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+            if spec.qk_norm_weights:
+                weights = [reader.vector(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm")]
+            else:
+                weights = [torch.ones(head_dim, dtype=reader.weights.activations, device=reader.device)] * 2
             q_weight, k_weight = (one if order is None else one[list(order)] for one in weights)
             both = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
             self.qk_norm = RMSNorm(both, config.rms_norm_eps)
@@ -88,7 +91,7 @@ class Attention(nn.Module):
 
 def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
     """Return the factors of queries, float32 [T, 1, 1], at ``positions`` [3, T]."""
-    lengths = torch.floor(positions[0].float() / scaling.original_length)
+    lengths = torch.floor((positions[0].float() + scaling.offset) / scaling.original_length)
     return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)
 
 

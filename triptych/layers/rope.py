@@ -78,7 +78,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_length / (2 * math.pi / frequencies)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    smooth = (turns >= low).float() if low == high else ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
 
 

@@ -72,7 +72,7 @@ class RopeConfig:
     interleaved: bool = False
     """Whether frequencies of the three axes alternate, instead of forming three sections."""
     partial: float = 1.0
-    """Part of a head's values that is rotated: the first ones."""
+    """Part of a head's values that is rotated: the first ones; 0: no positions (NoPE)."""
     pairs: bool = False
     """Whether each frequency rotates two neighbours (GPT-J), instead of a value of the first half and one of the
     second."""
@@ -84,7 +84,7 @@ class RopeConfig:
         if isinstance(self.scaling, ProportionalScaling):
             return int(self.partial * head_dim // 2)
         rotated = int(self.partial * head_dim)
-        if rotated % 2 or head_dim % 2 or not 0 < rotated <= head_dim:
+        if rotated % 2 or head_dim % 2 or (self.partial and not 0 < rotated <= head_dim):
             raise CheckpointError(f"config.json: {rotated} of {head_dim} values of a head can't be rotated in pairs")
         return rotated // 2
 
@@ -95,7 +95,7 @@ class RopeConfig:
         i + head_dim / 2. Scores don't depend on the order, and values keep theirs.
         """
         count, half = self.num_frequencies(head_dim), head_dim // 2
-        if isinstance(self.scaling, ProportionalScaling) or (count == half and not self.pairs):
+        if isinstance(self.scaling, ProportionalScaling) or count == 0 or (count == half and not self.pairs):
             return None
         first, second, step = (0, 1, 2) if self.pairs else (0, count, 1)
         still = range(2 * count, head_dim)
@@ -105,3 +105,7 @@ class RopeConfig:
             *range(second, second + step * count, step),
             *still[half - count :],
         )
+
+
+NO_POSITIONS = RopeConfig(theta=1.0, partial=0.0)
+"""Leaves heads as they are (NoPE)."""

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from triptych.errors import CheckpointError, ConfigError
-from triptych.layers.cache_spec import CacheFormat, CacheSpec
+from triptych.layers.cache_spec import CacheFormat, CacheSpec, Window
 from triptych.layers.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries grow with their position: by ``1 + beta * log(1 + floor(position / original_length))``."""
+    """Queries grow with their position: by ``1 + beta * log(1 + floor((position + offset) / original_length))``."""
 
     beta: float
     original_length: int
     """In tokens; within it, queries stay as they are."""
+    offset: int = 0
+    """Added to positions."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,10 @@ class AttentionSpec:
     """Whether the output projection has a bias."""
     qk_norm: bool = False
     """Whether each head's query and key are normalised."""
-    window: int | None = None
-    """Tokens that a token attends to, including itself; None: all before it."""
+    qk_norm_weights: bool = True
+    """Whether these norms have weights."""
+    window: Window | None = None
+    """Which tokens a token attends to; None: all before it."""
     scale: float | None = None
     """Factor of the products of queries and keys; None: ``head_dim ** -0.5``."""
     softcap: float | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.layers.attention.kv_format import dtype_of
 from triptych.layers.attention.tables import PagedTables
-from triptych.layers.cache_spec import CacheGroups, CacheSpec
+from triptych.layers.cache_spec import CacheGroups, CacheSpec, Window, first_read
 from triptych.layers.pinned import to_device
 
 
@@ -42,7 +42,7 @@ class AttentionBatch:
     """int64 [T]: where each new token's key and value are written, ``page * page_size + offset in the page``."""
     tables: PagedTables | None = None
     """Lengths and page tables if they are on the device already; otherwise ``paged`` uploads them."""
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masks: dict[tuple[int, Window | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A backend's own data about the batch, computed once for all layers."""
@@ -57,28 +57,29 @@ class AttentionBatch:
         if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
             raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
 
-    def first_visible(self, index: int, window: int | None) -> int:
+    def first_visible(self, index: int, window: Window | None) -> int:
         """Return the first of a sequence's tokens that any of its new tokens attends to."""
-        return 0 if window is None else max(0, self.kv_lens[index] - self.query_lens[index] + 1 - window)
+        return first_read(window, self.kv_lens[index] - self.query_lens[index])
 
-    def mask(self, index: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
+    def mask(self, index: int, dtype: torch.dtype, window: Window | None = None) -> Tensor | None:
         """Return a sequence's attention mask over its tokens from ``first_visible`` on: [q, kv - first], 0 or -inf.
 
         It is computed once per step rather than once per layer. None if no mask, or PyTorch's causal mask, suffices:
         for a single new token, and for a prompt's first chunk unless a window begins inside it.
         """
         query_len, kv_len = self.query_lens[index], self.kv_lens[index]
-        if query_len == 1 or (query_len == kv_len and (window is None or kv_len <= window)):
+        if query_len == 1 or (query_len == kv_len and first_read(window, kv_len - 1) == 0):
             return None
         if (index, window) not in self._masks:
             first = self.first_visible(index, window)
             before = kv_len - query_len - first
             everything = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
             # in place: with a long context the mask is the largest tensor of a step
-            too_early = None if window is None else everything.tril(before - window)
             mask = self._masks[index, window] = everything.triu_(before + 1)
-            if too_early is not None:
-                mask += too_early
+            if window is not None:
+                firsts = [first_read(window, position) - first for position in range(kv_len - query_len, kv_len)]
+                is_early = torch.arange(kv_len - first) < torch.tensor(firsts)[:, None]
+                mask.masked_fill_(is_early.to(mask.device), -torch.inf)
         return self._masks[index, window]
 
     def paged(self, tile: int) -> PagedTables:
@@ -186,8 +187,8 @@ class KVTensors:
 class AttentionOptions:
     """What a layer's attention does besides the plain softmax. Raises ValueError for sinks of another dtype."""
 
-    window: int | None = None
-    """Tokens that each token attends to, including itself; None for all before it."""
+    window: Window | None = None
+    """Which tokens each token attends to; None for all before it."""
     scale: float | None = None
     """Factor of the products of queries and keys; None for ``head_dim ** -0.5``."""
     softcap: float | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.layers import native
 from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.tables import PagedTables
+from triptych.layers.cache_spec import ChunkWindow
 
 FORMATS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
 """The caches' dtypes that the kernel supports, as named in ``kernels/cpu/kv_cache.h``."""
@@ -28,7 +29,7 @@ class AttentionOperands(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "causal", "format", "in_bf16")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "window", "chunked", "causal", "format", "in_bf16")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
     )
 
@@ -180,7 +181,8 @@ def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor, options: At
     step.num_pages, step.page_size = keys.shape[:2]
     step.format = FORMATS[keys.dtype]
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
-    step.window = min(options.window or NO_WINDOW, NO_WINDOW)
+    window, step.chunked = options.window, isinstance(options.window, ChunkWindow)
+    step.window = min(window.length if isinstance(window, ChunkWindow) else window or NO_WINDOW, NO_WINDOW)
     step.scale, step.cap = options.scale_for(step.dim), options.softcap or 0
     step.sinks = None if options.sinks is None else options.sinks.data_ptr()
 

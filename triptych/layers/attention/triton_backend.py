@@ -9,6 +9,7 @@ from torch import Tensor
 from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.attention.triton_kernels import decode_kernel, prefill_kernel, reduce_kernel, write_kernel
+from triptych.layers.cache_spec import ChunkWindow
 
 BLOCK_BYTES = 16 * 2**10
 """Size of a prefill tile's queries, and the maximum of a block of keys or values. Both, and the prefetched next block,
@@ -105,7 +106,10 @@ def constants(heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int
 
 def option_constants(options: AttentionOptions) -> dict[str, float]:
     """Return the compile-time constants of a layer's attention."""
-    return {"WINDOW": options.window or 0, "CAP": options.softcap or 0.0, "SINKS": options.sinks is not None}
+    window, cap = options.window or 0, options.softcap or 0.0
+    is_chunked = isinstance(window, ChunkWindow)
+    length = window.length if isinstance(window, ChunkWindow) else window
+    return {"WINDOW": length, "CHUNKED": is_chunked, "CAP": cap, "SINKS": options.sinks is not None}
 
 
 def tile_tokens(heads: int, kv_heads: int, dim: int, itemsize: int) -> int:

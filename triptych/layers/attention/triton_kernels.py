@@ -6,8 +6,9 @@ are rows of one matrix, so that keys and values are read once for all of them. S
 keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
 have an instruction: scores include the factor log2(e), and so do sinks.
 
-``WINDOW`` is the number of tokens that each token attends to, including itself, and ``CAP`` the soft limit of scores; 0
-for none. ``SINKS`` says whether there are ``sinks``, fp32 [heads]: logits without values.
+``WINDOW`` is the number of tokens that each token attends to, including itself, or with ``CHUNKED`` the length of the
+chunks to which attention is limited; ``CAP`` is the soft limit of scores; 0 for none. ``SINKS`` says whether there are
+``sinks``, fp32 [heads]: logits without values.
 
 Products accumulate in fp32. ``tf32x3`` multiplies fp32 operands as three TF32 products, which is nearly exact; the
 default rounds them to one. fp32 on ordinary cores (``ieee``) would need too many registers.
@@ -78,12 +79,24 @@ def _start_softmax(sinks, heads, exists, SINKS: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def _first_read(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """Return the first key that a token at ``position`` of its sequence attends to."""
+    if CHUNKED:
+        first = position - position % WINDOW
+    elif WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    else:
+        first = position * 0
+    return first
+
+
+@triton.jit
 def decode_kernel(
     query, key_cache, value_cache, sinks, output, partial_sums, partial_maxima, partial_totals,
     decodes, query_starts, kv_lens, page_starts, pages, query_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one new token, for one kv head, to one part of the context per program.
 
@@ -98,7 +111,7 @@ def decode_kernel(
     token = tl.load(query_starts + sequence)
     kv_len = tl.load(kv_lens + sequence)
     page_table = pages + tl.load(page_starts + sequence)
-    visible = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    visible = _first_read(kv_len - 1, WINDOW, CHUNKED)
     span = tl.cdiv(tl.cdiv(kv_len - visible, SPLITS), KEYS) * KEYS
     start = visible + split * span
     end = tl.minimum(start + span, kv_len)
@@ -162,7 +175,7 @@ def prefill_kernel(
     query_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ``TILE`` new tokens of one sequence, for one kv head, per program; rows are tokens times query heads.
 
@@ -190,7 +203,7 @@ def prefill_kernel(
     )
 
     end = past + tl.minimum(first + TILE, query_len)
-    begin = tl.maximum(past + first + 1 - WINDOW, 0) // KEYS * KEYS if WINDOW > 0 else 0
+    begin = _first_read(past + first, WINDOW, CHUNKED) // KEYS * KEYS
     maxima, totals = _start_softmax(sinks, heads, head < GROUP, SINKS, ROWS)
     sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
     for base in range(begin, end, KEYS):
@@ -198,7 +211,7 @@ def prefill_kernel(
         inside = places < end
         visible = inside[None, :] & (places[None, :] <= (past + token)[:, None])
         if WINDOW > 0:
-            visible = visible & (places[None, :] > (past + token)[:, None] - WINDOW)
+            visible = visible & (places[None, :] >= _first_read(past + token, WINDOW, CHUNKED)[:, None])
         maxima, totals, sums = _attend_block(
             queries, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale,
             maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, CAP,

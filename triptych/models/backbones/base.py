@@ -17,7 +17,7 @@ from triptych.models.shared.settings import positive_number, setting
 
 TextConfig = Mapping[str, Any]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names of ``layers.pointwise.Activation``, by those in configs."""
@@ -66,10 +66,9 @@ def num_layers(text: TextConfig) -> int:
     return _number_of_layers("num_hidden_layers", setting(text, "num_hidden_layers", int))
 
 
-def layer_types(text: TextConfig) -> list[str]:
-    """Return the kind of each layer's attention, ``FULL`` or ``SLIDING``; empty if the config doesn't say."""
+def layer_types(text: TextConfig, known: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
+    """Return the kind of each layer's attention, one of ``known``; empty if the config doesn't say."""
     types = setting(text, "layer_types", list, default=[])
-    known = (FULL, SLIDING)
     if types and (len(types) != num_layers(text) or not all(kind in known for kind in types)):
         raise CheckpointError(f"config.json: layer_types {types} must name {' or '.join(known)} per layer")
     return types

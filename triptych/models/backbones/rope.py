@@ -85,8 +85,8 @@ def _scaling(rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -
             return LinearScaling(positive_number(rope, "factor"))
         case "llama3":
             low, high = positive_number(rope, "low_freq_factor"), positive_number(rope, "high_freq_factor")
-            if low >= high:
-                raise CheckpointError(f"config.json: low_freq_factor {low} must be less than high_freq_factor {high}")
+            if low > high:
+                raise CheckpointError(f"config.json: low_freq_factor {low} must be at most high_freq_factor {high}")
             return Llama3Scaling(positive_number(rope, "factor"), low, high, _original_length(rope, text))
         case "yarn":
             return _yarn(rope, text)

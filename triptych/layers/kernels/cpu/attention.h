@@ -18,7 +18,8 @@ typedef struct {
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* num_entries: length of pages */
     int64_t heads, kv_heads, dim, num_pages, page_size;
     int64_t query_stride, key_stride, value_stride, cache_stride;
-    int64_t window;            /* tokens that each token attends to, at most 2^30 */
+    int64_t window;            /* tokens that each token attends to, at most 2^30; or length of a chunk */
+    int64_t chunked;           /* whether tokens attend to their chunk: chunks follow one another from position 0 on */
     int64_t causal;            /* 0 if new tokens attend to their whole sequence, including later tokens */
     int64_t format;            /* of the cache's heads: KV_FLOAT, KV_HALF or KV_INT8 */
     int64_t in_bf16;           /* whether tiles multiply in bfloat16, where the processor can */
@@ -33,6 +34,11 @@ static __attribute__((noinline, unused)) void cap_scores(float *scores, int64_t 
         floats limited = cap * hyperbolic_tangent(load(scores + i, count - i) / cap);
         store(scores + i, limited, count - i);
     }
+}
+
+/* First key that a token at this position of its sequence attends to. */
+static inline int64_t first_read(const Step *step, int64_t position) {
+    return step->chunked ? position - position % step->window : most(0, position - step->window + 1);
 }
 
 /* Bytes of working memory needed; -1 for a slot or page beyond the cache, or too short a page table. */

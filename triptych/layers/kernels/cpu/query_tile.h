@@ -130,8 +130,10 @@ typedef struct {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
     floats maxima[2], totals[2], shrink[2];
     ints position[2];          /* position of each row's token in the sequence */
+    ints from[2];              /* first key that each row's token attends to */
     int64_t place, tokens;     /* index of the first token in the step; number of tokens */
     int64_t first, last;       /* positions of the first and the last token */
+    int64_t last_from;         /* first key that the last token attends to, which is the latest of all */
     int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
 } __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
 
@@ -143,7 +145,8 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     tile->place = step->query_starts[sequence] + first_token;
     tile->first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
     tile->last = step->causal ? tile->first + tokens - 1 : tile->first;
-    tile->begin = most(0, tile->first - step->window + 1) / TILE * TILE;
+    tile->last_from = first_read(step, tile->last);
+    tile->begin = first_read(step, tile->first) / TILE * TILE;
     tile->end = tile->last + 1;
     const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
     for (int row = 0; row < ROWS; row++) {
@@ -151,7 +154,9 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
         rows[row] = query + token * step->query_stride + row % group * dim;
         /* a sink is a key that all tokens see, without a value */
         tile->maxima[row / LANES][row % LANES] = step->sinks ? step->sinks[kv_head * group + row % group] : NEVER;
-        tile->position[row / LANES][row % LANES] = (int32_t)least(tile->first + token, tile->last);
+        int64_t position = least(tile->first + token, tile->last);
+        tile->position[row / LANES][row % LANES] = (int32_t)position;
+        tile->from[row / LANES][row % LANES] = (int32_t)first_read(step, position);
     }
     for (int64_t i = 0; i < whole(dim) * ROWS; i++) tile->sums[i] = 0;
     for (int64_t i = dim / 2 * ROWS; i < whole(dim) / 2 * ROWS && in_pairs; i++) tile->queries[i] = 0;
@@ -175,11 +180,11 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
                         const int in_pairs) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
     if (step->cap) cap_scores(tile->scores, count * ROWS, step->cap);
-    if (start + count - 1 > tile->first || start <= tile->last - step->window) {
+    if (start + count - 1 > tile->first || start < tile->last_from) {
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {
                 int32_t at = (int32_t)(start + key);
-                ints position = tile->position[half], seen = (at <= position) & (at > position - (int32_t)step->window);
+                ints seen = (at <= tile->position[half]) & (at >= tile->from[half]);
                 scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
             }
     }

@@ -189,7 +189,7 @@ int64_t find_spans(const Step *step, Span *spans) {
     int64_t count = 0;
     for (int64_t which = 0; which < step->num_decodes; which++) {
         int64_t sequence = step->decodes[which], end = step->kv_lens[sequence];
-        for (int64_t start = most(0, end - step->window); start < end; start += SPAN, count++)
+        for (int64_t start = first_read(step, end - 1); start < end; start += SPAN, count++)
             if (spans) spans[count] = (Span){sequence, start, least(start + SPAN, end)};
     }
     return count;
