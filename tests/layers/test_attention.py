@@ -185,6 +185,16 @@ def test_options(kernels: ctypes.CDLL, option: str, in_bf16: bool, cache_dtype: 
         check(case, kernel, tolerance)
 
 
+@cache_dtypes
+@pytest.mark.parametrize("heads", [40, 17])
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_latents(kernels: ctypes.CDLL, heads: int, in_bf16: bool, cache_dtype: torch.dtype) -> None:
+    """Of DeepSeek's size, with more query heads than are processed together: in groups of ten, and one by one."""
+    shape, options = Shape(heads, 1, 576, 16), AttentionOptions(scale=0.04, value_dim=512)
+    case = make_case(shape, *BATCHES["mixed"], torch.float32, cache_dtype, CPU, options=options)
+    check(case, compiled.PagedAttention(kernels, in_bf16), TOLERANCES[torch.bfloat16] if in_bf16 else None)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_by_pytorch(option: str) -> None:
     for dtype, lengths in itertools.product((torch.float32, torch.bfloat16), BATCHES.values()):
@@ -295,9 +305,9 @@ def test_slots_and_pages_beyond_the_cache_are_rejected(
 
 
 def test_unsupported_shapes_do_not_suit_the_kernel(kernel: compiled.PagedAttention) -> None:
-    query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
+    query, cache = torch.zeros(1, 33, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
-    assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
+    assert not kernel.suits(torch.zeros(1, 2, 577), torch.zeros(1, 4, 2, 577))
     assert not kernel.suits(query[:, :4], cache.bfloat16())
     assert not kernel.suits(query[:, :4].half(), cache.half())
     assert kernel.suits(query[:, :4], cache.half())
