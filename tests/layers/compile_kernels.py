@@ -50,6 +50,8 @@ def main() -> None:
     for target in TARGETS:
         for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
             for heads, kv_heads, dim, page_size, value_dim in SHAPES:
+                if value_dim is not None and itemsize == 4:
+                    continue  # 512 values in fp32 need more shared memory than the smallest of these GPUs have
                 shape = constants(heads, kv_heads, dim, page_size, itemsize, value_dim)
                 group = triton.next_power_of_2(heads // shape["GROUPS"])
                 tile = tile_tokens(heads, kv_heads, shape["DIM"], itemsize)

@@ -74,6 +74,10 @@ class Case:
     expected: Tensor
     options: AttentionOptions
 
+    @property
+    def value_cache(self) -> Tensor | None:
+        return self.caches[1] if len(self.caches) > 1 else None
+
 
 def make_case(  # noqa: PLR0917 (a case is what it is made of)
     shape: Shape, query_lens: list[int], kv_lens: list[int], dtype: torch.dtype, cache_dtype: torch.dtype,
@@ -144,8 +148,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def check(case: Case, backend: Callable[..., Tensor], tolerance: float | None = None) -> None:
     """Fails when the backend writes anything but the new tokens' slots, or attends to anything else than it should."""
-    value_cache = case.caches[1] if len(case.caches) > 1 else None
-    output = backend(case.query, case.key, case.value, case.caches[0], value_cache, case.batch, case.options)
+    output = backend(case.query, case.key, case.value, case.caches[0], case.value_cache, case.batch, case.options)
     torch.testing.assert_close(case.caches.cpu(), case.filled, atol=0, rtol=0, equal_nan=True)
     assert output.dtype == case.query.dtype
     tolerance = tolerance or TOLERANCES[case.query.dtype]

@@ -1,4 +1,4 @@
-"""A layer of a decoder or of a tower in two calls of the compiled kernels, and a mixture's experts, or products of heads, in
+"""A layer of a decoder or of a tower in two calls of the compiled kernels; a mixture's experts, or heads' products, in
 one.
 
 For a single token, the overhead of separate calls exceeds the work between a layer's products; for many, separate calls
@@ -172,8 +172,8 @@ class MultiplyHeads:
         self._run.restype = ctypes.c_int
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return float32 [heads, T, out] for float32 ``values`` [T, heads, in], whose last dimension is contiguous. Raises
-        MemoryError."""
+        """Return float32 [heads, T, out] for float32 ``values`` [T, heads, in], whose last dimension is contiguous.
+        Raises MemoryError."""
         num_tokens, heads, _ = values.shape
         output = values.new_empty((heads, num_tokens, self._outputs))
         where = values.data_ptr(), values.stride(0), values.stride(1)

@@ -1,7 +1,7 @@
 """Multi-head latent attention: queries and outputs are projected, and keys and values stay latents.
 
 A head's key is its projection of a token's latent, so its product with a query is that of the latent with the query's
-projection by the same matrix, transposed. Likewise, weights are summed over latents, and the sum is projected to values.
+projection by the same matrix, transposed. Likewise, latents are weighted and added up, and the sum is projected.
 So attention has one kv head, whose values are the first part of its keys, and a token leaves one vector in the cache.
 Prompts use the same form as single tokens: no keys and values of a long context are computed anew for each chunk.
 The reference is ``DeepseekV3Attention`` in transformers.
@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
     applies to the tokens it needs. Ranks divide the heads; each has the whole latent."""
 
     def __init__(
-        self, config: DecoderConfig, spec: MLASpec, reader: WeightReader, prefix: str, backend: AttentionBackend
+        self, spec: MLASpec, config: DecoderConfig, reader: WeightReader, prefix: str, backend: AttentionBackend
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -75,9 +75,7 @@ class LatentAttention(nn.Module):
         self.to_latent = HeadProjections(reader, of_keys.transpose(1, 2))
         self.from_latent = HeadProjections(reader, of_values)
         values = ShardedDimension(spec.num_heads, spec.value_dim)
-        self.output = reader.all_reduced(
-            reader.row_parallel(f"{prefix}.o_proj", hidden_size, values, bias=spec.bias)
-        )
+        self.output = reader.all_reduced(reader.row_parallel(f"{prefix}.o_proj", hidden_size, values, bias=spec.bias))
 
     def _order(self, still: int) -> tuple[int, ...] | None:
         """Return the order of ``still`` values and those that are rotated."""

@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share."""
+"""What the layers of a decoder share in one forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from triptych.layers.attention.base import AttentionBatch
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What the layers of one group of page tables share in a step."""
+    """What all layers of one forward pass share."""
 
     positions: Tensor
     """float64 [3, T]: temporal, height and width."""

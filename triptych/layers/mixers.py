@@ -25,7 +25,12 @@ class Attention(nn.Module):
     the layer applies to the tokens it needs."""
 
     def __init__(
-        self, config: DecoderConfig, spec: AttentionSpec, reader: WeightReader, prefix: str, backend: AttentionBackend
+        self,
+        spec: AttentionSpec,
+        config: DecoderConfig,
+        reader: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
     ) -> None:
         super().__init__()
         shard, head_dim = spec.shard(reader.group.size), spec.head_dim
@@ -91,6 +96,6 @@ def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend:
     prefix = f"layers.{index}.self_attn"
     match config.layers[index].mixer:
         case AttentionSpec() as spec:
-            return Attention(config, spec, reader, prefix, backend)
+            return Attention(spec, config, reader, prefix, backend)
         case MLASpec() as spec:
-            return LatentAttention(config, spec, reader, prefix, backend)
+            return LatentAttention(spec, config, reader, prefix, backend)

@@ -195,8 +195,8 @@ class AttentionOptions:
     sinks: Tensor | None = None
     """float32 [heads], contiguous: a logit of each query head that takes part in the softmax's sum, without a value."""
     value_dim: int | None = None
-    """A head's values are as many of the first values of its key, and the cache holds keys only. None: values are a part
-    of their own, with as many values as keys."""
+    """A head's values are as many of the first values of its key, and the cache holds keys only. None: values are a
+    part of their own, with as many values as keys."""
 
     def __post_init__(self) -> None:
         if self.sinks is not None and (self.sinks.dtype != torch.float32 or not self.sinks.is_contiguous()):

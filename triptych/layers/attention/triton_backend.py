@@ -65,8 +65,8 @@ class TritonAttention:
             prefill_kernel[(len(tables.tiles), shape["GROUPS"])](
                 query, key_cache, value_cache, options.sinks, output, tables.tiles, tables.query_starts,
                 tables.query_lens, tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
-                **option_constants(options), GROUP_BLOCK=triton.next_power_of_2(heads // shape["GROUPS"]), TILE=tile,
-                num_warps=4, num_stages=2,
+                **option_constants(options), GROUP_BLOCK=triton.next_power_of_2(heads // shape["GROUPS"]),
+                TILE=tile, num_warps=4, num_stages=2,
             )  # fmt: skip
         return output
 
@@ -95,7 +95,7 @@ class TritonAttention:
             )  # fmt: skip
 
 
-def constants(
+def constants(  # noqa: PLR0917 (a kernel's shape)
     heads: int, kv_heads: int, dim: int, page_size: int, itemsize: int, value_dim: int | None = None
 ) -> dict[str, int]:
     """Return the compile-time constants that both kernels share; ``itemsize`` is the query's, and ``value_dim`` as in

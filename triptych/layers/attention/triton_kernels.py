@@ -1,12 +1,12 @@
 """Attention over the paged KV cache on GPUs, in Triton: decode, prefill, and writing the cache.
 
 Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
-contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads of a group, which share a
-kv head, are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
+contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads of a group, which share
+a kv head, are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
 keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
 have an instruction: scores include the factor log2(e), and so do sinks.
 
-A key has ``DIM + REST`` values. Its value has ``DIM``: those of a cache of their own or, if ``SHARED``, the key's first.
+A key has ``DIM + REST`` values. Its value has ``DIM``: those of another cache or, if ``SHARED``, the key's first ones.
 Query heads that share a kv head are processed in ``GROUPS`` groups in all, one or more for each kv head.
 
 ``WINDOW`` is the number of tokens that each token attends to, including itself, and ``CAP`` the soft limit of scores; 0
@@ -61,17 +61,16 @@ def _attend_block(
     # unwritten parts of the cache may hold NaN, which a weight of 0 wouldn't cancel
     mask = inside[:, None] & (dims < DIM)[None, :]
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
+    values = keys
+    if not SHARED:
+        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:
         more = tl.arange(0, REST_BLOCK)
-        offsets = heads[:, None] + DIM + more[None, :]
-        rest_keys = tl.load(key_cache + offsets, mask=inside[:, None] & (more < REST)[None, :], other=0.0)
+        rest_mask = inside[:, None] & (more < REST)[None, :]
+        rest_keys = tl.load(key_cache + heads[:, None] + DIM + more[None, :], mask=rest_mask, other=0.0)
         scores = tl.dot(rest, tl.trans(rest_keys.to(query.dtype)), scores, input_precision="tf32x3")
     scores *= scale
-    if SHARED:
-        values = keys
-    else:
-        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     if CAP > 0:  # CAP * tanh(score / CAP)
         scores = (1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)) * (CAP * LOG2_E)
     scores = tl.where(visible, scores, float("-inf"))

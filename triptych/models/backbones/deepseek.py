@@ -1,6 +1,6 @@
 """DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and mixtures of experts after the first, dense layers.
 
-V2 chooses experts by a softmax, from all groups (V2-Lite) or from those with the best experts; V3 by corrected sigmoids.
+V2 chooses experts by a softmax, from all of them (V2-Lite) or from the best groups; V3 by corrected sigmoids.
 The references are ``DeepseekV2Model`` and ``DeepseekV3Model`` in transformers.
 """
 
