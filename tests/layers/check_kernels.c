@@ -173,8 +173,8 @@ static void check_attention(int format, int with_options, int chunked, const cha
         .keys = cache[0], .values = cache[1],
         .slots = slots, .query_starts = starts, .query_lens = lens, .kv_lens = kv_lens, .page_starts = page_starts,
         .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
-        .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .dim = DIM, .num_pages = PAGES,
-        .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
+        .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .groups = KV_HEADS, .dim = DIM,
+        .value_dim = DIM, .num_pages = PAGES, .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
         .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = window, .chunked = chunked, .causal = 1, .format = format,
         .scale = 0.25f, .cap = with_options ? 2 : 0, .sinks = with_options ? sinks : NULL,
     };

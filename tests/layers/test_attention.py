@@ -185,6 +185,16 @@ def test_options(kernels: ctypes.CDLL, option: str, in_bf16: bool, cache_dtype: 
         check(case, kernel, tolerance)
 
 
+@cache_dtypes
+@pytest.mark.parametrize("heads", [40, 17])
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_latents(kernels: ctypes.CDLL, heads: int, in_bf16: bool, cache_dtype: torch.dtype) -> None:
+    """Of DeepSeek's size, with more query heads than are processed together: in groups of ten, and one by one."""
+    shape, options = Shape(heads, 1, 576, 16), AttentionOptions(scale=0.04, value_dim=512)
+    case = make_case(shape, *BATCHES["mixed"], torch.float32, cache_dtype, CPU, options=options)
+    check(case, compiled.PagedAttention(kernels, in_bf16), TOLERANCES[torch.bfloat16] if in_bf16 else None)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_by_pytorch(option: str) -> None:
     for dtype, lengths in itertools.product((torch.float32, torch.bfloat16), BATCHES.values()):
@@ -219,7 +229,7 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
-@pytest.mark.parametrize("option", ["", "together"])
+@pytest.mark.parametrize("option", ["", "together", "values in keys"])
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_output_depends_only_on_the_tokens_own_sequence(
     kernels: ctypes.CDLL, in_bf16: bool, option: str, cache_dtype: torch.dtype
@@ -228,13 +238,13 @@ def test_output_depends_only_on_the_tokens_own_sequence(
     kernel = compiled.PagedAttention(kernels, in_bf16)
     shape, length = Shape(16, 8, 128, 16), 90
     options = make_options(shape).get(option, PLAIN)
-    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU)
-    whole = kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, options)[:length]
+    case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU, options=options)
+    whole = kernel(case.query, case.key, case.value, case.caches[0], case.value_cache, case.batch, options)[:length]
     for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
         part = slice(begin, end)
         batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
-        new = case.query[part], case.key[part], case.value[part]
-        chunk = kernel(*new, case.caches[0], case.caches[1], batch, options)
+        new = case.query[part], case.key[part], None if case.value is None else case.value[part]
+        chunk = kernel(*new, case.caches[0], case.value_cache, batch, options)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
 
 
@@ -253,6 +263,7 @@ def test_long_contexts(
     given = AttentionOptions(**options | {"sinks": sinks})
     case = make_case(shape, [1] * len(LONG), LONG, torch.float32, cache_dtype, CPU)
     query, key, value = case.query, case.key, case.value
+    assert value is not None
     together = kernel(query, key, value, case.caches[0], case.caches[1], case.batch, given)
     expected = CpuAttention(None)(query, key, value, case.caches[0], case.caches[1], case.batch, given)
     torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
@@ -295,9 +306,9 @@ def test_slots_and_pages_beyond_the_cache_are_rejected(
 
 
 def test_unsupported_shapes_do_not_suit_the_kernel(kernel: compiled.PagedAttention) -> None:
-    query, cache = torch.zeros(1, 34, 8), torch.zeros(1, 4, 2, 8)
+    query, cache = torch.zeros(1, 33, 8), torch.zeros(1, 4, 2, 8)
     assert not kernel.suits(query, cache)
-    assert not kernel.suits(torch.zeros(1, 2, 257), torch.zeros(1, 4, 2, 257))
+    assert not kernel.suits(torch.zeros(1, 2, 577), torch.zeros(1, 4, 2, 577))
     assert not kernel.suits(query[:, :4], cache.bfloat16())
     assert not kernel.suits(query[:, :4].half(), cache.half())
     assert kernel.suits(query[:, :4], cache.half())

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
+from triptych.layers.attention.base import AttentionOptions
 from triptych.layers.attention.triton_backend import TritonAttention, num_splits, tile_tokens
 
 CPU = torch.device("cpu")
@@ -35,6 +36,15 @@ def test_options(option: str, num_processors: int) -> None:
     """With contexts in several parts, and in one."""
     options = make_options(SHAPES[0])[option]
     case = make_case(SHAPES[0], *BATCHES["mixed"], torch.float32, torch.float32, CPU, options=options)
+    check(case, TritonAttention(num_processors))
+
+
+@pytest.mark.parametrize("num_processors", [1, 8])
+def test_latents(num_processors: int) -> None:
+    """As in DeepSeek: values are most of the keys, and query heads are more than a program has."""
+    options = AttentionOptions(scale=0.1, value_dim=64)
+    lens = BATCHES["mixed"]
+    case = make_case(Shape(40, 1, 80, 16), *lens, torch.float32, torch.float32, CPU, options=options)
     check(case, TritonAttention(num_processors))
 
 
@@ -63,7 +73,7 @@ def test_few_programs_split_contexts_and_many_do_not() -> None:
     assert [num_splits(programs, 132) for programs in (1, 8, 64, 256, 10_000)] == [32, 32, 16, 4, 1]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 8, 64), (16, 8, 32), (6, 2, 16), (64, 4, 4), (80, 1, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(8, 8, 64), (16, 8, 32), (6, 2, 16), (64, 4, 4), (80, 1, 4)])
 def test_a_tile_has_rows_for_its_tokens_query_heads(heads: int, kv_heads: int, tokens: int) -> None:
     assert tile_tokens(heads, kv_heads, 128, 2) == tokens
     assert tile_tokens(heads, kv_heads, 128, 4) == max(1, tokens // 2)

@@ -7,7 +7,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig
 
 from triptych.errors import CheckpointError
 from triptych.layers.specs import ExpertGroups, GatedMLPSpec, MoESpec, RoutingSpec, Score, SharedExpertSpec
-from triptych.models.backbones.experts import deepseek_ffns, next_token_layers, qwen_experts, qwen_ffns
+from triptych.models.backbones.experts import deepseek_ffns, next_token_layers, qwen_experts, qwen_ffns, sigmoid_routing
 
 QWEN: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
 
 
 def deepseek(**settings: Any) -> list[Any]:
-    return deepseek_ffns(settings, groups=8, kept_groups=4, scale=2.5, dense=3)
+    return deepseek_ffns(settings, sigmoid_routing(settings, groups=8, kept_groups=4, scale=2.5), shared=1, dense=3)
 
 
 def test_qwen_says_which_layers_are_dense() -> None:
@@ -55,7 +55,8 @@ def test_deepseek_v3_as_published_and_as_saved() -> None:
 
 def test_glm_has_one_group() -> None:
     text = Glm4MoeConfig(**SIZES | {"num_experts_per_tok": 4, "n_shared_experts": 2}).to_dict()
-    dense, *mixtures = deepseek_ffns(text, groups=1, kept_groups=1, scale=1.0, dense=1)
+    routing = sigmoid_routing(text, groups=1, kept_groups=1, scale=1.0)
+    dense, *mixtures = deepseek_ffns(text, routing, shared=1, dense=1)
     assert dense == GatedMLPSpec(96)
     assert [ffn.routing for ffn in mixtures if isinstance(ffn, MoESpec)] == [RoutingSpec(4, Score.SIGMOID)] * 2
 

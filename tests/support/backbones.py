@@ -34,6 +34,16 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
     "original_max_position_embeddings": 64
 }
+MSCALES = {"mscale": 0.8, "mscale_all_dim": 1.2}
+LATENTS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 EXPERTS = {
     "n_routed_experts": 12,
@@ -173,6 +183,45 @@ BACKBONES = {
         head_dim=24,
         first_k_dense_replace=1,
         **EXPERTS,
+    ),
+    "deepseek_v2": _tiny(
+        "DeepseekV2",
+        "deepseek_v2",
+        q_lora_rank=28,
+        rope_theta=1e4,
+        rope_scaling=YARN | MSCALES,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        topk_method="group_limited_greedy",
+        **LATENTS | EXPERTS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    ),
+    "deepseek_v2-lite": _tiny(
+        "DeepseekV2",
+        "deepseek_v2",
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        topk_method="greedy",
+        **LATENTS | EXPERTS | {"norm_topk_prob": False, "num_nextn_predict_layers": 0},
+    ),
+    "deepseek_v3": _tiny(
+        "DeepseekV3",
+        "deepseek_v3",
+        q_lora_rank=28,
+        rope_theta=1e4,
+        rope_scaling=YARN | MSCALES,
+        first_k_dense_replace=1,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        **LATENTS | EXPERTS | {"n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3-moonlight": _tiny(
+        "DeepseekV3",
+        "deepseek_v3",
+        q_lora_rank=None,
+        rope_interleave=False,
+        first_k_dense_replace=2,
+        attention_bias=True,
+        **LATENTS | EXPERTS,
     ),
     "glm4_moe-air": _tiny(
         "Glm4Moe",

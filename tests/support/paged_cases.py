@@ -3,7 +3,7 @@ them in Triton's interpreter, ``tests/gpu`` on a GPU."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ def make_options(shape: Shape) -> dict[str, AttentionOptions]:
         "softcap": AttentionOptions(softcap=0.5),
         "sinks": AttentionOptions(sinks=sinks),
         "together": together,
+        "values in keys": AttentionOptions(value_dim=shape.dim * 5 // 6),
+        "values in keys, together": replace(together, value_dim=shape.dim * 5 // 6),
     }
 
 
@@ -66,12 +68,17 @@ class Case:
 
     query: Tensor
     key: Tensor
-    value: Tensor
+    value: Tensor | None
     caches: Tensor
+    """Of keys, and of values unless keys contain them."""
     batch: AttentionBatch
     filled: Tensor
     expected: Tensor
     options: AttentionOptions
+
+    @property
+    def value_cache(self) -> Tensor | None:
+        return self.caches[1] if len(self.caches) > 1 else None
 
 
 def make_case(  # noqa: PLR0917 (a case is what it is made of)
@@ -84,13 +91,13 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
     needed = [math.ceil(kv_len / shape.page_size) for kv_len in kv_lens]
     num_pages = sum(needed) + 3
     tables = torch.randperm(num_pages, generator=generator)[: sum(needed)].split(needed)
-    widths = (shape.heads, shape.kv_heads, shape.kv_heads)
+    widths, parts = (shape.heads, shape.kv_heads, shape.kv_heads), 2 if options.value_dim is None else 1
     packed = torch.randn(sum(query_lens), sum(widths), shape.dim, generator=generator)
     if cache_dtype == torch.bfloat16:
         packed = packed.to(cache_dtype)  # nothing is left to round: Triton's interpreter rounds to bf16 downwards
     packed = packed.to(dtype)
     query, key, value = packed.split(widths, dim=1)
-    filled = unwritten((2, num_pages, shape.page_size, shape.kv_heads), shape.dim, cache_dtype)
+    filled = unwritten((parts, num_pages, shape.page_size, shape.kv_heads), shape.dim, cache_dtype)
     slots, expected, new_slots, first = [], [], [], 0
     for query_len, kv_len, table in zip(query_lens, kv_lens, tables, strict=True):
         token = torch.arange(kv_len)
@@ -98,17 +105,18 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
         rows = to_stored(torch.randn(2, kv_len, shape.kv_heads, shape.dim, generator=generator), cache_dtype)
         new = slice(first, first + query_len)
         rows[:, kv_len - query_len :] = to_stored(torch.stack((key[new], value[new])), cache_dtype)
-        filled.flatten(1, 2)[:, slots] = rows
+        filled.flatten(1, 2)[:, slots] = rows[:parts]
         new_slots.append(slots[kv_len - query_len :])
-        keys, values = from_stored(rows, dtype)
-        expected.append(written_out(query[new], keys, values, options))
+        read = from_stored(rows[:parts], dtype)
+        expected.append(written_out(query[new], read[0], read[-1][..., : options.value_dim], options))
         first += query_len
     caches = filled.clone()
     new_slot = torch.cat(new_slots)
-    caches.flatten(1, 2)[:, new_slot] = unwritten((2, len(new_slot), shape.kv_heads), shape.dim, cache_dtype)
+    caches.flatten(1, 2)[:, new_slot] = unwritten((parts, len(new_slot), shape.kv_heads), shape.dim, cache_dtype)
     batch = AttentionBatch(query_lens, kv_lens, list(tables), new_slot.to(device))
     query, key, value = packed.to(device).split(widths, dim=1)
-    return Case(query, key, value, caches.to(device), batch, filled, torch.cat(expected), options)
+    new_value = value if parts == 2 else None
+    return Case(query, key, new_value, caches.to(device), batch, filled, torch.cat(expected), options)
 
 
 def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
@@ -119,7 +127,8 @@ def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def written_out(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """Causal attention of the last tokens, in fp64: query [q, heads, d], keys and values [kv, kv_heads, d]."""
+    """Causal attention of the last tokens, in fp64: query [q, heads, d], keys [kv, kv_heads, d], values [kv,
+    kv_heads, v]."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * (options.scale or query.shape[-1] ** -0.5)
@@ -144,7 +153,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def check(case: Case, backend: Callable[..., Tensor], tolerance: float | None = None) -> None:
     """Fails when the backend writes anything but the new tokens' slots, or attends to anything else than it should."""
-    output = backend(case.query, case.key, case.value, case.caches[0], case.caches[1], case.batch, case.options)
+    output = backend(case.query, case.key, case.value, case.caches[0], case.value_cache, case.batch, case.options)
     torch.testing.assert_close(case.caches.cpu(), case.filled, atol=0, rtol=0, equal_nan=True)
     assert output.dtype == case.query.dtype
     tolerance = tolerance or TOLERANCES[case.query.dtype]

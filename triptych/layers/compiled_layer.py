@@ -1,4 +1,5 @@
-"""A layer of a decoder or of a tower in two calls of the compiled kernels, and a mixture's experts in one.
+"""A layer of a decoder or of a tower in two calls of the compiled kernels; a mixture's experts, or heads' products, in
+one.
 
 For a single token, the overhead of separate calls exceeds the work between a layer's products; for many, separate calls
 read all values from memory more often. Results are bit-identical to separate calls. Weights must not move, because the
@@ -154,6 +155,30 @@ class FinishLayer:
         pointers = hidden.data_ptr(), attended.data_ptr(), output.data_ptr()
         if not self._run(self._operands, *pointers, len(hidden)):
             raise MemoryError(f"no memory for a layer of {len(hidden)} tokens")
+        return output
+
+
+class MultiplyHeads:
+    """A product for each head, in one call."""
+
+    def __init__(self, products: Sequence[CompiledProduct]) -> None:
+        """``products`` are of one shape and format."""
+        self._keep_alive = products
+        self._outputs = products[0].outputs
+        self._operands = (LinearOperands * len(products))(*(product.operands for product in products))
+        self._run = products[0].library.linear_heads
+        integer, pointer = ctypes.c_int64, ctypes.c_void_p
+        self._run.argtypes = [pointer, integer, pointer, integer, integer, pointer, integer]
+        self._run.restype = ctypes.c_int
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return float32 [heads, T, out] for float32 ``values`` [T, heads, in], whose last dimension is contiguous.
+        Raises MemoryError."""
+        num_tokens, heads, _ = values.shape
+        output = values.new_empty((heads, num_tokens, self._outputs))
+        where = values.data_ptr(), values.stride(0), values.stride(1)
+        if not self._run(self._operands, heads, *where, output.data_ptr(), num_tokens):
+            raise MemoryError(f"no memory to multiply the heads of {num_tokens} tokens")
         return output
 
 

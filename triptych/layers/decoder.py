@@ -12,8 +12,8 @@ from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVT
 from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
+from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import WeightFormat, frozen
-from triptych.layers.mixers import LayerContext
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader

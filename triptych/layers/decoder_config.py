@@ -18,6 +18,12 @@ class TensorNames:
     """Part of a layer's name for its ffn."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Parts that hold several parts' outputs, one after the other, and those parts."""
+    fused_by_kv_head: bool = False
+    """Whether that order is repeated for each kv head, with its share of each part's outputs."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts with other names in the checkpoint, and these."""
+    head: str = "lm_head.weight"
+    """The output projection, which has no prefix."""
     ignored: tuple[str, ...] = ()
     """Ends of the names of tensors that checkpoints may hold and the decoder doesn't need."""
     ignored_modules: tuple[str, ...] = ()

@@ -4,39 +4,35 @@ The references are ``Qwen3Attention``, ``Gemma2Attention``, ``GptOssAttention``,
 ``Llama4TextAttention`` in transformers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from triptych.layers.attention.base import AttentionBackend, AttentionBatch, AttentionOptions
+from triptych.layers.attention.base import AttentionBackend, AttentionOptions
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.latent import LatentAttention
+from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate
-from triptych.layers.specs import QueryScaling
+from triptych.layers.specs import AttentionSpec, MLASpec, QueryScaling
 from triptych.layers.weights import WeightReader
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """What all layers of one forward pass share."""
-
-    positions: Tensor
-    """float64 [3, T]: temporal, height and width."""
-    rotations: Sequence[tuple[Tensor, Tensor]]
-    """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
-    attention: AttentionBatch
 
 
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
     the layer applies to the tokens it needs."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        config: DecoderConfig,
+        reader: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+    ) -> None:
         super().__init__()
-        prefix, spec = f"layers.{index}.self_attn", config.layers[index].mixer
         shard, head_dim = spec.shard(reader.group.size), spec.head_dim
         heads, kv_heads = shard.num_heads, shard.num_kv_heads
         self.head_counts = [heads, kv_heads, kv_heads]
@@ -95,6 +91,14 @@ def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
     return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)
 
 
-def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> Attention:
+Mixer = Attention | LatentAttention
+
+
+def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> Mixer:
     """Load the mixer of layer ``index``."""
-    return Attention(config, reader, index, backend)
+    prefix = f"layers.{index}.self_attn"
+    match config.layers[index].mixer:
+        case AttentionSpec() as spec:
+            return Attention(spec, config, reader, prefix, backend)
+        case MLASpec() as spec:
+            return LatentAttention(spec, config, reader, prefix, backend)

@@ -82,6 +82,66 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are projections of one
+    latent per token, beside a rotated key that all heads share."""
+
+    num_heads: int
+    latent_dim: int
+    """Values of a token's latent."""
+    key_dim: int
+    """Values of a head's query and key that aren't rotated."""
+    rotated_dim: int
+    """Values of a head's query, and of the shared key, that are."""
+    value_dim: int
+    """Values of a head's value."""
+    rope: RopeConfig
+    scale: float
+    """Factor of the products of queries and keys."""
+    query_latent_dim: int | None = None
+    """Values of the latent that queries are projections of; None: they are projections of the residual stream."""
+    bias: bool = False
+    """Whether the projections to latents and the output projection have biases."""
+
+    window: None = None
+
+    @property
+    def rotary(self) -> tuple[int, RopeConfig]:
+        """Values per head that the rotary embedding covers, and the embedding."""
+        return self.rotated_dim, self.rope
+
+    @property
+    def cached_dim(self) -> int:
+        """Values per token in the cache: the latent, then the rotated key."""
+        return self.latent_dim + self.rotated_dim
+
+    @property
+    def output_size(self) -> int:
+        """Values per token that the output projection takes."""
+        return self.num_heads * self.value_dim
+
+    def shard(self, size: int) -> "MLASpec":
+        """Return one of ``size`` ranks' share of the heads. Raises ConfigError if there is none."""
+        check_divides("query heads", self.num_heads, size)
+        return replace(self, num_heads=per_rank(self.num_heads, size))
+
+    def cache_spec(self, stored: CacheFormat) -> CacheSpec:
+        """Return what a layer keeps in a cache of this format."""
+        return CacheSpec(1, (self.cached_dim,), stored)
+
+    def step_values(self, tokens: int, context_length: int) -> int:
+        """Return how many values a step holds at most: queries and their projections, attention's output and, without
+        compiled kernels, a mask and gathered pages."""
+        per_head = self.key_dim + 2 * self.rotated_dim + 4 * self.latent_dim + 2 * self.value_dim
+        per_token = self.num_heads * per_head + 3 * self.cached_dim + (self.query_latent_dim or 0)
+        return tokens * (per_token + context_length) + 3 * context_length * self.cached_dim
+
+
+MixerSpec = AttentionSpec | MLASpec
+"""The part of a layer that mixes tokens."""
+
+
+@dataclass(frozen=True)
 class GatedMLPSpec:
     """``down(activation(gate(x)) * up(x))``."""
 
@@ -227,7 +287,7 @@ PRE_NORMS = NormNames()
 class LayerSpec:
     """One decoder layer: a mixer and an ffn, each with its norms and added to the residual stream."""
 
-    mixer: AttentionSpec
+    mixer: MixerSpec
     ffn: FfnSpec
     norms: NormNames = PRE_NORMS
 

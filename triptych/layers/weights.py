@@ -35,7 +35,11 @@ class DecoderKeys:
 
     def key(self, name: str) -> str:
         """Return the checkpoint's name of the decoder's tensor ``name``."""
-        return self.head if name == HEAD else self.prefix + name
+        if name == HEAD:
+            return self.head
+        for own, theirs in self.names.renamed:
+            name = name.replace(own, theirs)
+        return self.prefix + name
 
     def fused_name(self, parts: Sequence[str]) -> str | None:
         """Return the name under which ``parts`` of a layer are stored as one, or None if they are stored apart."""
@@ -113,9 +117,20 @@ class WeightReader:
                 (name, out.size, out.part(self.group) if out.order is None else out.index(self.group))
                 for name, out in layers.items()
             ]
-        ends = list(accumulate(out.size for out in layers.values()))
-        rows = [end - out.size + out.index(self.group) for end, out in zip(ends, layers.values(), strict=True)]
-        return [(fused, ends[-1], torch.cat(rows))]
+        runs = min(out.units for out in layers.values()) if self._keys.names.fused_by_kv_head else 1
+        ends = list(accumulate(out.size // runs for out in layers.values()))
+        rows = []
+        for end, out in zip(ends, layers.values(), strict=True):
+            index, width = out.index(self.group), out.size // runs
+            rows.append(index // width * ends[-1] + end - width + index % width)
+        return [(fused, ends[-1] * runs, torch.cat(rows))]
+
+    def rows(self, name: str, outputs: ShardedDimension, in_features: int) -> Tensor:
+        """Return this rank's rows of a layer's weight [out, in], dequantized if it is quantized."""
+        shape, part = (outputs.size, in_features), outputs.part(self.group)
+        if quantization := self._quantization_of([name]):
+            return self._grouped(name, shape, quantization).rows(part).dequantized()
+        return self.tensor(f"{name}.weight", shape)[part]
 
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""

@@ -195,6 +195,9 @@ class AttentionOptions:
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: Tensor | None = None
     """float32 [heads], contiguous: a logit of each query head that takes part in the softmax's sum, without a value."""
+    value_dim: int | None = None
+    """A head's values are as many of the first values of its key, and the cache holds keys only. None: values are a
+    part of their own, with as many values as keys."""
 
     def __post_init__(self) -> None:
         if self.sinks is not None and (self.sinks.dtype != torch.float32 or not self.sinks.is_contiguous()):
@@ -215,9 +218,9 @@ class AttentionBackend(Protocol):
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         batch: AttentionBatch,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
@@ -225,8 +228,16 @@ class AttentionBackend(Protocol):
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
         [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
-        used. Query head h reads kv head ``h * kv_heads // heads``. Returns [T, heads, head_dim] in the query's dtype.
+        used. Query head h reads kv head ``h * kv_heads // heads``. With ``options.value_dim``, ``value`` and
+        ``value_cache`` are None. Returns [T, heads, head_dim], or [T, heads, value_dim], in the query's dtype.
         """
+
+
+def group_size(heads: int, kv_heads: int, largest: int) -> int:
+    """Return how many query heads that share a kv head kernels process together: the largest number up to ``largest``
+    that divides them."""
+    sharing = heads // kv_heads
+    return next(size for size in range(min(sharing, largest), 0, -1) if sharing % size == 0)
 
 
 def pages_needed(num_tokens: int, page_size: int) -> int:

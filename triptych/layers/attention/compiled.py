@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.layers import native
-from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
+from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions, group_size
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.cache_spec import ChunkWindow
 
@@ -27,7 +27,8 @@ class AttentionOperands(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_starts", "query_lens", "kv_lens", "page_starts")),
         *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages", "sinks")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
-        *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "num_pages", "page_size")),
+        *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "page_size", "groups")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("cache_stride", "window", "chunked", "causal", "format", "in_bf16")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
@@ -55,7 +56,7 @@ class PagedAttention:
         return on_cpu and self.takes(cache.dtype) and self.suits_heads(heads, cache.shape[2], dim)
 
     def suits_heads(self, heads: int, kv_heads: int, dim: int) -> bool:
-        return heads % kv_heads == 0 and heads // kv_heads <= self._max_group and dim <= self._max_dim
+        return heads % kv_heads == 0 and dim <= self._max_dim
 
     def takes(self, cache: torch.dtype) -> bool:
         """Return whether the kernel supports caches of this dtype."""
@@ -65,15 +66,15 @@ class PagedAttention:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         batch: AttentionBatch,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """See ``AttentionBackend``. A token's heads must be contiguous in the caches. Raises IndexError for slots and
         page tables beyond the caches, and MemoryError."""
-        new = _with_dense_heads(key), _with_dense_heads(value), batch.slots
+        new = _with_dense_heads(key), None if value is None else _with_dense_heads(value), batch.slots
         tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
         return self._attend(query, (key_cache, value_cache), new, tables, options)
 
@@ -109,7 +110,7 @@ class PagedAttention:
         if not num_tokens == sum(lengths) > 0:
             raise ValueError(f"segments of {sum(lengths)} tokens for {num_tokens} tokens")
         tables = _of_segments(tuple(lengths), self._tile(*shape[:2]))
-        step = _operands(tables, tables.pages[:0], shape, causal=False, in_bf16=self._in_bf16)
+        step = self._operands(tables, tables.pages[:0], shape, causal=False)
         step.scale = scale
         step.page_size = gcd(*lengths)
         step.num_pages = num_tokens // step.page_size
@@ -123,61 +124,62 @@ class PagedAttention:
         """
         if (self, shape) not in batch.prepared:
             tables = batch.paged(self._tile(*shape[:2]))
-            batch.prepared[self, shape] = _operands(tables, batch.slots, shape, in_bf16=self._in_bf16)
+            batch.prepared[self, shape] = self._operands(tables, batch.slots, shape)
         return AttentionOperands.from_buffer_copy(batch.prepared[self, shape])
 
     def _tile(self, heads: int, kv_heads: int) -> int:
         """Return the number of tokens per tile."""
-        return self._rows // (heads // kv_heads)
+        return self._rows // group_size(heads, kv_heads, self._max_group)
 
     def _attend(
         self,
         query: Tensor,
-        caches: tuple[Tensor, Tensor],
-        new: tuple[Tensor, Tensor, Tensor],
+        caches: tuple[Tensor, Tensor | None],
+        new: tuple[Tensor, Tensor | None, Tensor],
         tables: PagedTables,
         options: AttentionOptions,
         *,
         causal: bool = True,
     ) -> Tensor:
         """``caches`` are pages of keys and of values; ``new`` are the keys and values to write, and their slots."""
-        query = _with_dense_heads(query)
-        _, heads, dim = query.shape
-        output = query.new_empty(query.shape)
-        shape = heads, caches[0].shape[2], dim
-        step = _operands(tables, new[2], shape, causal=causal, in_bf16=self._in_bf16)
+        query, (key, value, slots) = _with_dense_heads(query), new
+        num_tokens, heads, dim = query.shape
+        step = self._operands(tables, slots, (heads, caches[0].shape[2], dim), causal=causal)
         set_layer(step, *caches, options)
-        step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
-        step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
+        output = query.new_empty((num_tokens, heads, step.value_dim))
+        step.query, step.key, step.output = (tensor.data_ptr() for tensor in (query, key, output))
+        step.query_stride, step.key_stride = query.stride(0), key.stride(0)
+        if value is not None:
+            step.value, step.value_stride = value.data_ptr(), value.stride(0)
         raise_failure(self._run(step), step)
         return output
 
-
-def _operands(
-    tables: PagedTables,
-    slots: Tensor,
-    shape: tuple[int, int, int],
-    *,
-    causal: bool = True,
-    in_bf16: bool = False,
-) -> AttentionOperands:
-    """``shape`` is (heads, kv heads, head_dim)."""
-    step = AttentionOperands(num_tokens=len(slots), causal=causal, in_bf16=in_bf16)
-    step.slots, step.query_starts, step.query_lens = (
-        tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
-    )
-    step.kv_lens, step.page_starts, step.decodes, step.tiles, step.pages = (
-        tensor.data_ptr() for tensor in (tables.kv_lens, tables.page_starts, tables.decodes, tables.tiles, tables.pages)
-    )
-    step.num_sequences, step.num_decodes = len(tables.kv_lens), len(tables.decodes)
-    step.num_tiles, step.num_entries = len(tables.tiles), len(tables.pages)
-    step.heads, step.kv_heads, step.dim = shape
-    return step
+    def _operands(
+        self, tables: PagedTables, slots: Tensor, shape: tuple[int, int, int], *, causal: bool = True
+    ) -> AttentionOperands:
+        """``shape`` is (heads, kv heads, head_dim)."""
+        step = AttentionOperands(num_tokens=len(slots), causal=causal, in_bf16=self._in_bf16)
+        step.slots, step.query_starts, step.query_lens = (
+            tensor.data_ptr() for tensor in (slots, tables.query_starts, tables.query_lens)
+        )
+        step.kv_lens, step.page_starts, step.decodes, step.tiles, step.pages = (
+            tensor.data_ptr()
+            for tensor in (tables.kv_lens, tables.page_starts, tables.decodes, tables.tiles, tables.pages)
+        )
+        step.num_sequences, step.num_decodes = len(tables.kv_lens), len(tables.decodes)
+        step.num_tiles, step.num_entries = len(tables.tiles), len(tables.pages)
+        step.heads, step.kv_heads, step.dim = shape
+        step.groups = step.heads // group_size(step.heads, step.kv_heads, self._max_group)
+        step.value_dim = step.dim
+        return step
 
 
-def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor | None, options: AttentionOptions) -> None:
     """Set the operands that differ between layers; ``options`` must outlive ``step``."""
-    step.keys, step.values = keys.data_ptr(), values.data_ptr()
+    step.keys = step.values = keys.data_ptr()
+    if values is not None:
+        step.values = values.data_ptr()
+    step.value_dim = options.value_dim or step.dim
     step.num_pages, step.page_size = keys.shape[:2]
     step.format = FORMATS[keys.dtype]
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))

@@ -25,24 +25,27 @@ class CpuAttention:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         batch: AttentionBatch,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
         """See ``AttentionBackend``."""
         if self.kernel is not None and self.kernel.suits(query, key_cache):
             return self.kernel(query, key, value, key_cache, value_cache, batch, options)
-        for new, cache in ((key, key_cache), (value, value_cache)):
+        parts = [(key, key_cache)]
+        if value is not None and value_cache is not None:
+            parts.append((value, value_cache))
+        for new, cache in parts:
             cache.flatten(0, 1).index_copy_(0, batch.slots, to_stored(new, cache.dtype))
-        output = query.new_empty(query.shape)
-        parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
-        for index, (sequence_query, sequence_output) in enumerate(parts):
+        output = query.new_empty((*query.shape[:2], options.value_dim or query.shape[2]))
+        sequences = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
+        for index, (sequence_query, sequence_output) in enumerate(sequences):
             where = batch.kv_lens[index], batch.page_tables[index], batch.page_runs[index]
             visible = slice(batch.first_visible(index, options.window), None)
-            pages = (read_pages(cache, *where)[visible] for cache in (key_cache, value_cache))
-            keys, values = (from_stored(one, query.dtype) for one in pages)
+            read = [from_stored(read_pages(cache, *where)[visible], query.dtype) for _, cache in parts]
+            keys, values = read[0], read[-1][..., : options.value_dim]
             mask = batch.mask(index, query.dtype, options.window)
             sequence_output.copy_(attend(sequence_query, keys, values, mask, options))
         return output
@@ -63,8 +66,8 @@ def attend(
 ) -> Tensor:
     """Attend from a sequence's last q tokens to its keys and values.
 
-    ``query`` [q, heads, d]; ``keys``, ``values`` [kv, kv_heads, d]; ``mask`` from ``AttentionBatch.mask``, by
-    ``options.window``. Returns [q, heads, d].
+    ``query`` [q, heads, d]; ``keys`` [kv, kv_heads, d], ``values`` [kv, kv_heads, v]; ``mask`` from
+    ``AttentionBatch.mask``, by ``options.window``. Returns [q, heads, v].
     """
     if options.softcap is not None or options.sinks is not None:
         return attend_written_out(query, keys, values, mask, options)
@@ -76,14 +79,14 @@ def attend(
         # the query heads of a kv head take the place of query positions, so that keys are read once per group
         grouped = query.reshape(1, num_kv_heads, group, head_dim)
         output = F.scaled_dot_product_attention(grouped, keys, values, scale=options.scale)
-        return output.reshape(1, num_heads, head_dim)
+        return output.reshape(1, num_heads, -1)
     # the group takes the place of the batch, over which keys and values are broadcast without a copy
     grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(2, 1, 0, 3)  # [group, kv_heads, q, d]
     keys, values = (tensor.expand(group, -1, -1, -1) for tensor in (keys, values))
     output = F.scaled_dot_product_attention(
         grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=options.scale
     )
-    return output.permute(2, 1, 0, 3).reshape(query_len, num_heads, head_dim)
+    return output.permute(2, 1, 0, 3).reshape(query_len, num_heads, -1)
 
 
 def attend_written_out(
@@ -93,7 +96,7 @@ def attend_written_out(
     query_len, num_heads, head_dim = query.shape
     if mask is None and query_len > 1:
         mask = torch.full((query_len, len(keys)), -torch.inf, device=query.device).triu_(1)
-    output = torch.empty_like(query)
+    output = query.new_empty((query_len, num_heads, values.shape[2]))
     for head in range(num_heads):
         kv_head = head * keys.shape[1] // num_heads
         scores = (query[:, head] @ keys[:, kv_head].T).float() * options.scale_for(head_dim)  # [q, kv]

@@ -1,10 +1,13 @@
 """Attention over the paged KV cache on GPUs, in Triton: decode, prefill, and writing the cache.
 
 Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
-contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads that share a kv head
-are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
+contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads of a group, which share
+a kv head, are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
 keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
 have an instruction: scores include the factor log2(e), and so do sinks.
+
+A key has ``DIM + REST`` values. Its value has ``DIM``: those of another cache or, if ``SHARED``, the key's first ones.
+Query heads that share a kv head are processed in ``GROUPS`` groups in all, one or more for each kv head.
 
 ``WINDOW`` is the number of tokens that each token attends to, including itself, or with ``CHUNKED`` the length of the
 chunks to which attention is limited; ``CAP`` is the soft limit of scores; 0 for none. ``SINKS`` says whether there are
@@ -24,38 +27,51 @@ NEVER = tl.constexpr(-1e30)  # a score below all others; finite, so that the dif
 @triton.jit
 def write_kernel(
     key, value, key_cache, value_cache, slots, key_stride, value_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Write one token per program: its ``WIDTH`` = kv_heads * head_dim values of K and of V go to its slot."""
+    """Write one token per program: its ``WIDTH`` = kv_heads * head_dim values of K and of V go to its slot. If values
+    are ``SHARED``, there is no V."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(slots + token) * WIDTH
     element = tl.arange(0, BLOCK)
     inside = element < WIDTH
     keys = tl.load(key + token * key_stride + element, mask=inside)
-    values = tl.load(value + token * value_stride + element, mask=inside)
     tl.store(key_cache + place + element, keys.to(key_cache.dtype.element_ty), mask=inside)
-    tl.store(value_cache + place + element, values.to(value_cache.dtype.element_ty), mask=inside)
+    if not SHARED:
+        values = tl.load(value + token * value_stride + element, mask=inside)
+        tl.store(value_cache + place + element, values.to(value_cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _attend_block(
-    query, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
-    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, CAP: tl.constexpr,
+    query, rest, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
+    KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the online softmax.
+
+    ``query`` [rows, DIM_BLOCK] and ``rest`` [rows, REST_BLOCK] are the queries; ``rest`` isn't used without ``REST``.
 
     ``places`` [KEYS] are the keys' token indices, ``inside`` [KEYS] marks those that exist, ``visible`` [rows, KEYS]
     those that a row attends to. Returns the updated ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
     """
     dims = tl.arange(0, DIM_BLOCK)
     pages = tl.load(page_table + places // PAGE_SIZE, mask=inside, other=0)
-    offsets = ((pages * PAGE_SIZE + places % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-    offsets = offsets[:, None] + dims[None, :]
+    heads = ((pages * PAGE_SIZE + places % PAGE_SIZE) * KV_HEADS + kv_head) * (DIM + REST)
+    offsets = heads[:, None] + dims[None, :]
     # unwritten parts of the cache may hold NaN, which a weight of 0 wouldn't cancel
     mask = inside[:, None] & (dims < DIM)[None, :]
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
-    values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
-    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
+    values = keys
+    if not SHARED:
+        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
+    if REST > 0:
+        more = tl.arange(0, REST_BLOCK)
+        rest_mask = inside[:, None] & (more < REST)[None, :]
+        rest_keys = tl.load(key_cache + heads[:, None] + DIM + more[None, :], mask=rest_mask, other=0.0)
+        scores = tl.dot(rest, tl.trans(rest_keys.to(query.dtype)), scores, input_precision="tf32x3")
+    scores *= scale
     if CAP > 0:  # CAP * tanh(score / CAP)
         scores = (1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)) * (CAP * LOG2_E)
     scores = tl.where(visible, scores, float("-inf"))
@@ -65,6 +81,20 @@ def _attend_block(
     totals = totals * rescale + tl.sum(weights, 1)
     sums = sums * rescale[:, None] + tl.dot(weights.to(query.dtype), values, input_precision="tf32x3")
     return higher, totals, sums
+
+
+@triton.jit
+def _load_queries(
+    rows, exists, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr
+):
+    """Return the queries that begin at the pointers ``rows``: [rows, DIM_BLOCK], and [rows, REST_BLOCK] of the rest."""
+    dims = tl.arange(0, DIM_BLOCK)
+    queries = tl.load(rows[:, None] + dims[None, :], mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)
+    rest = queries
+    if REST > 0:
+        more = tl.arange(0, REST_BLOCK)
+        rest = tl.load(rows[:, None] + DIM + more[None, :], mask=exists[:, None] & (more < REST)[None, :], other=0.0)
+    return queries, rest
 
 
 @triton.jit
@@ -94,18 +124,19 @@ def _first_read(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 def decode_kernel(
     query, key_cache, value_cache, sinks, output, partial_sums, partial_maxima, partial_totals,
     decodes, query_starts, kv_lens, page_starts, pages, query_stride, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one new token, for one kv head, to one part of the context per program.
+    """Attend from one new token, for one group of query heads, to one part of the context per program.
 
     As in Flash-Decoding, splitting the context keeps a GPU busy with few sequences. ``SPLITS`` doesn't depend on
     lengths, so that a CUDA graph can record the launch; a short context leaves splits empty. With one split the result
     goes to ``output``, otherwise to the partial tensors, for ``reduce_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    which = tl.program_id(1)
     split = tl.program_id(2)
     sequence = tl.load(decodes + row)
     token = tl.load(query_starts + sequence)
@@ -116,12 +147,13 @@ def decode_kernel(
     start = visible + split * span
     end = tl.minimum(start + span, kv_len)
 
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = HEADS // GROUPS
     group = tl.arange(0, GROUP_BLOCK)
-    heads = kv_head * GROUP + group
+    heads = which * GROUP + group
     dims = tl.arange(0, DIM_BLOCK)
     mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
-    queries = tl.load(query + token * query_stride + heads[:, None] * DIM + dims[None, :], mask=mask, other=0.0)
+    rows = query + token * query_stride + heads * (DIM + REST)
+    queries, rest = _load_queries(rows, group < GROUP, DIM, DIM_BLOCK, REST, REST_BLOCK)
 
     maxima, totals = _start_softmax(sinks, heads, group < GROUP, SINKS, GROUP_BLOCK)
     if SPLITS > 1:  # only the first split has the sinks
@@ -132,8 +164,9 @@ def decode_kernel(
         places = base + tl.arange(0, KEYS)
         inside = places < end
         maxima, totals, sums = _attend_block(
-            queries, key_cache, value_cache, page_table, kv_head, places, inside, inside[None, :], scale,
-            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, CAP,
+            queries, rest, key_cache, value_cache, page_table, which // (GROUPS // KV_HEADS), places, inside,
+            inside[None, :], scale, maxima, totals, sums,
+            KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP,
         )  # fmt: skip
 
     if SPLITS == 1:
@@ -173,34 +206,36 @@ def reduce_kernel(
 def prefill_kernel(
     query, key_cache, value_cache, sinks, output, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
     query_stride, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from ``TILE`` new tokens of one sequence, for one kv head, per program; rows are tokens times query heads.
+    """Attend from ``TILE`` new tokens of one sequence, for one group of query heads, per program; rows are tokens times
+    heads.
 
     New tokens are at positions ``kv_len - query_len`` and on; each attends to its sequence up to itself.
     """
     tile = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    which = tl.program_id(1)
     sequence = tl.load(tiles + 2 * tile)
     first = tl.load(tiles + 2 * tile + 1)
     query_len = tl.load(query_lens + sequence)
     past = tl.load(kv_lens + sequence) - query_len
     page_table = pages + tl.load(page_starts + sequence)
 
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = HEADS // GROUPS
     ROWS: tl.constexpr = TILE * GROUP_BLOCK
     row = tl.arange(0, ROWS)
     token = first + row // GROUP_BLOCK
     head = row % GROUP_BLOCK
     dims = tl.arange(0, DIM_BLOCK)
-    mask = ((token < query_len) & (head < GROUP))[:, None] & (dims < DIM)[None, :]
+    exists = (token < query_len) & (head < GROUP)
+    mask = exists[:, None] & (dims < DIM)[None, :]
     packed = tl.load(query_starts + sequence) + token
-    heads = kv_head * GROUP + head
-    queries = tl.load(
-        query + packed[:, None] * query_stride + heads[:, None] * DIM + dims[None, :], mask=mask, other=0.0
-    )
+    heads = which * GROUP + head
+    rows = query + packed * query_stride + heads * (DIM + REST)
+    queries, rest = _load_queries(rows, exists, DIM, DIM_BLOCK, REST, REST_BLOCK)
 
     end = past + tl.minimum(first + TILE, query_len)
     begin = _first_read(past + first, WINDOW, CHUNKED) // KEYS * KEYS
@@ -213,8 +248,9 @@ def prefill_kernel(
         if WINDOW > 0:
             visible = visible & (places[None, :] >= _first_read(past + token, WINDOW, CHUNKED)[:, None])
         maxima, totals, sums = _attend_block(
-            queries, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale,
-            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, CAP,
+            queries, rest, key_cache, value_cache, page_table, which // (GROUPS // KV_HEADS), places, inside,
+            visible, scale, maxima, totals, sums,
+            KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP,
         )  # fmt: skip
 
     result = (sums / totals[:, None]).to(output.dtype.element_ty)

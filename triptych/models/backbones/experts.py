@@ -24,25 +24,31 @@ def qwen_ffns(text: TextConfig, experts: MoESpec) -> list[FfnSpec]:
     return [experts if is_mixed else gated_mlp(text) for is_mixed in mixed]
 
 
-def deepseek_ffns(text: TextConfig, *, groups: int, kept_groups: int, scale: float, dense: int) -> list[FfnSpec]:
-    """Return each layer's ffn, as in DeepSeek-V3 (arXiv:2412.19437): the first ones are dense, and the others' experts
-    have sigmoid scores with a correction, and a shared expert. Arguments are defaults. Raises CheckpointError."""
-    check_silu(text)
-    shared = setting(text, "n_shared_experts", int, default=1)
-    width, groups = setting(text, "moe_intermediate_size", int), setting(text, "n_group", int, default=groups)
+def sigmoid_routing(text: TextConfig, *, groups: int, kept_groups: int, scale: float) -> RoutingSpec:
+    """Return the routing of DeepSeek-V3 (arXiv:2412.19437): by sigmoids, in groups. Arguments are defaults. Raises
+    CheckpointError."""
+    groups = setting(text, "n_group", int, default=groups)
     kept_groups = setting(text, "topk_group", int, default=kept_groups)
-    routing = RoutingSpec(
+    return RoutingSpec(
         setting(text, "num_experts_per_tok", int),
         Score.SIGMOID,
         normalised=setting(text, "norm_topk_prob", bool, default=True),
         scale=positive_number(text, "routed_scaling_factor", scale),
         groups=None if groups == kept_groups else ExpertGroups(groups, kept_groups, ranked_by=2),
     )
+
+
+def deepseek_ffns(text: TextConfig, routing: RoutingSpec, *, shared: int, dense: int) -> list[FfnSpec]:
+    """Return each layer's ffn, as in DeepSeek's models: the first ones are dense, and the others have experts, of which
+    some are shared by all tokens. Sigmoid scores have a correction. ``shared`` and ``dense`` are default numbers of
+    shared experts and of dense layers. Raises CheckpointError."""
+    check_silu(text)
+    shared, width = setting(text, "n_shared_experts", int, default=shared), setting(text, "moe_intermediate_size", int)
     experts = MoESpec(
         setting(text, "n_routed_experts", int),
         width,
         routing,
-        correction="gate.e_score_correction_bias",
+        correction="gate.e_score_correction_bias" if routing.score is Score.SIGMOID else None,
         shared=SharedExpertSpec("shared_experts", GatedMLPSpec(shared * width)),
     )
     first = layers_up_to(text, "first_k_dense_replace", dense)

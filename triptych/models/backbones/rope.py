@@ -100,23 +100,23 @@ def _scaling(rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -
 def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
     original = _original_length(rope, text)
     factor = _factor(rope, text, original)
-    magnitude = _magnitude(factor, 1.0)
+    enlarged = magnitude(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):  # zeros count as absent
-        magnitude = _magnitude(factor, positive_number(rope, "mscale")) / _magnitude(
+        enlarged = magnitude(factor, positive_number(rope, "mscale")) / magnitude(
             factor, positive_number(rope, "mscale_all_dim")
         )
     return YarnScaling(
         factor=factor,
         original_length=original,
-        attention_factor=positive_number(rope, "attention_factor", magnitude),
+        attention_factor=positive_number(rope, "attention_factor", enlarged),
         beta_fast=positive_number(rope, "beta_fast", 32.0),
         beta_slow=positive_number(rope, "beta_slow", 1.0),
         truncate=setting(rope, "truncate", bool, default=True),
     )
 
 
-def _magnitude(factor: float, mscale: float) -> float:
-    """Return by how much YaRN enlarges cosines and sines."""
+def magnitude(factor: float, mscale: float) -> float:
+    """Return by how much YaRN enlarges cosines and sines, and DeepSeek also queries and keys."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -28,7 +28,7 @@ class TextAdapter:
         tied = bool(config.get("tie_word_embeddings", backbone.ties_embeddings))
         self.decoder_config = backbone.decoder_config(config, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
-        self._keys = DecoderKeys("model.", "lm_head.weight", self.decoder_config.names)
+        self._keys = DecoderKeys("model.", self.decoder_config.names.head, self.decoder_config.names)
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return no keys: there is no encoder."""

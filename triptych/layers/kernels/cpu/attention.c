@@ -6,8 +6,8 @@
  * outputs. A pair has the size of a float, so that tiles and loops are the same. Where the operating system grants AMX,
  * its tiles multiply them.
  *
- * A tile of new tokens (a chunk of a prompt) reads its keys once, one kv head at a time; a single new token (decode)
- * reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
+ * A tile of new tokens (a chunk of a prompt) reads its keys once for a group of query heads that share a kv head; a
+ * single new token (decode) reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
  * Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own sequence and on whether it is its
  * sequence's only new token (single_token.c), but not on the rest of the step.
  * Built by native.py.
@@ -21,7 +21,7 @@
 #include "single_token.h"
 #include "vectors.h"
 
-#define MAX_GROUP 16 /* query heads per kv head */
+#define MAX_GROUP 16 /* query heads per group */
 #define TOGETHER 8   /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
 
 #ifdef __AVX512BF16__
@@ -144,12 +144,12 @@ inlined int64_t keys_for(const Tile *tile, int64_t start) {
 
 /* Attends from consecutive tiles of a sequence, for which keys and values are gathered once; uses the first ``halves``
  * halves of their rows. */
-inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head,
+inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t group,
                           const int halves, const int in_pairs) {
     float gathered[TILE * MAX_DIM];
-    int64_t dim = step->dim, depth = in_pairs ? dim / 2 : dim, end = tiles[num_tiles - 1].end;
+    int64_t dim = step->dim, value_dim = step->value_dim, depth = in_pairs ? dim / 2 : dim, end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    const char *keys = from_head(step->keys, kv_head, step), *values = from_head(step->values, kv_head, step);
+    const char *keys = (char *)step->keys + head_of(group, step), *values = (char *)step->values + head_of(group, step);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
         if (in_pairs) gather_key_pairs(gathered, dim, keys, pages, start, all, step);
@@ -167,14 +167,14 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
             if (count) weigh_tile(tile, step, start, count, halves, in_pairs);
         }
         if (in_pairs) gather_value_pairs(gathered, values, pages, start, all, step);
-        else gather_as_floats(gathered, values, pages, start, all, step);
+        else if (values != keys) gather_as_floats(gathered, values, pages, start, all, step);
         int64_t next = start + TILE, ahead = least(TILE, end - next); /* below 1 when there is none */
         for (int64_t which = 0; which < num_tiles; which++) {
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
-            for (int64_t i = 0, some; i < dim && count; i += some) {
-                some = least(BLOCK, dim - i);
-                int64_t done = which * dim + i, whole = num_tiles * dim;
+            for (int64_t i = 0, some; i < value_dim && count; i += some) {
+                some = least(BLOCK, value_dim - i);
+                int64_t done = which * value_dim + i, whole = num_tiles * value_dim;
                 prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step);
                 multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores,
                              in_pairs ? (count + 1) / 2 : count, some, halves, in_pairs);
@@ -184,17 +184,17 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
 }
 
 /* As ``attend_tiles``, by AMX. */
-inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t kv_head) {
+inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int64_t sequence, int64_t group) {
     float gathered[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
     float columns[TILE * MAX_DIM / 2] __attribute__((aligned(64)));
-    int64_t depth = whole(step->dim), end = tiles[num_tiles - 1].end;
+    int64_t depth = whole(step->dim), value_depth = whole(step->value_dim), end = tiles[num_tiles - 1].end;
     const int64_t *pages = step->pages + step->page_starts[sequence];
-    const char *keys = from_head(step->keys, kv_head, step), *values = from_head(step->values, kv_head, step);
+    const char *keys = (char *)step->keys + head_of(group, step), *values = (char *)step->values + head_of(group, step);
     begin_tiles(WHOLE / 2, TILE_BYTES);
     for (int64_t start = tiles[0].begin; start < end; start += TILE) {
         int64_t all = least(TILE, end - start);
         gather_key_pairs(gathered, depth, keys, pages, start, all, step);
-        gather_value_columns(columns, depth, values, pages, start, all, step);
+        gather_value_columns(columns, value_depth, values, pages, start, all, step);
         prefetch(keys, pages, start + TILE, least(start + 2 * TILE, end), step);
         prefetch(values, pages, start + TILE, least(start + 2 * TILE, end), step);
         for (Tile *tile = tiles; tile < tiles + num_tiles; tile++) {
@@ -202,41 +202,41 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
             if (!count) continue;
             multiply_by_amx(tile->scores, (uint16_t *)gathered, depth, tile->queries, whole(count), depth, 0);
             weigh_tile(tile, step, start, count, 2, 1);
-            shrink_sums(tile, depth);
-            multiply_by_amx(tile->sums, (uint16_t *)columns, TILE, tile->scores, depth, whole(count), 1);
+            shrink_sums(tile, value_depth);
+            multiply_by_amx(tile->sums, (uint16_t *)columns, TILE, tile->scores, value_depth, whole(count), 1);
         }
     }
     end_tiles();
 }
 
-inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head,
+inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t group,
                        const int in_pairs) {
     Tile tiles[TOGETHER];
-    int64_t group = step->heads / step->kv_heads, sequence = first[0];
+    int64_t heads = step->heads / step->groups, sequence = first[0];
     for (int64_t which = 0; which < num_tiles; which++)
-        begin_tile(tiles + which, step, sequence, first[2 * which + 1], kv_head, in_pairs);
-    if (in_pairs && tiles_are_granted) attend_by_amx(tiles, num_tiles, step, sequence, kv_head);
-    else if (num_tiles * tiles->tokens * group <= LANES)
-        attend_tiles(tiles, num_tiles, step, sequence, kv_head, 1, in_pairs);
-    else attend_tiles(tiles, num_tiles, step, sequence, kv_head, 2, in_pairs);
-    for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, kv_head);
+        begin_tile(tiles + which, step, sequence, first[2 * which + 1], group, in_pairs);
+    if (in_pairs && tiles_are_granted) attend_by_amx(tiles, num_tiles, step, sequence, group);
+    else if (num_tiles * tiles->tokens * heads <= LANES)
+        attend_tiles(tiles, num_tiles, step, sequence, group, 1, in_pairs);
+    else attend_tiles(tiles, num_tiles, step, sequence, group, 2, in_pairs);
+    for (int64_t which = 0; which < num_tiles; which++) finish_tile(tiles + which, step, group);
 }
 
-static void attend_in_bf16(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
-    attend_in(step, first, num_tiles, kv_head, 1);
+static void attend_in_bf16(const Step *step, const int64_t *first, int64_t num_tiles, int64_t group) {
+    attend_in(step, first, num_tiles, group, 1);
 }
 
-static void attend_in_float(const Step *step, const int64_t *first, int64_t num_tiles, int64_t kv_head) {
-    attend_in(step, first, num_tiles, kv_head, 0);
+static void attend_in_float(const Step *step, const int64_t *first, int64_t num_tiles, int64_t group) {
+    attend_in(step, first, num_tiles, group, 0);
 }
 
-/* Attends from the tiles ``start`` to ``end`` of the step's list, for one kv head, with those of a sequence together. */
-static void attend_between(const Step *step, int64_t start, int64_t end, int64_t kv_head) {
+/* Attends from the tiles ``start`` to ``end`` of the step's list, for one group, with those of a sequence together. */
+static void attend_between(const Step *step, int64_t start, int64_t end, int64_t group) {
     for (int64_t num_tiles; start < end; start += num_tiles) {
         const int64_t *first = step->tiles + 2 * start;
         for (num_tiles = 1; start + num_tiles < end && first[2 * num_tiles] == first[0];) num_tiles++;
-        if (attention_has_bf16 && step->in_bf16 && step->dim % 2 == 0) attend_in_bf16(step, first, num_tiles, kv_head);
-        else attend_in_float(step, first, num_tiles, kv_head);
+        if (attention_has_bf16 && step->in_bf16 && step->dim % 2 == 0) attend_in_bf16(step, first, num_tiles, group);
+        else attend_in_float(step, first, num_tiles, group);
     }
 }
 
@@ -264,6 +264,7 @@ inlined void write_row(void *cache, int64_t slot, const float *from, const Step 
 
 inlined void write_as(const Step *step, int64_t token, const int format) {
     write_row(step->keys, step->slots[token], step->key + token * step->key_stride, step, format);
+    if (step->values == step->keys) return;
     write_row(step->values, step->slots[token], step->value + token * step->value_stride, step, format);
 }
 
@@ -271,44 +272,43 @@ static void write_token(const Step *step, int64_t token) { IN_FORMAT(write_as, s
 
 /* The results of a step from the head ``before`` on, counted over all spans. */
 static Parts parts_of(const Step *step, Parts parts, int64_t before) {
-    return (Parts){parts.maxima + before, parts.totals + before, parts.sums + before * step->dim};
+    return (Parts){parts.maxima + before, parts.totals + before, parts.sums + before * step->value_dim};
 }
 
 int64_t attention_room(const Step *step) {
     if (!within(step)) return -1;
     int64_t num_spans = find_spans(step, NULL);
-    return num_spans * sizeof(Span) + num_spans * step->heads * (step->dim + 2) * sizeof(float);
+    return num_spans * sizeof(Span) + num_spans * step->heads * (step->value_dim + 2) * sizeof(float);
 }
 
 void attend_together(const Step *step, void *room) {
-    int64_t heads = step->heads, kv_heads = step->kv_heads, group = heads / kv_heads;
+    int64_t heads = step->heads, groups = step->groups, size = heads / groups;
     Span *spans = room;
     int64_t num_spans = find_spans(step, NULL), num_parts = num_spans * heads;
     float *numbers = (float *)(spans + num_spans);
     Parts parts = {numbers, numbers + num_parts, numbers + 2 * num_parts};
-    /* if there are few spans, threads take heads of a span separately, which doesn't change results */
-    int64_t together = least(kv_heads * num_spans / omp_get_num_threads(), least(kv_heads, MAX_HEADS / group));
+    /* if there are few spans, threads take groups of a span separately, which doesn't change results */
+    int64_t together = least(groups * num_spans / omp_get_num_threads(), least(groups, MAX_HEADS / size));
     together = most(together, 1);
-    int64_t shares = (kv_heads + together - 1) / together, ones = num_spans * shares;
+    int64_t shares = (groups + together - 1) / together, ones = num_spans * shares;
     /* likewise, if there are few tiles, threads take them one at a time */
-    int64_t tasks = step->num_tiles * kv_heads / omp_get_num_threads();
-    int64_t at_once = most(1, least(TOGETHER, tasks / 8)), num_groups = (step->num_tiles + at_once - 1) / at_once;
+    int64_t tasks = step->num_tiles * groups / omp_get_num_threads();
+    int64_t at_once = most(1, least(TOGETHER, tasks / 8)), num_runs = (step->num_tiles + at_once - 1) / at_once;
 #pragma omp single nowait
     find_spans(step, spans);
 #pragma omp for
     for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < ones + num_groups * kv_heads; task++) {
+    for (int64_t task = 0; task < ones + num_runs * groups; task++) {
         if (task < ones) {
-            int64_t span = task / shares, kv_head = task % shares * together;
-            Parts own = parts_of(step, parts, span * step->heads + kv_head * group);
-            attend_span(step, spans + span, own, kv_head * group,
-                       least(together, kv_heads - kv_head) * group);
+            int64_t span = task / shares, first = task % shares * together;
+            Parts own = parts_of(step, parts, span * heads + first * size);
+            attend_span(step, spans + span, own, first, least(together, groups - first));
         } else {
             /* the last tiles of a prompt have the most work, so they go first */
-            int64_t which = num_groups - 1 - (task - ones) / kv_heads;
-            attend_between(step, step->num_tiles * which / num_groups, step->num_tiles * (which + 1) / num_groups,
-                           (task - ones) % kv_heads);
+            int64_t which = num_runs - 1 - (task - ones) / groups;
+            attend_between(step, step->num_tiles * which / num_runs, step->num_tiles * (which + 1) / num_runs,
+                           (task - ones) % groups);
         }
     }
 #pragma omp for

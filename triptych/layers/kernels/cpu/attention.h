@@ -11,12 +11,15 @@
 typedef struct {
     const float *query;        /* [T, heads, dim], query_stride floats between tokens */
     const float *key, *value;  /* [T, kv_heads, dim], key_stride and value_stride floats between tokens */
-    void *keys, *values;       /* the cache, [pages, page_size, kv_heads] heads, cache_stride bytes between tokens */
-    float *output;             /* [T, heads, dim] */
+    void *keys, *values;       /* the cache, [pages, page_size, kv_heads] heads, cache_stride bytes between tokens; if both
+                                * are the same, values are the first value_dim of keys, and ``value`` is NULL */
+    float *output;             /* [T, heads, value_dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
     const float *sinks;        /* [heads]: logits that take part in the softmax's sum, without a value; or NULL */
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* num_entries: length of pages */
-    int64_t heads, kv_heads, dim, num_pages, page_size;
+    int64_t heads, kv_heads, dim, value_dim, num_pages, page_size; /* value_dim: at most dim, of which values are stored */
+    int64_t groups;            /* into which query heads are divided; a multiple of kv_heads. Those of a group share a kv
+                                * head, and are processed together */
     int64_t query_stride, key_stride, value_stride, cache_stride;
     int64_t window;            /* tokens that each token attends to, at most 2^30; or length of a chunk */
     int64_t chunked;           /* whether tokens attend to their chunk: chunks follow one another from position 0 on */

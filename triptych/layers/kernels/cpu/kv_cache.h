@@ -27,9 +27,9 @@ inlined int64_t head_bytes(int64_t dim, const int format) {
     return dim * (int64_t)(format == KV_HALF ? sizeof(uint16_t) : sizeof(float));
 }
 
-/* Address of a head within the first token's keys or values. */
-inlined const char *from_head(const void *cache, int64_t head, const Step *step) {
-    return (const char *)cache + head * head_bytes(step->dim, step->format);
+/* Bytes from a token's keys or values to the head that a group of query heads reads. */
+inlined int64_t head_of(int64_t group, const Step *step) {
+    return group / (step->groups / step->kv_heads) * head_bytes(step->dim, step->format);
 }
 
 /* Where a key, or its value, is: bytes from the cache's start. */

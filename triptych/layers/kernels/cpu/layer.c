@@ -52,6 +52,21 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
     return 1;
 }
 
+/* Linear layers of one shape and kind, one for each head: input [T, heads, inputs], with stride floats between tokens and
+ * apart between heads, to output [heads, T, outputs]. Returns 0 if there is no memory. */
+int linear_heads(const Linear *linears, int64_t heads, const float *input, int64_t stride, int64_t apart, float *output,
+                 int64_t tokens) {
+    void *room = memory(room_for(linears, tokens));
+    if (!room) return 0;
+#pragma omp parallel
+    for (int64_t head = 0; head < heads; head++) {
+        Input own = {input + head * apart, stride};
+        multiply(linears + head, own, (Output){output + head * tokens * linears->outputs}, tokens, room);
+    }
+    free(room);
+    return 1;
+}
+
 /* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
  * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
  * Returns the same as paged_attention. */

@@ -4,9 +4,9 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define MAX_DIM 256       /* values per head */
+#define MAX_DIM 576       /* values per head */
 #define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
-#define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads per kv head */
+#define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads of a group */
 #define WHOLE 32          /* AMX multiplies whole tiles: keys and dimensions are padded to a multiple of it */
 
 /* sum + scalar * vector; or with pairs, of which scalar is one and vector has one per lane, their dot product */
@@ -124,7 +124,7 @@ inlined floats brief_exponential(floats x) {
 #endif
 }
 
-/* A tile of one kv head. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
+/* A tile of one group of query heads. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
  * keys in the same order whatever the other tiles are. */
 typedef struct {
     float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
@@ -137,9 +137,9 @@ typedef struct {
     int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
 } __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
 
-inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t kv_head,
+inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t which,
                         const int in_pairs) {
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, kv_len = step->kv_lens[sequence];
+    int64_t group = step->heads / step->groups, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
     tile->tokens = tokens;
     tile->place = step->query_starts[sequence] + first_token;
@@ -148,12 +148,12 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     tile->last_from = first_read(step, tile->last);
     tile->begin = first_read(step, tile->first) / TILE * TILE;
     tile->end = tile->last + 1;
-    const float *query = step->query + tile->place * step->query_stride + kv_head * group * dim, *rows[ROWS];
+    const float *query = step->query + tile->place * step->query_stride + which * group * dim, *rows[ROWS];
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
         rows[row] = query + token * step->query_stride + row % group * dim;
         /* a sink is a key that all tokens see, without a value */
-        tile->maxima[row / LANES][row % LANES] = step->sinks ? step->sinks[kv_head * group + row % group] : NEVER;
+        tile->maxima[row / LANES][row % LANES] = step->sinks ? step->sinks[which * group + row % group] : NEVER;
         int64_t position = least(tile->first + token, tile->last);
         tile->position[row / LANES][row % LANES] = (int32_t)position;
         tile->from[row / LANES][row % LANES] = (int32_t)first_read(step, position);
@@ -214,8 +214,8 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
     for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
 }
 
-inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, rows = tile->tokens * group;
+inlined void finish_tile(const Tile *tile, const Step *step, int64_t which) {
+    int64_t group = step->heads / step->groups, dim = step->value_dim, rows = tile->tokens * group;
     for (int64_t first = 0; first < rows; first += LANES)
         for (int64_t i = 0; i < dim; i += LANES) {
             floats square[LANES] = {};
@@ -223,7 +223,7 @@ inlined void finish_tile(const Tile *tile, const Step *step, int64_t kv_head) {
                 square[at - i] = *(const floats *)(tile->sums + at * ROWS + first) / tile->totals[first / LANES];
             transpose(square);
             for (int64_t row = first; row < least(first + LANES, rows); row++) {
-                int64_t head = kv_head * group + row % group;
+                int64_t head = which * group + row % group;
                 store(step->output + ((tile->place + row / group) * step->heads + head) * dim + i, square[row - first],
                       dim - i);
             }

@@ -1,5 +1,5 @@
 /* Attention from a sequence's only new token (decode). Its keys are divided into spans, which threads take; a span is read
- * row by row, for all its heads, so that memory is read in order. Query heads that share a kv head are processed in twos:
+ * row by row, for all its heads, so that memory is read in order. A group's query heads are processed in twos:
  * what is stored is converted once for both. In int8, whole numbers are multiplied, and scores and weights by the scales.
  */
 #include "kv_cache.h"
@@ -11,22 +11,23 @@
 #define FARTHEST 32    /* rows between those that are prefetched and those that are processed, at most */
 #define DISTANCE 16384 /* the same in bytes */
 
-/* The query heads of some kv heads, and the keys of a tile. */
+/* Some groups of query heads, and the keys of a tile. */
 typedef struct {
     const float *query;        /* of the first head */
-    const char *keys, *values; /* the cache from the first kv head on */
+    const char *keys, *values; /* the cache */
     const int64_t *rows;       /* [TILE + FARTHEST]: bytes from there to each key and to those after the tile; after the
                                 * span's last it is repeated */
     int64_t count;             /* keys of the tile */
-    int64_t heads, group;      /* query heads, and how many of them share a kv head */
+    int64_t groups, size;      /* groups, and query heads of each */
+    int64_t kv_heads[MAX_HEADS]; /* bytes from a row to the kv head of each group */
     int64_t bytes, ahead;      /* bytes of a kv head; rows between those that are prefetched and that are processed */
 } Work;
 
 /* Prefetches a kv head's share of ``count`` rows that are needed later. */
-inlined void prefetch(const char *cache, const Work *work, int64_t key, int64_t count, int64_t kv_head) {
+inlined void prefetch(const char *cache, const Work *work, int64_t key, int64_t count, int64_t group) {
     for (int64_t i = key + work->ahead; i < key + work->ahead + count; i++)
         for (int64_t at = 0; at < work->bytes; at += LINE)
-            __builtin_prefetch(cache + work->rows[i] + kv_head * work->bytes + at);
+            __builtin_prefetch(cache + work->rows[i] + work->kv_heads[group] + at);
 }
 
 /* One lane's sum of ``first`` in each lane whose number lacks the bit ``far``, and of ``second`` in the others. */
@@ -74,14 +75,14 @@ inlined void score(float scores[][TILE], const Step *step, const float *query, c
 
 inlined void score_keys(float scores[][TILE], const Step *step, const Work *work, const int format) {
     for (int64_t key = 0; key < work->count; key += SCORED)
-        for (int64_t kv_head = 0; kv_head < work->heads / work->group; kv_head++) {
-            const char *keys = work->keys + kv_head * work->bytes;
-            prefetch(work->keys, work, key, SCORED, kv_head);
-            for (int64_t one = 0; one < work->group; one += 2) {
-                int64_t head = kv_head * work->group + one;
+        for (int64_t group = 0; group < work->groups; group++) {
+            const char *keys = work->keys + work->kv_heads[group];
+            prefetch(work->keys, work, key, SCORED, group);
+            for (int64_t one = 0; one < work->size; one += 2) {
+                int64_t head = group * work->size + one;
                 const float *query = work->query + head * step->dim;
                 float (*own)[TILE] = (float (*)[TILE])(scores[head] + key);
-                if (one + 1 < work->group) score(own, step, query, keys, work->rows + key, 2, format);
+                if (one + 1 < work->size) score(own, step, query, keys, work->rows + key, 2, format);
                 else score(own, step, query, keys, work->rows + key, 1, format);
             }
         }
@@ -119,13 +120,13 @@ inlined void add_weighted(float *sums, float weights[][TILE], const char *const 
 }
 
 /* Adds the weighted values of ADDED keys for one query head, or two that share a kv head. */
-inlined void add(float *sums, float weights[][TILE], const char *values, const int64_t *rows, int64_t dim,
+inlined void add(float *sums, float weights[][TILE], const char *values, const int64_t *rows, const Step *step,
                  const int heads, const int format) {
-    int64_t whole = dim / LANES * LANES;
+    int64_t dim = step->value_dim, whole = dim / LANES * LANES;
     const char *stored[ADDED];
     for (int i = 0; i < ADDED; i++) {
         stored[i] = values + rows[i];
-        for (int head = 0; head < heads; head++) weights[head][i] *= stored_scale(stored[i], dim, format);
+        for (int head = 0; head < heads; head++) weights[head][i] *= stored_scale(stored[i], step->dim, format);
     }
     for (int64_t at = 0; at < whole; at += LANES) add_weighted(sums, weights, stored, at, LANES, dim, heads, format);
     if (whole < dim) add_weighted(sums, weights, stored, whole, dim - whole, dim, heads, format);
@@ -133,16 +134,16 @@ inlined void add(float *sums, float weights[][TILE], const char *values, const i
 
 /* Weights of keys after the last are practically 0. */
 inlined void add_values(float *sums, float weights[][TILE], const Step *step, const Work *work, const int format) {
-    int64_t dim = step->dim;
+    int64_t dim = step->value_dim;
     for (int64_t key = 0; key < work->count; key += ADDED)
-        for (int64_t kv_head = 0; kv_head < work->heads / work->group; kv_head++) {
-            const char *values = work->values + kv_head * work->bytes;
-            prefetch(work->values, work, key, ADDED, kv_head);
-            for (int64_t one = 0; one < work->group; one += 2) {
-                int64_t head = kv_head * work->group + one;
+        for (int64_t group = 0; group < work->groups; group++) {
+            const char *values = work->values + work->kv_heads[group];
+            prefetch(work->values, work, key, ADDED, group);
+            for (int64_t one = 0; one < work->size; one += 2) {
+                int64_t head = group * work->size + one;
                 float (*own)[TILE] = (float (*)[TILE])(weights[head] + key);
-                if (one + 1 < work->group) add(sums + head * dim, own, values, work->rows + key, dim, 2, format);
-                else add(sums + head * dim, own, values, work->rows + key, dim, 1, format);
+                if (one + 1 < work->size) add(sums + head * dim, own, values, work->rows + key, step, 2, format);
+                else add(sums + head * dim, own, values, work->rows + key, step, 1, format);
             }
         }
 }
@@ -150,25 +151,25 @@ inlined void add_values(float *sums, float weights[][TILE], const Step *step, co
 inlined void attend_keys(const Step *step, const Work *work, Parts parts, const int format) {
     float scores[MAX_HEADS][TILE];
     score_keys(scores, step, work, format);
-    for (int64_t head = 0; head < work->heads; head++) {
+    int64_t dim = step->value_dim;
+    for (int64_t head = 0; head < work->groups * work->size; head++) {
         if (step->cap) cap_scores(scores[head], work->count, step->cap);
-        weigh(scores[head], work->count, parts.maxima + head, parts.totals + head, parts.sums + head * step->dim,
-              step->dim);
+        weigh(scores[head], work->count, parts.maxima + head, parts.totals + head, parts.sums + head * dim, dim);
     }
     add_values(parts.sums, scores, step, work, format);
 }
 
-void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads) {
-    int64_t group = step->heads / step->kv_heads, dim = step->dim, bytes = head_bytes(dim, step->format);
-    int64_t rows[TILE + FARTHEST], together = num_heads / group * bytes;
+void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_group, int64_t num_groups) {
+    int64_t size = step->heads / step->groups, dim = step->dim, bytes = head_bytes(dim, step->format);
+    int64_t rows[TILE + FARTHEST], together = num_groups * bytes, num_heads = num_groups * size;
     const int64_t *pages = step->pages + step->page_starts[span->sequence];
     Work work = {
-        .query = step->query + step->query_starts[span->sequence] * step->query_stride + first_head * dim,
-        .keys = from_head(step->keys, first_head / group, step),
-        .values = from_head(step->values, first_head / group, step),
+        .query = step->query + step->query_starts[span->sequence] * step->query_stride + first_group * size * dim,
+        .keys = step->keys,
+        .values = step->values,
         .rows = rows,
-        .heads = num_heads,
-        .group = group,
+        .groups = num_groups,
+        .size = size,
         .bytes = bytes,
         .ahead = most(ADDED, least(FARTHEST, DISTANCE / together)),
     };
@@ -176,7 +177,8 @@ void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_
         parts.maxima[head] = NEVER;
         parts.totals[head] = 0;
     }
-    for (int64_t i = 0; i < num_heads * dim; i++) parts.sums[i] = 0;
+    for (int64_t i = 0; i < num_groups; i++) work.kv_heads[i] = head_of(first_group + i, step);
+    for (int64_t i = 0; i < num_heads * step->value_dim; i++) parts.sums[i] = 0;
     for (int64_t start = span->start; start < span->end; start += TILE) {
         for (int64_t key = 0; key < TILE + FARTHEST; key++)
             rows[key] = row_of(pages, least(start + key, span->end - 1), step);
@@ -196,7 +198,7 @@ int64_t find_spans(const Step *step, Span *spans) {
 }
 
 void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left) {
-    int64_t heads = step->heads, dim = step->dim, count = 1;
+    int64_t heads = step->heads, dim = step->value_dim, count = 1;
     while (count < spans_left && span[count].sequence == span->sequence) count++;
     floats sink = splat(step->sinks ? step->sinks[head] : NEVER), highest = sink, total = {};
     for (int64_t i = 0; i < count; i++) highest = larger(splat(parts.maxima[i * heads + head]), highest);

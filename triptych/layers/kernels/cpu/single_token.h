@@ -10,7 +10,7 @@ typedef struct {
 } Span;
 
 /* Partial results [heads] of each span: the maximum score, the sum of e^(score - maximum), and the sum of the values with
- * these weights, [heads, dim]. */
+ * these weights, [heads, value_dim]. */
 typedef struct {
     float *maxima, *totals, *sums;
 } Parts;
@@ -18,8 +18,8 @@ typedef struct {
 /* Writes the spans of all single tokens, in order, unless ``spans`` is NULL; returns their number. */
 int64_t find_spans(const Step *step, Span *spans);
 
-/* Attends to a span from the query heads of some kv heads; ``parts`` are those of the first. */
-void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_head, int64_t num_heads);
+/* Attends to a span from some groups of query heads; ``parts`` are those of the first head. */
+void attend_span(const Step *step, const Span *span, Parts parts, int64_t first_group, int64_t num_groups);
 
 /* Combines the results of a sequence's spans, of which ``span`` is the first, for one head. */
 void add_spans(const Step *step, const Span *span, Parts parts, int64_t head, int64_t spans_left);
