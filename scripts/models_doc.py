@@ -121,6 +121,12 @@ CHECKS = (
         "tests/parity",
         {*families.SLIDING_WINDOWS, *(ANSWERED & WINDOWED)},
     ),
+    Check(
+        "attention in chunks",
+        "the same answers with short chunks, in `1PD` and `1P1D`; pages of finished ones are released and not sent",
+        "tests/parity/test_windows.py",
+        {BACKBONES["llama4"].config["model_type"]},
+    ),
     Check("sliding windows of other models", "as above" + SLOW, "tests/parity/test_backbones.py", WINDOWED - ANSWERED),
 )
 

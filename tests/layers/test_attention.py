@@ -229,7 +229,7 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 
 
 @cache_dtypes
-@pytest.mark.parametrize("option", ["", "together", "values in keys"])
+@pytest.mark.parametrize("option", ["", "together", "values in keys", "chunks"])
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_output_depends_only_on_the_tokens_own_sequence(
     kernels: ctypes.CDLL, in_bf16: bool, option: str, cache_dtype: torch.dtype

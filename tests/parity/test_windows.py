@@ -1,4 +1,5 @@
-"""Layers with a sliding window release pages while a request goes on, and answers stay those of transformers.
+"""Layers with a sliding window, or with attention in chunks, release pages while a request goes on, and answers stay
+those of transformers.
 
 The window is 16 tokens, in every second layer; prompts and answers are up to 20 times as long.
 """
@@ -104,14 +105,14 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_tiny(tmp_path_factory.mktemp("chunks"), BACKBONES["llama4"], seed=4), CASES)
 
 
-CHUNKS = ChunkWindow(BACKBONES["llama4"].config["attention_chunk_size"])
+CHUNK = ChunkWindow(BACKBONES["llama4"].config["attention_chunk_size"])
 
 
 def test_finished_chunks_are_released(chunked: Model) -> None:
     async def ask(service: Running) -> None:
         (loop,) = service.engine_loops()
         pools, hits = loop.scheduler.cache.pools, []
-        assert [pool.num_pages for pool in pools] == [256, most_pages(CHUNKS, PAGE, 64)] == [256, 17]
+        assert [pool.num_pages for pool in pools] == [256, most_pages(CHUNK, PAGE, 64)] == [256, 17]
         for case in (0, 0, 1):
             before = loop.scheduler.num_prefix_hits
             assert await service.answer(REQUESTS[case]) == chunked.answers[case]
@@ -129,7 +130,7 @@ def test_decode_receives_only_an_unfinished_chunk(chunked: Model) -> None:
         assert await service.answers(REQUESTS) == chunked.answers
         _, decode = service.engine_loops()
         lengths = [len(prompt.tokens) for prompt in chunked.prompts]
-        tokens = sum(length + 3 * (length - first_sent(CHUNKS, 0, length)) for length in lengths)
+        tokens = sum(length + 3 * (length - first_sent(CHUNK, 0, length)) for length in lengths)
         assert decode.incoming.receiver.counters.rows == 2 * tokens, "a key and a value each"
 
     engine = replace(SMALL, max_num_seqs=2, kv_receive_blocks=1, receive_block_rows=8)

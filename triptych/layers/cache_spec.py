@@ -20,7 +20,7 @@ class ChunkWindow:
 
 
 Window = int | ChunkWindow
-"""Which tokens up to itself a token reads: the last ones, as many as the number, itself included; or its chunk's."""
+"""Which tokens up to itself a token reads: a number of last ones, itself included; or those of its chunk."""
 
 
 @dataclass(frozen=True)

@@ -175,12 +175,17 @@ inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t 
     }
 }
 
+/* A key's weight, but nothing at all for a key that isn't attended to: the exponential of NEVER is only nearly 0, and a
+ * tile has such keys for the sake of its other rows. */
+inlined floats if_seen(floats weight, floats score) { return choose(score != splat(NEVER), weight, (floats){}); }
+
 /* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
 inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
                         const int in_pairs) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
     if (step->cap) cap_scores(tile->scores, count * ROWS, step->cap);
-    if (start + count - 1 > tile->first || start < tile->last_from) {
+    const int masked = start + count - 1 > tile->first || start < tile->last_from;
+    if (masked) {
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {
                 int32_t at = (int32_t)(start + key);
@@ -200,6 +205,10 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
             for (int half = 0; half < halves; half++) {
                 floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
                 if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
+                if (masked) {
+                    first = if_seen(first, scores[key][half]);
+                    if (key + 1 < count) second = if_seen(second, scores[key + 1][half]);
+                }
                 totals[half] += first + second;
                 scores[key / 2][half] = paired(first, second);
             }
@@ -208,7 +217,8 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
     } else
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {
-                scores[key][half] = exponential(scores[key][half] - highest[half]);
+                floats weight = exponential(scores[key][half] - highest[half]);
+                scores[key][half] = masked ? if_seen(weight, scores[key][half]) : weight;
                 totals[half] += scores[key][half];
             }
     for (int half = 0; half < halves; half++) tile->totals[half] = totals[half];
