@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
@@ -14,10 +15,13 @@ from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import ConfigError
 from triptych.layers.attention.kv_format import cache_format
+from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.compiled_layer import MultiplyHeads, compiled
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
+from triptych.layers.specs import GatedMLPSpec, MLASpec, MoESpec
+from triptych.models.registry import backbone_of
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -46,6 +50,24 @@ def attended(decoder: Decoder, dtype: torch.dtype = torch.float32, chunk: int = 
         step(pool, [(running, min(chunk, running.left))])
     handle.remove()
     return torch.cat(found), pool.cache.layers[0][0][: len(TOKENS) // PAGE_SIZE]
+
+
+def test_kimi_k2_is_described() -> None:
+    """As published: its layers are DeepSeek-V3's, but transformers doesn't know its name."""
+    yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0}
+    sizes = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64}
+    latents = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    experts = {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 1}
+    experts |= {"topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "n_shared_experts": 1}
+    text = sizes | latents | experts | {"v_head_dim": 128, "intermediate_size": 18432, "rope_theta": 50_000.0}
+    text |= {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, "max_position_embeddings": 131072}
+    config = backbone_of({"model_type": "kimi_k2"}).decoder_config(text, tie_embeddings=False)
+    dense, *others = config.layers
+    assert isinstance(dense.ffn, GatedMLPSpec)
+    assert all(isinstance(layer.ffn, MoESpec) and layer.ffn.routing.groups is None for layer in others)
+    assert bytes_per_token(config.cache_specs(cache_format(torch.float16))) == 61 * 576 * 2
+    assert isinstance(dense.mixer, MLASpec)
+    assert dense.mixer.scale == pytest.approx(192**-0.5 * yarn_get_mscale(32.0, 1.0) ** 2)
 
 
 def test_a_token_leaves_one_vector(folder: Path) -> None:
