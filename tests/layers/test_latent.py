@@ -57,9 +57,21 @@ def test_kimi_k2_is_described() -> None:
     yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0}
     sizes = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64}
     latents = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    experts = {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 1}
+    experts: dict[str, Any] = {
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+    }
     experts |= {"topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "n_shared_experts": 1}
-    text = sizes | latents | experts | {"v_head_dim": 128, "intermediate_size": 18432, "rope_theta": 50_000.0}
+    text: dict[str, Any] = {
+        **sizes,
+        **latents,
+        **experts,
+        "v_head_dim": 128,
+        "intermediate_size": 18432,
+        "rope_theta": 50_000.0,
+    }
     text |= {"rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, "max_position_embeddings": 131072}
     config = backbone_of({"model_type": "kimi_k2"}).decoder_config(text, tie_embeddings=False)
     dense, *others = config.layers
