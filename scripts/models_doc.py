@@ -66,6 +66,12 @@ CHECKS = (
         {*(name for name, _ in families.LAYOUTS), *QWEN3_VL, *families.BACKBONE_TYPES, "qwen3_omni_moe_thinker"},
     ),
     Check(
+        "logits of models that Transformers lacks",
+        "within 1e-4 of their formulas written out in the test, for whole prompts and in chunks of 7",
+        "tests/layers/test_internlm2.py",
+        {"internlm2"},
+    ),
+    Check(
         "answers",
         "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
         "receive pool of one block; first logits within 1e-4",
@@ -149,7 +155,7 @@ def page() -> str:
         "`max_position_embeddings`, and for `longrope` at `original_max_position_embeddings`.",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
-        "gpt-oss is published in MXFP4 only, so a copy in bf16 is needed.",
+        "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",
         "",
         "## What is checked, and how",
         "",

@@ -146,11 +146,12 @@ static double stored(int which, int64_t slot, int64_t kv, int i, int format) {
     return ((const int8_t *)head)[i] * (double)stored_scale(head, DIM, KV_INT8);
 }
 
-/* With options and ``chunked``, tokens attend to chunks of three tokens instead of to the last three. */
-static void check_attention(int format, int with_options, int chunked, const char *name) {
+/* With options and ``chunked``, tokens attend to chunks of three tokens instead of to the last three. With ``in_keys``,
+   values are the first of the keys' values, and each query head is a group. */
+static void check_attention(int format, int with_options, int chunked, int in_keys, const char *name) {
     static const float sinks[HEADS] = {-1, 0, 1, 2};
-    int64_t window = with_options ? 3 : 1 << 30;
-    static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS][HEADS][DIM];
+    int64_t window = with_options ? 3 : 1 << 30, value_dim = in_keys ? DIM - 3 : DIM;
+    static float query[TOKENS][HEADS][DIM], new[2][TOKENS][KV_HEADS][DIM], output[TOKENS * HEADS * DIM];
     int64_t pages[] = {4, 1, 0, 5, 2}, page_starts[] = {0, 2}, starts[] = {0, 1}, lens[] = {1, 7}, kv_lens[] = {5, 9};
     int64_t slots[TOKENS], decodes[] = {0}, tiles[2 * TOKENS], num_tiles = 0;
     for (int64_t i = 0; i < TOKENS * HEADS * DIM; i++) (&query[0][0][0])[i] = whole(8) / 8;
@@ -166,15 +167,15 @@ static void check_attention(int format, int with_options, int chunked, const cha
             int64_t place = kv_lens[which] - lens[which] + i;
             slots[starts[which] + i] = pages[page_starts[which] + place / PAGE] * PAGE + place % PAGE;
         }
-    for (int64_t first = 0; first < lens[1]; first += attention_rows / (HEADS / KV_HEADS), num_tiles++)
+    for (int64_t first = 0; first < lens[1]; first += attention_rows / (in_keys ? 1 : HEADS / KV_HEADS), num_tiles++)
         tiles[2 * num_tiles] = 1, tiles[2 * num_tiles + 1] = first;
     Step step = {
-        .query = &query[0][0][0], .key = &new[0][0][0][0], .value = &new[1][0][0][0], .output = &output[0][0][0],
-        .keys = cache[0], .values = cache[1],
+        .query = &query[0][0][0], .key = &new[0][0][0][0], .value = in_keys ? NULL : &new[1][0][0][0], .output = output,
+        .keys = cache[0], .values = cache[!in_keys],
         .slots = slots, .query_starts = starts, .query_lens = lens, .kv_lens = kv_lens, .page_starts = page_starts,
         .decodes = decodes, .tiles = tiles, .pages = pages, .num_tokens = TOKENS, .num_sequences = 2, .num_decodes = 1,
-        .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .groups = KV_HEADS, .dim = DIM,
-        .value_dim = DIM, .num_pages = PAGES, .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
+        .num_tiles = num_tiles, .num_entries = 5, .heads = HEADS, .kv_heads = KV_HEADS, .groups = in_keys ? HEADS : KV_HEADS, .dim = DIM,
+        .value_dim = value_dim, .num_pages = PAGES, .page_size = PAGE, .query_stride = HEADS * DIM, .key_stride = KV_HEADS * DIM, .value_stride = KV_HEADS * DIM,
         .cache_stride = KV_HEADS * head_bytes(DIM, format), .window = window, .chunked = chunked, .causal = 1, .format = format,
         .scale = 0.25f, .cap = with_options ? 2 : 0, .sinks = with_options ? sinks : NULL,
     };
@@ -192,10 +193,10 @@ static void check_attention(int format, int with_options, int chunked, const cha
                     score += query[token][head][i] * stored(0, slot, kv, i, format);
                 score /= 4;
                 total += score = exp(with_options ? 2 * tanh(score / 2) : score);
-                for (int i = 0; i < DIM; i++) sums[i] += score * stored(1, slot, kv, i, format);
+                for (int i = 0; i < DIM; i++) sums[i] += score * stored(!in_keys, slot, kv, i, format);
             }
-            for (int i = 0; i < DIM; i++) {
-                double found = output[token][head][i], expected = sums[i] / total;
+            for (int i = 0; i < value_dim; i++) {
+                double found = output[(token * HEADS + head) * value_dim + i], expected = sums[i] / total;
                 expect(fabs(found - expected) < 1e-5, name, found, expected);
             }
         }
@@ -210,11 +211,13 @@ int main(void) {
     omp_set_num_threads(3);
     for (int kind = HALF; kind <= INT4; kind++)
         for (int i = 0; i < 8; i++) check_fused(kind, names[kind], some[i], 1 + i % 3);
-    check_attention(KV_FLOAT, 0, 0, "attention");
-    check_attention(KV_HALF, 0, 0, "attention, halves");
-    check_attention(KV_INT8, 0, 0, "attention, int8");
-    check_attention(KV_FLOAT, 1, 0, "attention with a window, a cap and sinks");
-    check_attention(KV_INT8, 1, 0, "attention with a window, a cap and sinks, int8");
-    check_attention(KV_FLOAT, 1, 1, "attention in chunks, with a cap and sinks");
+    check_attention(KV_FLOAT, 0, 0, 0, "attention");
+    check_attention(KV_HALF, 0, 0, 0, "attention, halves");
+    check_attention(KV_INT8, 0, 0, 0, "attention, int8");
+    check_attention(KV_FLOAT, 1, 0, 0, "attention with a window, a cap and sinks");
+    check_attention(KV_INT8, 1, 0, 0, "attention with a window, a cap and sinks, int8");
+    check_attention(KV_FLOAT, 1, 1, 0, "attention in chunks, with a cap and sinks");
+    check_attention(KV_FLOAT, 1, 0, 1, "attention with values in keys");
+    check_attention(KV_INT8, 0, 0, 1, "attention with values in keys, int8");
     return failures != 0;
 }

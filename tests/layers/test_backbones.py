@@ -74,8 +74,8 @@ def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
     if not isinstance(backend := layers_of(decoder)[0].mixer.backend, CpuAttention) or backend.kernel is None:
         pytest.skip("there are no compiled kernels")
     for index, layer in enumerate(layers_of(decoder)):
-        has_call = name != "ministral3" and not name.startswith("deepseek") and (name, index) != ("llama4", 2)
-        assert (layer.compiled_attend is not None) == has_call
+        is_plain = name != "ministral3" and (name, index) != ("llama4", 2)
+        assert (layer.compiled_attend is not None) == (is_plain and not isinstance(layer.mixer, LatentAttention))
         assert not isinstance(layer.mixer, LatentAttention) or layer.mixer.to_latent.in_one_call is not None
         is_mixture = isinstance(layer.mlp, MixtureOfExperts)
         assert (layer.compiled_finish is not None) == (not is_mixture and name not in {"glm4", "gemma2", "gemma3"})
@@ -276,6 +276,22 @@ def test_mxfp4_is_refused(folder: Folder, tmp_path: Path) -> None:
         load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
 
 
+def test_block_quantized_fp8_is_refused(folder: Folder, tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published."""
+    path = folder("deepseek_v3", "published")
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quant_method 'fp8' is not served"):
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
 def test_gpt_oss_has_yarn_by_default() -> None:
     """As in transformers."""
     config = {key: value for key, value in BACKBONES["gpt_oss"].config.items() if not key.startswith("rope_")}
@@ -354,6 +370,15 @@ def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -
         ("gemma3", {"hidden_activation": "relu"}, "'relu' is not served"),
         ("gemma3", {"sliding_window": "all"}, "sliding_window must be a positive integer"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a positive number"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc' is not served; only 'greedy' or 'group_limited"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not served"),
+        ("deepseek_v2", {"n_group": 5}, "12 experts can't be routed"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True is not served"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not served; only 'sigmoid'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not served"),
+        ("deepseek_v3", {"q_lora_rank": -1}, "q_lora_rank must be a positive integer"),
+        ("deepseek_v3", {"qk_rope_head_dim": 11}, "11 of 11 values of a head"),
+        ("deepseek_v3", {"kv_lora_rank": 44}, r"kv_a_proj_with_mqa\.weight' has shape \[52, 96\]"),
         ("gpt_oss", {"num_local_experts": 2}, "3 experts per token can't be chosen from 2"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
@@ -388,6 +413,9 @@ def test_unsupported_configs_are_rejected(
         ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, "3 key and value heads don't divide 8 query"),
         ("llama", {"head_dim": None, "hidden_size": 1}, "heads of 0 values"),
         ("gemma3", {"head_dim": 10**9}, "heads of 1000000000 values"),
+        ("deepseek_v2", {"kv_lora_rank": 10**9}, "6 heads of 1000000012 values"),
+        ("deepseek_v2", {"v_head_dim": 10**9}, "6 heads of 1000000000 values"),
+        ("deepseek_v2", {"qk_nope_head_dim": None}, "qk_nope_head_dim must be a positive integer"),
         ("gemma3", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": -1}}, "llama_4_scaling_beta"),
         ("glm4_moe", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers must be at most 1000"),

@@ -3,7 +3,7 @@
 A head's key is its projection of a token's latent, so its product with a query is that of the latent with the query's
 projection by the same matrix, transposed. Likewise, latents are weighted and added up, and the sum is projected.
 So attention has one kv head, whose values are the first part of its keys, and a token leaves one vector in the cache.
-Prompts use the same form as single tokens: no keys and values of a long context are computed anew for each chunk.
+Prompts use the same form as single tokens: no keys and values of a long context are computed again for each chunk.
 The reference is ``DeepseekV3Attention`` in transformers.
 """
 

@@ -83,11 +83,10 @@ class TritonAttention:
             torch.empty(size, dtype=torch.float32, device=query.device) for size in (parts * dim, parts, parts)
         )
         decode_kernel[(num_decodes, groups, splits)](
-            query, key_cache, value_cache, options.sinks, output, sums, maxima, totals, tables.decodes, tables.query_starts,
-            tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
+            query, key_cache, value_cache, options.sinks, output, sums, maxima, totals, tables.decodes,
+            tables.query_starts, tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
             **option_constants(options), GROUP_BLOCK=max(MIN_ROWS, triton.next_power_of_2(heads // groups)),
-            SPLITS=splits,
-            num_warps=4, num_stages=2,
+            SPLITS=splits, num_warps=4, num_stages=2,
         )  # fmt: skip
         if splits > 1:
             reduce_kernel[(num_decodes, heads)](

@@ -2,9 +2,9 @@
 
 Kernels read a step's tables (``tables.py``), int64 on the device. Caches are [pages, page_size, kv_heads, head_dim],
 contiguous; queries [T, heads, head_dim], contiguous except for the stride of T. The query heads of a group, which share
-a kv head, are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online over blocks of
-keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2, for which GPUs
-have an instruction: scores include the factor log2(e), and so do sinks.
+a kv head, are rows of one matrix, so that keys and values are read once for all of them. Softmax is computed online
+over blocks of keys (Milakov and Gimelshein, arXiv:1805.02867), as in FlashAttention (arXiv:2205.14135). It uses base 2,
+for which GPUs have an instruction: scores include the factor log2(e), and so do sinks.
 
 A key has ``DIM + REST`` values. Its value has ``DIM``: those of another cache or, if ``SHARED``, the key's first ones.
 Query heads that share a kv head are processed in ``GROUPS`` groups in all, one or more for each kv head.
