@@ -13,6 +13,7 @@ from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.delta_rule.base import DeltaRule
+from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.delta_rule.reference import PyTorchDeltaRule
 from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
@@ -152,7 +153,7 @@ def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBacke
 
 def delta_rule_for(device: torch.device) -> DeltaRule:
     """Return the backend of the gated delta rule for a device."""
-    return PyTorchDeltaRule()
+    return cpu_delta_rule() if device.type == "cpu" else PyTorchDeltaRule()
 
 
 def free_bytes(device: torch.device) -> int:
