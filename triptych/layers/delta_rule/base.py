@@ -16,6 +16,9 @@ from triptych.layers.pinned import to_device
 
 KERNEL_SIZE = 4
 """Tokens that the convolution sees, including the current one."""
+BLOCK = 32
+"""A sequence's new tokens are processed in blocks of this many, from the first of them on; a block of one token like a
+step of decode. So a prompt that is divided at multiples of it gives the same bits as a whole one."""
 L2_EPS = 1e-6
 """Added to a head's sum of squares before queries and keys are divided by its root."""
 
@@ -108,23 +111,23 @@ class DeltaTables:
     """[S]: where each sequence's state is."""
     fresh: Tensor
     """[S]: 1 for a sequence whose state is zero, whatever its slot holds; else 0."""
-    singles: Tensor
-    """[N]: indices of the sequences with one new token."""
     several: Tensor
-    """[M]: indices of the sequences with several."""
+    """[M]: indices of the sequences with several new tokens."""
+    singles: Tensor
+    """[N]: indices of the sequences whose last block is one token, which may be their only one."""
 
     @classmethod
     def on_cpu(cls, query_lens: Sequence[int], slots: Sequence[int], fresh: Sequence[bool]) -> "DeltaTables":
         """Build the tables from ``DeltaBatch``'s fields, in main memory."""
-        singles = [index for index, length in enumerate(query_lens) if length == 1]
         several = [index for index, length in enumerate(query_lens) if length > 1]
+        singles = [index for index, length in enumerate(query_lens) if length % BLOCK == 1]
         starts = [0, *accumulate(query_lens)][:-1]
-        columns = starts, list(query_lens), list(slots), list(map(int, fresh)), singles, several
+        columns = starts, list(query_lens), list(slots), list(map(int, fresh)), several, singles
         return cls(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
     def tensors(self) -> list[Tensor]:
         """Return the fields in order, such that ``DeltaTables(*tables.tensors())`` equals ``tables``."""
-        return [self.starts, self.lens, self.slots, self.fresh, self.singles, self.several]
+        return [self.starts, self.lens, self.slots, self.fresh, self.several, self.singles]
 
 
 @dataclass(frozen=True)
@@ -177,15 +180,10 @@ class DeltaRule(Protocol):
         the logits of decays and of β. A token's values are contiguous; there may be gaps between tokens. Sums are
         float32.
 
-        A token's output depends, to the bit, on its own sequence only. A sequence's new tokens are processed in blocks
-        from the first of them on, and a block of one token like a step of decode. So a prompt that is divided at
-        multiples of the backend's ``block`` gives the same bits as a whole one; divided elsewhere, results differ by
-        rounding. Raises IndexError for a slot beyond the state.
+        A token's output depends, to the bit, on its own sequence and its place in a block (``BLOCK``), but not on the
+        rest of the step. Prompts that are divided differently have results that differ by rounding. Raises IndexError
+        for a slot beyond the state.
         """
-
-    @property
-    def block(self) -> int:
-        """Tokens that are processed together."""
 
 
 def check_slots(batch: DeltaBatch, state: DeltaState) -> None:

@@ -12,7 +12,7 @@ from triptych.layers.delta_rule.reference import PyTorchDeltaRule
 
 _POINTERS = (
     *("mixed", "a", "b", "taps", "rates", "dt_bias", "recurrent", "conv", "output"),
-    *("starts", "lens", "slots", "fresh", "singles", "several"),
+    *("starts", "lens", "slots", "fresh", "several", "singles"),
 )
 _SIZES = (
     *("num_tokens", "num_sequences", "num_singles", "num_several", "num_slots"),
@@ -36,13 +36,7 @@ class CompiledDeltaRule:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.delta_rule
         self._run.argtypes, self._run.restype = [ctypes.POINTER(DeltaOperands)], ctypes.c_int
-        self._block = ctypes.c_int.in_dll(library, "delta_block").value
         self._other = PyTorchDeltaRule()
-
-    @property
-    def block(self) -> int:
-        """See ``DeltaRule``."""
-        return self._block
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self, mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, state: DeltaState, batch: DeltaBatch
@@ -77,7 +71,7 @@ class CompiledDeltaRule:
             step = DeltaOperands(
                 num_sequences=len(tables.lens), num_singles=len(tables.singles), num_several=len(tables.several)
             )
-            step.starts, step.lens, step.slots, step.fresh, step.singles, step.several = (
+            step.starts, step.lens, step.slots, step.fresh, step.several, step.singles = (
                 tensor.data_ptr() for tensor in tables.tensors()
             )
             batch.prepared[DeltaOperands] = step

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.layers.delta_rule.base import (
+    BLOCK,
     KERNEL_SIZE,
     L2_EPS,
     DeltaBatch,
@@ -14,18 +15,12 @@ from triptych.layers.delta_rule.base import (
     check_slots,
 )
 
-BLOCK = 32
 LOWEST_DECAY = -1000.0
 """Lower bound of a decay's logarithm, whose exponential is 0 in any case: differences of sums stay accurate."""
 
 
 class PyTorchDeltaRule:
     """``DeltaRule`` for tensors of any device and dtype."""
-
-    @property
-    def block(self) -> int:
-        """See ``DeltaRule``."""
-        return BLOCK
 
     def __call__(  # noqa: PLR0917 (a kernel's operands)
         self, mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, state: DeltaState, batch: DeltaBatch

@@ -13,7 +13,7 @@
 #pragma once
 #include "delta_rule.h"
 
-#define SPAN 32             /* tokens of a block */
+#define SPAN 32             /* tokens of a block: BLOCK in triptych/layers/delta_rule/base.py */
 #define WIDTH (2 * LANES)   /* columns of a slice */
 #define ROWS (LANES / 2)    /* rows whose sums are in registers at a time */
 #define NEGLIGIBLE 1e-30f   /* decays below it are zero: products with numbers below 1e-38 are slow */

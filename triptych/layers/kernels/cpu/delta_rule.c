@@ -17,8 +17,6 @@
 #define L2_EPS 1e-6f  /* added to the sum of squares of a query, and of a key */
 #define PREFETCHED 4  /* tokens */
 
-const int delta_block = SPAN;
-
 /* Divides a query or key by its length. */
 inlined void normalise_length(float *values, int64_t dim, float scale) {
     floats squares = {};
@@ -169,9 +167,11 @@ static void advance_several(const DeltaStep *step, const Convolved *from, int64_
     }
 }
 
+/* Advances the states of ``count`` value heads by a sequence's only token. */
 static void advance_single(const DeltaStep *step, const Convolved *from, int64_t sequence, int64_t first_head,
                            int64_t count) {
     int64_t dim = step->key_dim, width = step->value_dim;
+    if (step->lens[sequence] > 1) return; /* done in advance_several */
     for (int64_t i = 0; i < count; i++) {
         DeltaHead head = head_of(step, from, sequence, first_head + i);
         if (step->fresh[sequence]) memset(head.state, 0, dim * width * sizeof(float));

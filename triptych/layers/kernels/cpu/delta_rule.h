@@ -16,7 +16,7 @@ typedef struct {
     float *recurrent;             /* [slots, value_heads, key_dim, value_dim], recurrent_stride floats between slots */
     float *conv;                  /* [slots, 3, channels], conv_stride and past_stride floats between slots and tokens */
     float *output;                /* [T, value_heads, value_dim] */
-    const int64_t *starts, *lens, *slots, *fresh, *singles, *several;
+    const int64_t *starts, *lens, *slots, *fresh, *several, *singles;
     int64_t num_tokens, num_sequences, num_singles, num_several, num_slots;
     int64_t key_heads, value_heads, key_dim, value_dim;
     int64_t mixed_stride, a_stride, b_stride, recurrent_stride, conv_stride, past_stride;
