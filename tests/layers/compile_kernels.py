@@ -67,17 +67,17 @@ def main() -> None:
                     shared = compiled(getattr(triton_kernels, name), target, dtype, **values).metadata.shared
                     print(name, target, dtype, heads, kv_heads, dim, shared)
                     assert shared <= LIMIT, name
-            for delta_heads in DELTA_SHAPES:
-                several = delta_backend.constants(delta_heads)
-                convolution = delta_backend.convolution_constants(delta_heads)
-                for name, values in (
-                    ("convolve_kernel", convolution | {"TOKENS": BLOCK}),
-                    ("several_kernel", several | {"TOKENS": BLOCK}),
-                    ("single_kernel", several),
-                ):
-                    shared = compiled(getattr(delta_kernels, name), target, dtype, **values).metadata.shared
-                    print(name, target, dtype, delta_heads, shared)
-                    assert shared <= LIMIT, name
+        for delta_heads in DELTA_SHAPES:
+            several = delta_backend.constants(delta_heads)
+            convolution = delta_backend.convolution_constants(delta_heads)
+            for name, values in (
+                ("convolve_kernel", convolution | {"TOKENS": BLOCK}),
+                ("several_kernel", several | {"TOKENS": BLOCK}),
+                ("single_kernel", several),
+            ):
+                shared = compiled(getattr(delta_kernels, name), target, "bf16", **values).metadata.shared
+                print(name, target, delta_heads, shared)
+                assert shared <= LIMIT, name
 
 
 if __name__ == "__main__":

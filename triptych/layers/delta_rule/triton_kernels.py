@@ -127,8 +127,10 @@ def several_kernel(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Advance ``COLUMNS`` of a value head's state by its sequence's tokens, in blocks of ``TOKENS``; a last block of one
-    token is left to ``single_kernel``."""
+    """Advance ``COLUMNS`` of a value head's state by its sequence's tokens, in blocks of ``TOKENS``.
+
+    A last block of one token is left to ``single_kernel``.
+    """
     sequence, head = tl.load(several + tl.program_id(0)), tl.program_id(1)
     start, count = tl.load(starts + sequence), tl.load(lens + sequence)
     whole = tl.where(count % TOKENS == 1, count - 1, count)
