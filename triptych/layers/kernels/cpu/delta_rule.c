@@ -16,6 +16,7 @@
 #define AT_ONCE (LANES / 2) /* vectors of a state's columns whose sums are in registers, for a single token */
 #define L2_EPS 1e-6f /* added to the sum of squares of a query, and of a key */
 #define PREFETCHED 4 /* tokens */
+#define ROWS_AHEAD 8 /* rows of a state that are prefetched; beyond a head's last row they are the next head's */
 
 /* Divides a query or key by its length. */
 inlined void normalise_length(float *values, int64_t dim, float scale) {
@@ -92,6 +93,7 @@ inlined void advance_columns(const DeltaHead *head, int64_t first, int64_t dim, 
     float *state = head->state + first, decay = *head->decays, beta = *head->betas;
     for (int64_t row = 0; row < dim; row++) {
         floats key = splat(head->keys[row]), query = splat(head->queries[row]);
+        for (int i = 0; i < vectors; i++) __builtin_prefetch(state + (row + ROWS_AHEAD) * width + i * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < vectors; i++) {
             floats own = load(state + row * width + i * LANES, left);
