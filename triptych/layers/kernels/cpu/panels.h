@@ -65,14 +65,15 @@ inlined char *round_together(const Linear *linear, const Input *input, int64_t t
 }
 
 /* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens; at most
- * ``block`` tokens by all weights before the next ones. ``task``: bytes of weights per task when there are few
+ * ``block`` tokens, a multiple of ``once``, by all weights before the next ones. ``task``: bytes of weights per task when there are few
  * tokens. */
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t once, int64_t block,
                                int64_t task, PanelProduct *multiply_panel) {
-    int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block;
+    int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
     int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes));
     for (int64_t done = 0; done < blocks; done++) {
-        int64_t first = tokens * done / blocks, count = tokens * (done + 1) / blocks - first;
+        int64_t first = groups * done / blocks * once, end = groups * (done + 1) / blocks * once;
+        int64_t count = least(end, tokens) - first;
         const float *added = all->output.added ? all->output.added + first * linear->outputs : NULL;
         Output output = {all->output.values + first * linear->outputs, added};
         Rows rows = {all->input + first * all->stride, output, all->stride, count, distance_of(bytes, count > once)};

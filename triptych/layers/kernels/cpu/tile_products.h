@@ -103,10 +103,6 @@ inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int
             int64_t high = least(low, tokens - PAIR_ROWS) + TILE_ROWS;
             const char *first = rows->input + low * rows->stride + at, *second = rows->input + high * rows->stride + at;
             int is_last = at + some == depth;
-            if (is_last) {
-                prefetch_outputs(linear, rows, panel, low, TILE_ROWS);
-                prefetch_outputs(linear, rows, panel, high, TILE_ROWS);
-            }
             multiply_tiles(weights, first, second, rows->stride, some, later, share, sums[pair], at == 0, 1, in_int8);
             if (!is_last) continue;
             keep_sums(sums[pair], linear, rows, panel, low, TILE_ROWS);
