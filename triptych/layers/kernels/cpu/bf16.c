@@ -44,19 +44,23 @@ int64_t bf16_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, bf16_row(linear->inputs));
 }
 
-void bf16_round(const float *from, void *to, int64_t inputs) {
-    value *rounded = to;
+inlined void round_values(const float *from, void *to, int64_t inputs, int64_t step) {
     for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
         floats values = i < inputs ? load(from + i, inputs - i) : (floats){};
+        char *place = (char *)to + i * sizeof(value) / INPUT_BYTES * step + i * sizeof(value) % INPUT_BYTES;
 #ifdef __AVX512BF16__
-        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)values);
+        *(__m256i *)place = (__m256i)_mm512_cvtneps_pbh((__m512)values);
 #else
-        *(floats *)(rounded + i) = rounded_bf16(values);
+        *(floats *)place = rounded_bf16(values);
 #endif
     }
 }
 
-static void round_token(const Linear *linear, const float *from, void *to) { bf16_round(from, to, linear->inputs); }
+void bf16_round(const float *from, void *to, int64_t inputs) { round_values(from, to, inputs, INPUT_BYTES); }
+
+static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+    round_values(from, to, linear->inputs, step);
+}
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
@@ -115,8 +119,9 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 
 void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
-    Rows rows = {rounded, *output, apart, tokens, 0};
+    int in_tiles = tiles_are_granted && tokens > TILE_ROWS;
+    char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }
