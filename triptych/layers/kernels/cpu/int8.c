@@ -98,8 +98,8 @@ inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *row
     }
 }
 
-static void keep_signed(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
-                        int64_t count) {
+static void keep_signed(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
+                        int64_t first, int64_t count) {
     keep_scaled(sums, linear, rows, panel, first, count, 0);
 }
 

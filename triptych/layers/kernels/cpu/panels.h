@@ -43,11 +43,13 @@ inlined int64_t distance_of(int64_t bytes, int is_used_again) {
     return is_used_again ? bytes * omp_get_num_threads() : AHEAD;
 }
 
+inlined int64_t in_whole_tiles(int64_t tokens) { return (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS; }
+
 /* Bytes of memory for rounded tokens of ``apart`` bytes each, in whole tiles, and for one token's values of each
  * thread. */
 inlined int64_t rounded_room(int64_t inputs, int64_t tokens, int64_t apart) {
-    int64_t threads = omp_get_max_threads(), whole = (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
-    return apart * (tokens <= FEW ? tokens * threads : whole) + threads * whole_lines(inputs * sizeof(float));
+    int64_t threads = omp_get_max_threads();
+    return apart * (tokens <= FEW ? tokens * threads : in_whole_tiles(tokens)) + threads * whole_lines(inputs * sizeof(float));
 }
 
 /* Where a token's inputs begin. */
@@ -82,16 +84,18 @@ inlined void multiply_together(const Linear *linear, const Rows *all, int64_t by
                                int64_t task, PanelProduct *multiply_panel) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
     int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes));
+    int64_t panels = panels_of(linear) / (all->output.is_gated ? 2 : 1);
     for (int64_t done = 0; done < blocks; done++) {
         int64_t first = groups * done / blocks * once, end = groups * (done + 1) / blocks * once;
         int64_t count = least(end, tokens) - first;
-        const float *added = all->output.added ? all->output.added + first * linear->outputs : NULL;
-        Output output = {all->output.values + first * linear->outputs, added};
+        Output output = all->output;
+        output.values += first * (output.activation ? output.stride : linear->outputs);
+        if (output.added) output.added += first * linear->outputs;
         int64_t ahead = distance_of(bytes, count > once);
         Rows rows = {all->input + first * all->stride, output, all->stride, count, ahead, all->in_tiles};
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < panels_of(linear); panel++) multiply_panel(linear, &rows, panel);
+        for (int64_t panel = 0; panel < panels; panel++) multiply_panel(linear, &rows, panel);
     }
 #pragma omp barrier
 }

@@ -15,8 +15,10 @@
                                      bytes of a panel stay in the L1 cache */
 #define SUMS (PAIR_ROWS * TILE_LINE) /* bytes of the sums of a pair of tiles */
 
-/* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs. */
-typedef void Keep(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count);
+/* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs; gates with those
+ * of their factors. */
+typedef void Keep(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
+                  int64_t first, int64_t count);
 
 /* Multiplies a panel's weights by ``depth`` bytes of the inputs of one row after the other, ``apart`` bytes each, or of a
  * pair of tiles. ``sums`` [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them.
@@ -82,32 +84,46 @@ inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t pa
     }
 }
 
-/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs. */
-inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
-                                     const int in_int8, Keep *keep_sums) {
-    char sums[BLOCK / PAIR_ROWS][SUMS] __attribute__((aligned(64)));
-    int64_t tokens = rows->tokens, apart = rows->stride, size = depth / 4 * TILE_LINE;
-    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
-    if (!rows->in_tiles) {
-        multiply_tiles(weights, rows->input, apart, depth, later, TILE_STEP, sums[0], 1, 0, in_int8);
-        keep_sums(sums[0], linear, rows, panel, 0, tokens);
-        return;
-    }
-    const char *end = later + size;
-    int64_t pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
+/* Computes the sums [pairs, PAIR_ROWS, 32] of a panel's products with all pairs of tiles, and calls ``keep_sums``, if any,
+ * as soon as a tile's are complete. ``later`` will be the next panel. */
+inlined void multiply_pairs(const char *weights, const char *later, const Rows *rows, int64_t depth, char *sums,
+                            const char *factors, const Linear *linear, int64_t panel, const int in_int8,
+                            Keep *keep_sums) {
+    int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
     int64_t share = (TILE_STEP / pairs + 63) / 64 * 64; /* each pair prefetches its share of the next panel */
+    const char *end = later + depth / INPUT_BYTES * TILE_STEP;
     for (int64_t at = 0; at < depth; at += NEAR, weights += NEAR / INPUT_BYTES * TILE_STEP) {
         int64_t some = least(NEAR, depth - at);
         for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
-            int64_t first = pair * PAIR_ROWS, second = first + TILE_ROWS;
-            const char *from = rows->input + first * apart + at * TILE_ROWS;
-            multiply_tiles(weights, from, apart, some, later, later < end ? share : 0, sums[pair], at == 0, 1, in_int8);
-            if (at + some < depth) continue;
-            keep_sums(sums[pair], linear, rows, panel, first, least(TILE_ROWS, tokens - first));
-            keep_sums(sums[pair] + TILE_ROWS * TILE_LINE, linear, rows, panel, second,
-                      least(TILE_ROWS, tokens - second));
+            char *own = sums + pair * SUMS;
+            const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
+            multiply_tiles(weights, from, rows->stride, some, later, later < end ? share : 0, own, at == 0, 1, in_int8);
+            if (at + some < depth || !keep_sums) continue;
+            for (int64_t first = pair * PAIR_ROWS; first < least(tokens, (pair + 1) * PAIR_ROWS); first += TILE_ROWS)
+                keep_sums(sums + first * TILE_LINE, factors + first * TILE_LINE, linear, rows, panel, first,
+                          least(TILE_ROWS, tokens - first));
         }
     }
+}
+
+/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs; if they are gates, those of their factors
+ * first. */
+inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
+                                     const int in_int8, Keep *keep_sums) {
+    char sums[BLOCK * TILE_LINE] __attribute__((aligned(64))), factors[BLOCK * TILE_LINE] __attribute__((aligned(64)));
+    int64_t size = depth / INPUT_BYTES * TILE_STEP;
+    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
+    if (!rows->in_tiles) {
+        multiply_tiles(weights, rows->input, rows->stride, depth, later, TILE_STEP, sums, 1, 0, in_int8);
+        keep_sums(sums, NULL, linear, rows, panel, 0, rows->tokens);
+        return;
+    }
+    if (rows->output.is_gated) {
+        const char *others = weights + panels_of(linear) / 2 * size;
+        multiply_pairs(others, weights, rows, depth, factors, NULL, linear, panel, in_int8, NULL);
+        later = others + rows->ahead;
+    }
+    multiply_pairs(weights, later, rows, depth, sums, factors, linear, panel, in_int8, keep_sums);
 }
 
 /* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
