@@ -96,9 +96,12 @@ inlined void multiply_pairs(const char *weights, const char *later, const Rows *
         int64_t some = least(NEAR, depth - at);
         for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
             char *own = sums + pair * SUMS;
+            int is_last = at + some == depth;
             const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
+            if (is_last && in_int8) /* products in bfloat16 take as long as waiting for outputs */
+                prefetch_outputs(linear, rows, panel, pair * PAIR_ROWS, least(PAIR_ROWS, tokens - pair * PAIR_ROWS));
             multiply_tiles(weights, from, rows->stride, some, later, later < end ? share : 0, own, at == 0, 1, in_int8);
-            if (at + some < depth || !keep_sums) continue;
+            if (!is_last || !keep_sums) continue;
             for (int64_t first = pair * PAIR_ROWS; first < least(tokens, (pair + 1) * PAIR_ROWS); first += TILE_ROWS)
                 keep_sums(sums + first * TILE_LINE, factors + first * TILE_LINE, linear, rows, panel, first,
                           least(TILE_ROWS, tokens - first));
