@@ -98,7 +98,7 @@ inlined void multiply_pairs(const char *weights, const char *later, const Rows *
             char *own = sums + pair * SUMS;
             int is_last = at + some == depth;
             const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
-            if (is_last && in_int8) /* products in bfloat16 take as long as waiting for outputs */
+            if (is_last && in_int8) /* in bfloat16 this gains nothing */
                 prefetch_outputs(linear, rows, panel, pair * PAIR_ROWS, least(PAIR_ROWS, tokens - pair * PAIR_ROWS));
             multiply_tiles(weights, from, rows->stride, some, later, later < end ? share : 0, own, at == 0, 1, in_int8);
             if (!is_last || !keep_sums) continue;
