@@ -18,9 +18,12 @@ from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.blocks import DecoderLayer
+from triptych.layers.compiled_layer import FinishLayer
 from triptych.layers.decoder import Decoder
-from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.mlp import GatedMLP
+from triptych.layers.pointwise import Activation, gate_and_mul
+from triptych.layers.products import CompiledProduct
 
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]
@@ -121,6 +124,28 @@ def test_compiled_layer_is_bit_identical(
     torch.set_num_threads(3)
     again = answers(load(folders(name), FORMATS[weights], backend), cache_dtype)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("format_name", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("inner", "is_gated"), [(96, True), (80, True), (80, False)])
+def test_mlp_of_many_tokens_is_bit_identical(format_name: str, inner: int, is_gated: bool) -> None:
+    """In one tile or several, incomplete ones among them, and in more than one block; widths in whole panels or not."""
+    generator, pack = torch.Generator().manual_seed(0), FORMATS[format_name].pack_linear
+
+    def product(outputs: int, inputs: int) -> CompiledProduct:
+        made = pack(torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator))
+        assert isinstance(made, CompiledProduct)
+        return made
+
+    norm = RMSNorm(torch.rand(64, generator=generator), 1e-6)
+    output, up, down = product(64, 48), product(inner * (1 + is_gated), 64), product(64, inner)
+    layer = FinishLayer(norm, output, up, down, Activation.GELU_TANH)
+    for tokens in (16, 17, 49, 600):
+        hidden, attended = torch.randn(tokens, 64, generator=generator), torch.randn(tokens, 48, generator=generator)
+        between = hidden + output(attended)
+        first = up(norm(between))
+        activated = gate_and_mul(first, Activation.GELU_TANH) if is_gated else Activation.GELU_TANH(first)
+        assert torch.equal(layer(hidden, attended), between + down(activated))
 
 
 def test_unsupported_layers_run_module_by_module(

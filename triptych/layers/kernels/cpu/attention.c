@@ -22,7 +22,7 @@
 #include "vectors.h"
 
 #define MAX_GROUP 16 /* query heads per group */
-#define TOGETHER 8   /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
+#define TOGETHER 16  /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
 
 #ifdef __AVX512BF16__
 const int attention_has_bf16 = 1;
@@ -195,10 +195,13 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
         int64_t all = least(TILE, end - start);
         gather_key_pairs(gathered, depth, keys, pages, start, all, step);
         gather_value_columns(columns, value_depth, values, pages, start, all, step);
-        prefetch(keys, pages, start + TILE, least(start + 2 * TILE, end), step);
-        prefetch(values, pages, start + TILE, least(start + 2 * TILE, end), step);
-        for (Tile *tile = tiles; tile < tiles + num_tiles; tile++) {
-            int64_t count = keys_for(tile, start);
+        int64_t next = start + TILE, ahead = most(0, least(TILE, end - next));
+        for (int64_t which = 0; which < num_tiles; which++) {
+            Tile *tile = tiles + which;
+            int64_t count = keys_for(tile, start), from = next + ahead * which / num_tiles;
+            int64_t to = next + ahead * (which + 1) / num_tiles; /* each tile prefetches its share */
+            prefetch(keys, pages, from, to, step);
+            prefetch(values, pages, from, to, step);
             if (!count) continue;
             multiply_by_amx(tile->scores, (uint16_t *)gathered, depth, tile->queries, whole(count), depth, 0);
             weigh_tile(tile, step, start, count, 2, 1);

@@ -44,19 +44,23 @@ int64_t bf16_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, bf16_row(linear->inputs));
 }
 
-void bf16_round(const float *from, void *to, int64_t inputs) {
-    value *rounded = to;
+inlined void round_values(const float *from, void *to, int64_t inputs, int64_t step) {
     for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
         floats values = i < inputs ? load(from + i, inputs - i) : (floats){};
+        char *place = (char *)to + i * sizeof(value) / INPUT_BYTES * step + i * sizeof(value) % INPUT_BYTES;
 #ifdef __AVX512BF16__
-        *(__m256i *)(rounded + i) = (__m256i)_mm512_cvtneps_pbh((__m512)values);
+        *(__m256i *)place = (__m256i)_mm512_cvtneps_pbh((__m512)values);
 #else
-        *(floats *)(rounded + i) = rounded_bf16(values);
+        *(floats *)place = rounded_bf16(values);
 #endif
     }
 }
 
-static void round_token(const Linear *linear, const float *from, void *to) { bf16_round(from, to, linear->inputs); }
+void bf16_round(const float *from, void *to, int64_t inputs) { round_values(from, to, inputs, INPUT_BYTES); }
+
+static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+    round_values(from, to, linear->inputs, step);
+}
 
 /* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
@@ -93,9 +97,33 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t 
     }
 }
 
-static void keep_sums(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
-                      int64_t count) {
-    keep(sums, linear, rows, panel, first, count);
+/* Copies the sums of a tile's panel, and adds the bias of the outputs from ``column`` on. */
+inlined void add_bias(const void *sums, const Linear *linear, int64_t column, float *to) {
+    const floats (*sum)[2] = sums;
+    floats bias[2] = {};
+    if (linear->bias) memcpy(bias, linear->bias + column, least(OUTPUTS, linear->outputs - column) * sizeof(float));
+    for (int64_t row = 0; row < TILE_ROWS; row++)
+        for (int half = 0; half < 2; half++) *(floats *)(to + row * OUTPUTS + half * LANES) = sum[row][half] + bias[half];
+}
+
+/* Stores a tile's outputs as INPUT_BYTES of the next product's inputs. */
+static __attribute__((noinline)) void keep_activated(const void *sums, const void *factors, const Linear *linear,
+                                                     const Rows *rows, int64_t panel, int64_t first) {
+    const Output *output = &rows->output;
+    float values[TILE_ROWS * OUTPUTS], others[TILE_ROWS * OUTPUTS];
+    int64_t column = panel * OUTPUTS;
+    add_bias(sums, linear, column, values);
+    if (output->is_gated) add_bias(factors, linear, linear->outputs / 2 + column, others);
+    activate(values, output->is_gated ? others : NULL, values, TILE_ROWS * OUTPUTS, output->activation);
+    char *to = (char *)(output->values + first * output->stride) + panel * TILE_ROWS * INPUT_BYTES;
+    for (int64_t row = 0; row < TILE_ROWS; row++)
+        round_values(values + row * OUTPUTS, to + row * INPUT_BYTES, OUTPUTS, INPUT_BYTES);
+}
+
+static void keep_sums(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
+                      int64_t first, int64_t count) {
+    if (rows->output.activation) keep_activated(sums, factors, linear, rows, panel, first);
+    else keep(sums, linear, rows, panel, first, count);
 }
 
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
@@ -115,8 +143,16 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 
 void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
-    Rows rows = {rounded, *output, apart, tokens, 0};
+    int in_tiles = tiles_are_granted && tokens > TILE_ROWS;
+    const char *rounded = (const char *)input->values;
+    if (!input->is_rounded) rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
+}
+
+int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens) {
+    int is_gated = up->outputs != down->inputs; /* then a panel of gates needs one of factors */
+    if (up->kind != BF16 || down->kind != BF16 || !tiles_are_granted || tokens <= TILE_ROWS) return 0;
+    return is_gated && down->inputs % OUTPUTS ? 0 : in_whole_tiles(tokens) * bf16_row(down->inputs);
 }

@@ -67,7 +67,7 @@ int64_t float_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
 }
 
-static void copy(const Linear *linear, const float *from, void *to) {
+static void copy(const Linear *linear, const float *from, void *to, int64_t step) {
     memcpy(to, from, linear->inputs * sizeof(float));
 }
 
@@ -76,7 +76,7 @@ void float_together(const Linear *linear, const Input *input, const Output *outp
     Rows rows = {(const char *)input->values, *output, input->stride * sizeof(float), tokens, 0};
     if (input->norm || input->activation) {
         rows.stride = row_of(linear->inputs);
-        rows.input = round_together(linear, input, tokens, room, rows.stride, copy);
+        rows.input = round_together(linear, input, tokens, room, rows.stride, 0, copy);
     }
     multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_panel);
 }

@@ -90,7 +90,7 @@ int64_t int4_room(const Linear *linear, int64_t tokens) {
 /* Makes of a token int8 [depth], int32 [groups] and its scale. The inputs of each word are in the order 0 2 4 6 1 3 5 7,
  * first those in the lower halves of its bytes. The int32 are what the sums of q * input exceed those of the weights by
  * for each unit of zero or, without zeros, in total: to be added, so negative. */
-static void round_token(const Linear *linear, const float *from, void *to) {
+static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
     Shape shape = shape_of(linear);
 #if LANES == 16
     const int8s order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
@@ -326,7 +326,7 @@ void int4_together(const Linear *linear, const Input *input, const Output *outpu
     int64_t bytes = shape.groups * shape.bytes, step = least(linear->group, TILE_BYTES);
     /* by tiles the sums of 16 rows are added, whatever the tokens, and more often in small groups */
     int64_t few = step < TILE_BYTES ? 12 : TOKENS;
-    char *rounded = round_together(linear, input, tokens, room, shape.row, round_token);
+    char *rounded = round_together(linear, input, tokens, room, shape.row, 0, round_token);
     Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
         multiply_together_by_tiles(linear, &rows, bytes, step, SMALL_TASK, multiply_by_tiles);

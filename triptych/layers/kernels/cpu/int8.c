@@ -60,16 +60,16 @@ int64_t int8_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
 }
 
-static void round_token(const Linear *linear, const float *from, void *to) {
+static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
     int64_t inputs = linear->inputs, depth = depth_of(inputs);
     float maximum = largest_magnitude(from, inputs, SMALLEST);
     floats total = {};
     for (int64_t i = 0; i < depth; i += LANES) {
         floats whole = rounded_inputs(from, i, inputs, LEVELS / maximum);
-        *(int8s *)((char *)to + i) = lowest((ints)whole);
+        *(int8s *)((char *)to + i / INPUT_BYTES * step + i % INPUT_BYTES) = lowest((ints)whole);
         total += whole - ROUNDING;
     }
-    Token *token = (Token *)((char *)to + depth);
+    Token *token = (Token *)((char *)to + depth / INPUT_BYTES * step);
     token->scale = maximum / LEVELS;
     token->start = maximum == maximum ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
@@ -80,13 +80,15 @@ inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *row
                          int64_t count, const int is_offset) {
     const ints (*sum)[2] = sums;
     int64_t column = panel * OUTPUTS, left = linear->outputs - column, second = most(0, left - LANES);
-    const char *tokens = rows->input + first * rows->stride + depth_of(linear->inputs);
+    int64_t stride = rows->in_tiles ? INPUT_BYTES : rows->stride;
+    const char *tokens = rows->input + first * rows->stride;
+    tokens += depth_of(linear->inputs) * (rows->in_tiles ? TILE_ROWS : 1);
     int64_t place = first * linear->outputs + column;
     floats scales[2] = {load(linear->scales + column, left)}, bias[2] = {};
     if (second) scales[1] = load(linear->scales + column + LANES, second);
     if (linear->bias) bias[0] = load(linear->bias + column, left);
     if (linear->bias && second) bias[1] = load(linear->bias + column + LANES, second);
-    for (int64_t i = 0; i < count; i++, tokens += rows->stride, place += linear->outputs) {
+    for (int64_t i = 0; i < count; i++, tokens += stride, place += linear->outputs) {
         Token own = *(const Token *)tokens;
         if (!is_offset) own.start = 0;
         floats low = __builtin_convertvector(sum[i][0] + own.start, floats) * own.scale * scales[0] + bias[0];
@@ -96,8 +98,8 @@ inlined void keep_scaled(const void *sums, const Linear *linear, const Rows *row
     }
 }
 
-static void keep_signed(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first,
-                        int64_t count) {
+static void keep_signed(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
+                        int64_t first, int64_t count) {
     keep_scaled(sums, linear, rows, panel, first, count, 0);
 }
 
@@ -156,8 +158,9 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t pa
 
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
-    char *rounded = round_together(linear, input, tokens, room, apart, round_token);
-    Rows rows = {rounded, *output, apart, tokens, 0};
+    int in_tiles = tiles_are_granted && tokens > TILE_ROWS;
+    char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
     if (tiles_are_granted && tokens > FEW)
         multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);

@@ -14,8 +14,7 @@ typedef struct {
     const float *heads_norm; /* RMSNorm of queries and keys, [heads + kv_heads, dim], or NULL */
 } Before;
 
-/* Weights of the second half. The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: first the values
- * to activate, then their factors. */
+/* Weights of the second half. */
 typedef struct {
     Linear output, up, down;
     Norm norm;
@@ -39,6 +38,27 @@ static void multiply(const Linear *linear, Input input, Output output, int64_t t
     case INT4: int4_together(linear, &input, &output, tokens, room); break;
     case BF16: bf16_together(linear, &input, &output, tokens, room); break;
     default: float_together(linear, &input, &output, tokens, room);
+    }
+}
+
+/* Bytes of memory for what is between the products of an MLP. */
+static int64_t between_room(const Linear *up, const Linear *down, int64_t tokens) {
+    return whole_lines(most(tokens * up->outputs * sizeof(float), bf16_activated(up, down, tokens)));
+}
+
+/* Both products of an MLP, with ``between`` for what is between them. It is gated if ``up`` has twice the outputs that
+ * ``down`` has inputs: first the values to activate, then their factors. */
+static void multiply_mlp(const Linear *up, const Linear *down, const Activation *activation, Input input, Output output,
+                         int64_t tokens, void *room, float *between) {
+    int is_gated = up->outputs != down->inputs;
+    int64_t rounded = bf16_activated(up, down, tokens);
+    if (rounded) {
+        int64_t apart = bf16_row(down->inputs);
+        multiply(up, input, (Output){between, NULL, activation, apart / sizeof(float), is_gated}, tokens, room);
+        multiply(down, (Input){between, .is_rounded = 1}, output, tokens, room);
+    } else {
+        multiply(up, input, (Output){between}, tokens, room);
+        multiply(down, (Input){between, up->outputs, NULL, activation, is_gated}, output, tokens, room);
     }
 }
 
@@ -108,18 +128,18 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
 /* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
  * memory. */
 int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
-    int64_t width = layer->output.outputs, first = layer->up.outputs, inner = layer->down.inputs;
-    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
-    bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
-    void *room = memory(bytes + tokens * (width + first) * sizeof(float));
+    const Linear *first = &layer->output, *up = &layer->up, *down = &layer->down;
+    int64_t width = first->outputs, bytes = most(room_for(first, tokens), room_for(up, tokens));
+    bytes = whole_lines(most(bytes, room_for(down, tokens)));
+    int64_t inside = between_room(up, down, tokens);
+    void *room = memory(bytes + inside + tokens * width * sizeof(float));
     if (!room) return 0;
-    float *between = (float *)((char *)room + bytes), *up = between + tokens * width; /* between: attention and MLP */
+    float *within = (float *)((char *)room + bytes), *between = within + inside / sizeof(float);
 #pragma omp parallel
     {
-        Input activated = {up, first, .activation = &layer->activation, .is_gated = first != inner};
-        multiply(&layer->output, (Input){attended, layer->output.inputs}, (Output){between, hidden}, tokens, room);
-        multiply(&layer->up, (Input){between, width, &layer->norm}, (Output){up}, tokens, room);
-        multiply(&layer->down, activated, (Output){output, between}, tokens, room);
+        multiply(first, (Input){attended, first->inputs}, (Output){between, hidden}, tokens, room);
+        multiply_mlp(up, down, &layer->activation, (Input){between, width, &layer->norm}, (Output){output, between},
+                     tokens, room, within);
     }
     free(room);
     return 1;
@@ -142,7 +162,7 @@ typedef struct {
 int run_experts(const Experts *mixture, const float *hidden, const int64_t *chosen, const float *weights, float *output,
                 int64_t tokens, int64_t per_token) {
     const Expert *experts = mixture->experts;
-    int64_t width = experts->up.inputs, first = experts->up.outputs, count = mixture->count;
+    int64_t width = experts->up.inputs, count = mixture->count;
     int64_t assigned = tokens * per_token, largest = 0, bytes = 0;
     int64_t *ends = calloc(count + 1 + assigned, sizeof(int64_t)), *order = ends + count + 1;
     if (!ends) return 0;
@@ -156,11 +176,11 @@ int run_experts(const Experts *mixture, const float *hidden, const int64_t *chos
     }
     for (int64_t i = 0; i < assigned; i++) order[ends[chosen[i]]++] = i; /* what was an expert's start is its end now */
     bytes = whole_lines(bytes);
-    void *room = memory(bytes + largest * (2 * width + first) * sizeof(float));
+    int64_t inside = between_room(&experts->up, &experts->down, largest);
+    void *room = memory(bytes + inside + largest * 2 * width * sizeof(float));
     if (!room) return free(ends), 0;
-    float *gathered = (float *)((char *)room + bytes), *added = gathered + largest * width;
-    float *up = added + largest * width;
-    Input activated = {up, first, .activation = &mixture->activation, .is_gated = 1};
+    float *within = (float *)((char *)room + bytes), *gathered = within + inside / sizeof(float);
+    float *added = gathered + largest * width;
 #pragma omp parallel
     {
 #pragma omp for
@@ -175,8 +195,8 @@ int run_experts(const Experts *mixture, const float *hidden, const int64_t *chos
                 float weight = mixture->weighs_inputs ? weights[own[row]] : 1;
                 for (int64_t i = 0; i < width; i++) gathered[row * width + i] = from[i] * weight;
             }
-            multiply(&experts[expert].up, (Input){gathered, width}, (Output){up}, rows, room);
-            multiply(&experts[expert].down, activated, (Output){added}, rows, room);
+            multiply_mlp(&experts[expert].up, &experts[expert].down, &mixture->activation, (Input){gathered, width},
+                         (Output){added}, rows, room, within);
 #pragma omp for
             for (int64_t row = 0; row < rows; row++) {
                 float *from = added + row * width, *to = output + own[row] / per_token * width;

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include "products.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #define OUTPUTS FLOAT_OUTPUTS
@@ -13,19 +14,21 @@
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
-/* Inputs and outputs of several tokens. */
+/* Inputs and outputs of several tokens. In tiles, INPUT_BYTES of inputs of TILE_ROWS tokens are adjacent, and followed by
+ * their next ones. */
 typedef struct {
     const char *input;
     Output output;
-    int64_t stride, tokens; /* stride: bytes between inputs */
+    int64_t stride, tokens; /* stride: bytes of a token's inputs, with padding */
     int64_t ahead;          /* prefetch distance in bytes of weights */
+    int64_t in_tiles;
 } Rows;
 
 /* Computes a panel's outputs for all rows. */
 typedef void PanelProduct(const Linear *linear, const Rows *rows, int64_t panel);
 
-/* Rounds a token's inputs, and pads them with zeros. */
-typedef void Rounding(const Linear *linear, const float *from, void *to);
+/* Rounds a token's inputs, and pads them with zeros. ``step``: bytes between parts of INPUT_BYTES. */
+typedef void Rounding(const Linear *linear, const float *from, void *to, int64_t step);
 
 inlined int64_t panels_of(const Linear *linear) { return (linear->outputs + OUTPUTS - 1) / OUTPUTS; }
 
@@ -40,45 +43,59 @@ inlined int64_t distance_of(int64_t bytes, int is_used_again) {
     return is_used_again ? bytes * omp_get_num_threads() : AHEAD;
 }
 
-/* Bytes of memory for rounded tokens of ``apart`` bytes each, and for one token's values of each thread. */
+inlined int64_t in_whole_tiles(int64_t tokens) { return (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS; }
+
+/* Bytes of memory for rounded tokens of ``apart`` bytes each, in whole tiles, and for one token's values of each
+ * thread. */
 inlined int64_t rounded_room(int64_t inputs, int64_t tokens, int64_t apart) {
     int64_t threads = omp_get_max_threads();
-    return apart * (tokens <= FEW ? tokens * threads : tokens) + threads * whole_lines(inputs * sizeof(float));
+    return apart * (tokens <= FEW ? tokens * threads : in_whole_tiles(tokens)) + threads * whole_lines(inputs * sizeof(float));
+}
+
+/* Where a token's inputs begin. */
+inlined int64_t place_of(int64_t token, int64_t apart, int64_t in_tiles) {
+    if (!in_tiles) return token * apart;
+    return token / TILE_ROWS * TILE_ROWS * apart + token % TILE_ROWS * INPUT_BYTES;
 }
 
 /* Rounds all tokens into ``room``, and returns what the calling thread is to read of it. */
 inlined char *round_together(const Linear *linear, const Input *input, int64_t tokens, char *room, int64_t apart,
-                             Rounding *round) {
+                             int64_t in_tiles, Rounding *round) {
     int64_t inputs = linear->inputs;
     float *own = (float *)(room + omp_get_thread_num() * whole_lines(inputs * sizeof(float)));
     room += omp_get_num_threads() * whole_lines(inputs * sizeof(float));
     if (tokens <= (input->activation ? 1 : FEW)) { /* an activation takes longer than waiting */
         room += omp_get_thread_num() * tokens * apart;
         for (int64_t token = 0; token < tokens; token++)
-            round(linear, values_of(input, inputs, token, own), room + token * apart);
+            round(linear, values_of(input, inputs, token, own), room + token * apart, INPUT_BYTES);
     } else {
+        int64_t step = in_tiles ? TILE_ROWS * INPUT_BYTES : INPUT_BYTES;
 #pragma omp for
         for (int64_t token = 0; token < tokens; token++)
-            round(linear, values_of(input, inputs, token, own), room + token * apart);
+            round(linear, values_of(input, inputs, token, own), room + place_of(token, apart, in_tiles), step);
     }
     return room;
 }
 
 /* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens; at most
- * ``block`` tokens by all weights before the next ones. ``task``: bytes of weights per task when there are few
+ * ``block`` tokens, a multiple of ``once``, by all weights before the next ones. ``task``: bytes of weights per task when there are few
  * tokens. */
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t once, int64_t block,
                                int64_t task, PanelProduct *multiply_panel) {
-    int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block;
+    int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
     int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes));
+    int64_t panels = panels_of(linear) / (all->output.is_gated ? 2 : 1);
     for (int64_t done = 0; done < blocks; done++) {
-        int64_t first = tokens * done / blocks, count = tokens * (done + 1) / blocks - first;
-        const float *added = all->output.added ? all->output.added + first * linear->outputs : NULL;
-        Output output = {all->output.values + first * linear->outputs, added};
-        Rows rows = {all->input + first * all->stride, output, all->stride, count, distance_of(bytes, count > once)};
+        int64_t first = groups * done / blocks * once, end = groups * (done + 1) / blocks * once;
+        int64_t count = least(end, tokens) - first;
+        Output output = all->output;
+        output.values += first * (output.activation ? output.stride : linear->outputs);
+        if (output.added) output.added += first * linear->outputs;
+        int64_t ahead = distance_of(bytes, count > once);
+        Rows rows = {all->input + first * all->stride, output, all->stride, count, ahead, all->in_tiles};
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < panels_of(linear); panel++) multiply_panel(linear, &rows, panel);
+        for (int64_t panel = 0; panel < panels; panel++) multiply_panel(linear, &rows, panel);
     }
 #pragma omp barrier
 }

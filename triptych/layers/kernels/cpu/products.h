@@ -24,13 +24,13 @@ typedef struct {
 } Linear;
 
 /* What a product takes: values [tokens, inputs] after a norm, if any, or after an activation. The activated values may
- * be followed by as many factors. */
+ * be followed by as many factors. Or what another product stored rounded. */
 typedef struct {
     const float *values;
     int64_t stride;               /* floats between tokens */
     const Norm *norm;             /* or NULL */
     const Activation *activation; /* or NULL */
-    int is_gated;
+    int is_gated, is_rounded;
 } Input;
 
 inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -44,10 +44,14 @@ inlined const float *values_of(const Input *input, int64_t inputs, int64_t token
     return room;
 }
 
-/* Where a product goes, [tokens, outputs], and what is added to it: of the same shape and elsewhere, or NULL. */
+/* Where a product goes, [tokens, outputs], and what is added to it: of the same shape and elsewhere, or NULL. With an
+ * activation, outputs are activated, rounded and stored as ``stride`` floats per token for the next product, whose inputs
+ * they are; see ``bf16_activated``. */
 typedef struct {
     float *values;
     const float *added;
+    const Activation *activation; /* or NULL */
+    int64_t stride, is_gated;     /* gated: the second half of the outputs are the first half's factors */
 } Output;
 
 /* Bytes of working memory for ``tokens`` tokens. */
@@ -59,6 +63,9 @@ int64_t bf16_room(const Linear *linear, int64_t tokens);
 /* Called by all threads of a team, which share the work; all of it is done when they return. */
 typedef void Together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room);
 Together float_together, int8_together, int4_together, bf16_together;
+
+/* Bytes of an MLP's values when ``up`` stores them activated and rounded, as ``down`` takes them; 0 if it can't. */
+int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens);
 
 /* Computes one token's outputs of one panel of weights and writes them into output [outputs]; by one thread. For
  * bfloat16 the token has been rounded by ``bf16_round`` to ``bf16_row`` bytes at a multiple of 32. */

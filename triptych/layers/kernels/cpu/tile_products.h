@@ -8,7 +8,6 @@
 #include "panels.h"
 #include "tiles.h"
 
-#define PAIR_ROWS (2 * TILE_ROWS) /* tokens of two tiles, which are multiplied together */
 #define TILE_LINE 128             /* bytes of a panel's 32 outputs with 4 bytes of inputs each */
 #define KEPT (1600 * 1024)        /* bytes of tokens per block, next to which panels fit the L2 cache */
 #define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
@@ -16,15 +15,16 @@
                                      bytes of a panel stay in the L1 cache */
 #define SUMS (PAIR_ROWS * TILE_LINE) /* bytes of the sums of a pair of tiles */
 
-/* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs. */
-typedef void Keep(const void *sums, const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count);
+/* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs; gates with those
+ * of their factors. */
+typedef void Keep(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
+                  int64_t first, int64_t count);
 
-/* Multiplies a panel's weights by ``depth`` bytes of the inputs of one tile of tokens, ``low``, or of two. ``sums``
- * [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them. Prefetches ``share`` bytes
- * from ``later`` on for each step. */
-inlined void multiply_tiles(const char *weights, const char *low, const char *high, int64_t stride, int64_t depth,
-                            const char *later, int64_t share, char *sums, int is_first, const int is_pair,
-                            const int in_int8) {
+/* Multiplies a panel's weights by ``depth`` bytes of the inputs of one row after the other, ``apart`` bytes each, or of a
+ * pair of tiles. ``sums`` [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them.
+ * Prefetches ``share`` bytes from ``later`` on for each step. */
+inlined void multiply_tiles(const char *weights, const char *tokens, int64_t apart, int64_t depth, const char *later,
+                            int64_t share, char *sums, int is_first, const int is_pair, const int in_int8) {
 #define ADD_PRODUCT(sum, tokens, weights) \
     do { \
         if (in_int8) _tile_dpbssd(sum, tokens, weights); \
@@ -47,8 +47,9 @@ inlined void multiply_tiles(const char *weights, const char *low, const char *hi
             _tile_loadd(3, sums + TILE_ROWS * TILE_LINE + TILE_LINE / 2, TILE_LINE);
         }
     }
-    for (int64_t at = 0; at < depth; at += INPUT_BYTES, weights += TILE_STEP, later += share) {
-        _tile_loadd(4, low + at, stride);
+    int64_t stride = is_pair ? INPUT_BYTES : apart, step = is_pair ? TILE_ROWS * INPUT_BYTES : INPUT_BYTES;
+    for (int64_t at = 0; at < depth; at += INPUT_BYTES, weights += TILE_STEP, tokens += step, later += share) {
+        _tile_loadd(4, tokens, stride);
         _tile_loadd(6, weights, TILE_LINE);
         for (int64_t line = 0; line < share; line += 64) {
             if (is_pair) __builtin_prefetch(later + line, 0, 2);
@@ -58,7 +59,7 @@ inlined void multiply_tiles(const char *weights, const char *low, const char *hi
         _tile_loadd(7, weights + TILE_LINE / 2, TILE_LINE);
         ADD_PRODUCT(1, 4, 7);
         if (is_pair) {
-            _tile_loadd(5, high + at, stride);
+            _tile_loadd(5, tokens + TILE_ROWS * apart, stride);
             ADD_PRODUCT(2, 5, 6);
             ADD_PRODUCT(3, 5, 7);
         }
@@ -83,36 +84,49 @@ inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t pa
     }
 }
 
-/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs. The last tiles begin early enough to be whole:
- * some tokens are then computed twice, to the same bits. */
-inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
-                                     const int in_int8, Keep *keep_sums) {
-    char sums[BLOCK / PAIR_ROWS][SUMS] __attribute__((aligned(64)));
-    int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, size = depth / 4 * TILE_LINE;
-    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
-    if (tokens <= TILE_ROWS) {
-        multiply_tiles(weights, rows->input, NULL, rows->stride, depth, later, TILE_STEP, sums[0], 1, 0, in_int8);
-        keep_sums(sums[0], linear, rows, panel, 0, tokens);
-        return;
-    }
+/* Computes the sums [pairs, PAIR_ROWS, 32] of a panel's products with all pairs of tiles, and calls ``keep_sums``, if any,
+ * as soon as a tile's are complete. ``later`` will be the next panel. */
+inlined void multiply_pairs(const char *weights, const char *later, const Rows *rows, int64_t depth, char *sums,
+                            const char *factors, const Linear *linear, int64_t panel, const int in_int8,
+                            Keep *keep_sums) {
+    int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
     int64_t share = (TILE_STEP / pairs + 63) / 64 * 64; /* each pair prefetches its share of the next panel */
+    const char *end = later + depth / INPUT_BYTES * TILE_STEP;
     for (int64_t at = 0; at < depth; at += NEAR, weights += NEAR / INPUT_BYTES * TILE_STEP) {
         int64_t some = least(NEAR, depth - at);
         for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
-            int64_t low = most(0, least(pair * PAIR_ROWS, tokens - PAIR_ROWS));
-            int64_t high = least(low, tokens - PAIR_ROWS) + TILE_ROWS;
-            const char *first = rows->input + low * rows->stride + at, *second = rows->input + high * rows->stride + at;
+            char *own = sums + pair * SUMS;
             int is_last = at + some == depth;
-            if (is_last) {
-                prefetch_outputs(linear, rows, panel, low, TILE_ROWS);
-                prefetch_outputs(linear, rows, panel, high, TILE_ROWS);
-            }
-            multiply_tiles(weights, first, second, rows->stride, some, later, share, sums[pair], at == 0, 1, in_int8);
-            if (!is_last) continue;
-            keep_sums(sums[pair], linear, rows, panel, low, TILE_ROWS);
-            keep_sums(sums[pair] + TILE_ROWS * TILE_LINE, linear, rows, panel, high, TILE_ROWS);
+            const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
+            if (is_last && in_int8) /* in bfloat16 this gains nothing */
+                prefetch_outputs(linear, rows, panel, pair * PAIR_ROWS, least(PAIR_ROWS, tokens - pair * PAIR_ROWS));
+            multiply_tiles(weights, from, rows->stride, some, later, later < end ? share : 0, own, at == 0, 1, in_int8);
+            if (!is_last || !keep_sums) continue;
+            for (int64_t first = pair * PAIR_ROWS; first < least(tokens, (pair + 1) * PAIR_ROWS); first += TILE_ROWS)
+                keep_sums(sums + first * TILE_LINE, factors + first * TILE_LINE, linear, rows, panel, first,
+                          least(TILE_ROWS, tokens - first));
         }
     }
+}
+
+/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs; if they are gates, those of their factors
+ * first. */
+inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
+                                     const int in_int8, Keep *keep_sums) {
+    char sums[BLOCK * TILE_LINE] __attribute__((aligned(64))), factors[BLOCK * TILE_LINE] __attribute__((aligned(64)));
+    int64_t size = depth / INPUT_BYTES * TILE_STEP;
+    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
+    if (!rows->in_tiles) {
+        multiply_tiles(weights, rows->input, rows->stride, depth, later, TILE_STEP, sums, 1, 0, in_int8);
+        keep_sums(sums, NULL, linear, rows, panel, 0, rows->tokens);
+        return;
+    }
+    if (rows->output.is_gated) {
+        const char *others = weights + panels_of(linear) / 2 * size;
+        multiply_pairs(others, weights, rows, depth, factors, NULL, linear, panel, in_int8, NULL);
+        later = others + rows->ahead;
+    }
+    multiply_pairs(weights, later, rows, depth, sums, factors, linear, panel, in_int8, keep_sums);
 }
 
 /* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */

@@ -4,6 +4,7 @@
 
 #define TILE_ROWS 16  /* rows of a tile */
 #define TILE_BYTES 64 /* bytes of a row */
+#define PAIR_ROWS (2 * TILE_ROWS) /* rows of two tiles, which are multiplied together */
 
 #if defined __AMX_BF16__ && defined __AMX_INT8__
 /* Whether the operating system has granted the tiles to this process; set when the library is loaded. */
