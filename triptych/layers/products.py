@@ -100,8 +100,8 @@ class PanelLayout:
         """Return uninitialized panels for weights of this shape."""
         num_outputs, num_inputs = shape
         depth = -(-num_inputs // self.multiple) * self.multiple
-        shape = -(-num_outputs // self.outputs), depth // self.inputs, self.outputs, self.inputs
-        return packed_weights.empty(shape, self.dtype)
+        num_panels = -(-num_outputs // self.outputs)
+        return packed_weights.empty((num_panels, depth // self.inputs, self.outputs, self.inputs), self.dtype)
 
 
 def in_panels(weight: Tensor, layout: PanelLayout) -> Tensor:

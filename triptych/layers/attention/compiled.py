@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import gcd
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ class PagedAttention:
         output = query.new_empty(query.shape)
         shape = heads, caches[0].shape[2], dim
         step = _operands(tables, new[2], shape, causal=causal, in_bf16=self._in_bf16)
-        set_layer(step, *caches, options)
+        set_layer(step, *caches, options, dim)
         step.query, step.key, step.value, step.output = (tensor.data_ptr() for tensor in (query, *new[:2], output))
         step.query_stride, step.key_stride, step.value_stride = (tensor.stride(0) for tensor in (query, *new[:2]))
         raise_failure(self._run(step), step)
@@ -174,14 +175,29 @@ def _operands(
     return step
 
 
-def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
-    """Set the operands that differ between layers; ``options`` must outlive ``step``."""
+class LayerOptions(Protocol):
+    """The operands that differ between layers."""
+
+    keys: int | None
+    values: int | None
+    sinks: int | None
+    num_pages: int
+    page_size: int
+    cache_stride: int
+    window: int
+    format: int
+    scale: float
+    cap: float
+
+
+def set_layer(step: LayerOptions, keys: Tensor, values: Tensor, options: AttentionOptions, dim: int) -> None:
+    """Set the operands that differ between layers; ``options`` must outlive ``step``, and ``dim`` is a key's."""
     step.keys, step.values = keys.data_ptr(), values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
     step.format = FORMATS[keys.dtype]
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
     step.window = min(options.window or NO_WINDOW, NO_WINDOW)
-    step.scale, step.cap = options.scale_for(step.dim), options.softcap or 0
+    step.scale, step.cap = options.scale_for(dim), options.softcap or 0
     step.sinks = None if options.sinks is None else options.sinks.data_ptr()
 
 
