@@ -83,7 +83,9 @@ inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t fi
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t twos, int64_t once,
                                int64_t block, int64_t task, PanelProduct *multiply_panels) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, panels = panels_of(linear);
-    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes)), tasks = (panels + at_once - 1) / at_once;
+    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes)), threads = omp_get_num_threads();
+    int64_t tasks = (panels + at_once - 1) / at_once;
+    if (at_once > 1) tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
     for (int64_t done = 0; done < blocks; done++) {
         int64_t first = tokens * done / blocks, count = tokens * (done + 1) / blocks - first;
         const float *added = all->output.added ? all->output.added + first * linear->outputs : NULL;
