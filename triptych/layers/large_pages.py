@@ -1,7 +1,7 @@
-"""Memory in large pages, for packed weights: every token's step reads all of them once.
+"""Memory in large pages, for packed weights and the KV cache: a token's step reads all of its memory once.
 
-Before it reads memory, a processor looks up where its page is. It keeps that for few pages, so that weights in pages of
-4 KiB need a look-up each time they are read, which takes longer in a virtual machine.
+Before it reads memory, a processor looks up where its page is. It keeps that for few pages, so that memory in pages
+of 4 KiB needs a look-up each time it is read, which takes longer in a virtual machine.
 """
 
 import math
