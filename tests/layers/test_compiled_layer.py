@@ -1,10 +1,12 @@
-"""A layer in two calls of the compiled kernels against the same layer module by module, which other tests compare with
-transformers."""
+"""Layers in one or two calls of the compiled kernels against the same layers module by module, which other tests
+compare with transformers."""
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import DecoderLayer
+from triptych.layers.blocks import DecoderLayer, joined
 from triptych.layers.compiled_layer import FinishLayer
+from triptych.layers.compiled_layers import RunLayers
 from triptych.layers.decoder import Decoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.mlp import GatedMLP
@@ -63,6 +66,7 @@ def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = Non
     for layer in layers_of(decoder):
         layer.mixer.backend = backend or layer.mixer.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
+    decoder.run_layers = joined(decoder.layers, decoder.config.cache_groups.of_layer)
     return decoder
 
 
@@ -118,6 +122,9 @@ def test_compiled_layer_is_bit_identical(
     for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)
+    assert (decoder.run_layers is None) == any(not isinstance(layer.mlp, GatedMLP) for layer in layers_of(decoder))
+    decoder.run_layers = None
+    assert all(torch.equal(one, other) for one, other in zip(found, answers(decoder, cache_dtype), strict=True))
     for layer in layers_of(decoder):
         layer.compiled_attend = layer.compiled_finish = None
     assert all(torch.equal(one, other) for one, other in zip(found, answers(decoder, cache_dtype), strict=True))
@@ -170,3 +177,37 @@ def test_pages_beyond_the_cache_are_rejected(folders: Folders, backend: CpuAtten
     pool.free = [0, 2]
     with pytest.raises(IndexError, match="beyond the 2 pages"):
         step(pool, [(Running(prompt), 5)])
+
+
+def test_layers_run_in_one_call_unless_something_is_in_between(
+    checkpoint_folder: Callable[..., Path], backend: CpuAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deepstack features come between the first layers; a new cache has other addresses."""
+    decoder = load(checkpoint_folder(), FORMATS["float32"], backend)
+    last, deep, width = len(decoder.layers), decoder.config.num_deepstack_layers, decoder.config.hidden_size
+    assert decoder.run_layers is not None
+    together: list[range] = []
+    run = RunLayers.__call__
+
+    def recorded(self: RunLayers, some: range, *given: Any) -> Tensor:
+        together.append(some)
+        return run(self, some, *given)
+
+    monkeypatch.setattr(RunLayers, "__call__", recorded)
+    text = Prompt(
+        torch.arange(5), torch.arange(5, dtype=torch.float64).expand(3, -1), torch.arange(0),
+        torch.zeros(0, width * (1 + deep)),
+    )  # fmt: skip
+    media = replace(text, media_index=torch.arange(2), media_embeddings=torch.ones(2, width * (1 + deep)))
+    cases: list[tuple[Prompt, Wanted, range]] = [
+        (text, "all", range(last)),
+        (text, "last", range(last - 1)),
+        (media, "all", range(deep, last)),
+    ]
+    for prompt, wanted, expected in cases:
+        found = step(Pool(decoder), [(Running(prompt), 5)], wanted)
+        assert together == [expected]
+        decoder.run_layers, kept = None, decoder.run_layers
+        assert torch.equal(found, step(Pool(decoder), [(Running(prompt), 5)], wanted))
+        decoder.run_layers = kept
+        together.clear()

@@ -1,9 +1,12 @@
 """A decoder layer, built from its spec."""
 
+from collections.abc import Iterable, Sequence
+
 from torch import Tensor, nn
 
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
+from triptych.layers.compiled_layers import RunLayers
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
 from triptych.layers.layer_context import LayerContext
@@ -28,7 +31,7 @@ class DecoderLayer(nn.Module):
         self.mixed_norm = None if after_mixer is None else norm(after_mixer)
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.mixer = load_mixer(config, reader, index, backend)
-        self._rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
+        self.rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
         self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.{config.names.ffn}")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
@@ -60,7 +63,7 @@ class DecoderLayer(nn.Module):
         [R, hidden]. What all T tokens leave in ``cache``, the layer's parts, is written."""
         if self.compiled_attend is not None and self.compiled_attend.takes(cache[0].dtype):
             keys, values = cache
-            cos, sin = context.rotations[self._rope_index]
+            cos, sin = context.rotations[self.rope_index]
             mixed = self.compiled_attend(hidden, keys, values, cos, sin, context.attention)
         else:
             mixed = self.mixer(self.mixer_norm(hidden), cache, context)
@@ -74,3 +77,16 @@ class DecoderLayer(nn.Module):
         hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         finished = self.mlp(self.mlp_norm(hidden))
         return hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
+
+
+def joined(layers: Iterable[nn.Module], groups: Sequence[int]) -> RunLayers | None:
+    """Return a decoder's layers in one compiled call, or None if the kernels don't support it. ``groups`` are the
+    layers' numbers of their group in the KV cache."""
+    halves, rotations = [], []
+    for layer in layers:
+        assert isinstance(layer, DecoderLayer)
+        if layer.compiled_attend is None or layer.compiled_finish is None:
+            return None
+        halves.append((layer.compiled_attend, layer.compiled_finish))
+        rotations.append(layer.rope_index)
+    return RunLayers(halves, rotations, groups)

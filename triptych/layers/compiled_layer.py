@@ -84,10 +84,10 @@ class AttendLayer:
         """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
         heads, head_dim)."""
         self.takes = kernel.takes
-        self._kernel, self._shape, self._options = kernel, shape, options
+        self.kernel, self.shape, self.options = kernel, shape, options
         self._keep_alive = qkv, norm, heads_norm
         of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
-        self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
+        self.operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
         self._run = kernel.library.attend_layer
         self._run.argtypes = [
             ctypes.POINTER(AttendLayerOperands),
@@ -105,8 +105,8 @@ class AttendLayer:
         ``hidden`` [T, hidden], ``cos`` and ``sin`` [T, 1, head_dim] are contiguous float32. Raises as
         ``PagedAttention`` does.
         """
-        step = self._kernel.shared_operands(batch, self._shape)
-        set_layer(step, keys, values, self._options)
+        step = self.kernel.shared_operands(batch, self.shape)
+        set_layer(step, keys, values, self.options, self.shape[2])
         return self._attend(hidden, cos, sin, step)
 
     def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
@@ -115,17 +115,17 @@ class AttendLayer:
         ``hidden``, ``cos`` and ``sin`` are as above; ``lengths`` and ``scale``, and errors, as in
         ``PagedAttention.over_segments``.
         """
-        step, tables = self._kernel.segment_operands(len(hidden), lengths, self._shape, scale)
+        step, tables = self.kernel.segment_operands(len(hidden), lengths, self.shape, scale)
         output = self._attend(hidden, cos, sin, step)
         del tables  # the step points to them
         return output
 
     def _attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: AttentionOperands) -> Tensor:
-        heads, _, head_dim = self._shape
+        heads, _, head_dim = self.shape
         output = hidden.new_empty((len(hidden), heads * head_dim))
         step.output = output.data_ptr()
         pointers = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        raise_failure(self._run(self._operands, *pointers, len(hidden), step), step)
+        raise_failure(self._run(self.operands, *pointers, len(hidden), step), step)
         return output
 
 
@@ -143,7 +143,7 @@ class FinishLayer:
         """The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: the gates, then their factors."""
         self._keep_alive = output, norm, up, down
         products = (product.operands for product in (output, up, down))
-        self._operands = FinishLayerOperands(*products, NormOperands.of(norm), ActivationOperands.of(activation))
+        self.operands = FinishLayerOperands(*products, NormOperands.of(norm), ActivationOperands.of(activation))
         self._run = output.library.finish_layer
         self._run.argtypes = [ctypes.POINTER(FinishLayerOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
         self._run.restype = ctypes.c_int
@@ -153,7 +153,7 @@ class FinishLayer:
         float32. Raises MemoryError."""
         output = hidden.new_empty(hidden.shape)
         pointers = hidden.data_ptr(), attended.data_ptr(), output.data_ptr()
-        if not self._run(self._operands, *pointers, len(hidden)):
+        if not self._run(self.operands, *pointers, len(hidden)):
             raise MemoryError(f"no memory for a layer of {len(hidden)} tokens")
         return output
 

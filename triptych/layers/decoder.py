@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.layers.blocks import DecoderLayer
+from triptych.layers.blocks import DecoderLayer, joined
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.layer_context import LayerContext
@@ -70,6 +70,7 @@ class Decoder(nn.Module):
         self.embedding = frozen(embedding.to(reader.device))
         self.ropes = nn.ModuleList(Rope(head_dim, rope, reader.device) for head_dim, rope in config.ropes)
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
+        self.run_layers = joined(self.layers, self.config.cache_groups.of_layer)
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it anyway
@@ -117,7 +118,12 @@ class Decoder(nn.Module):
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         contexts = [LayerContext(batch.positions, rotations, attention) for attention in batch.attention]
         wanted, last = batch.logits_index, len(self.layers) - 1
+        together = self._together(batch, cache, after_layer)
         for index, layer in enumerate(self.layers):
+            if index in together:
+                if self.run_layers is not None and index == together.start:
+                    hidden = self.run_layers(together, hidden, cache, rotations, batch.attention)
+                continue
             rows = self._last_rows(batch) if index == last else None
             context = contexts[self.config.cache_groups.of_layer[index]]
             hidden = layer(hidden, cache.layers[index], context, rows)
@@ -131,6 +137,13 @@ class Decoder(nn.Module):
             hidden = hidden[wanted]
         logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
         return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
+
+    def _together(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None) -> range:
+        """Return the layers that one call can run: those of the compiled kernels without anything in between."""
+        if self.run_layers is None or after_layer is not None or not self.run_layers.takes(cache):
+            return range(0)
+        first = self.config.num_deepstack_layers if len(batch.media_index) else 0
+        return range(first, len(self.layers) - (self._last_rows(batch) is not None))
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
         """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for

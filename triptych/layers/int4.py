@@ -12,6 +12,7 @@ from triptych.layers import native
 from triptych.layers.float_product import half_product
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, quantize_groups
 from triptych.layers.int8 import MAX_INPUTS, SMALLEST
+from triptych.layers.large_pages import packed_weights
 from triptych.layers.products import AT_ONCE, CompiledProduct, Product, WeightKind
 
 
@@ -61,7 +62,7 @@ def _in_panels(weight: GroupedWeight, outputs: int) -> Tensor:
     ends = [4 * words * outputs]
     ends.append(ends[0] + 2 * outputs)
     size = ends[1] + (0 if weight.zeros is None else outputs)
-    panels = torch.empty((-(-num_outputs // outputs), groups, size), dtype=torch.uint8)
+    panels = packed_weights.empty((-(-num_outputs // outputs), groups, size), torch.uint8)
     together = max(1, AT_ONCE // max(1, outputs * weight.inputs))
     for number, some in enumerate(panels.split(together)):
         rows = weight.rows(slice(number * together * outputs, (number + 1) * together * outputs))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych.layers.large_pages import packed_weights
 from triptych.layers.rounding import saturating_cast
 
 Product = Callable[[Tensor], Tensor]
@@ -99,9 +100,8 @@ class PanelLayout:
         """Return uninitialized panels for weights of this shape."""
         num_outputs, num_inputs = shape
         depth = -(-num_inputs // self.multiple) * self.multiple
-        return torch.empty(
-            (-(-num_outputs // self.outputs), depth // self.inputs, self.outputs, self.inputs), dtype=self.dtype
-        )
+        num_panels = -(-num_outputs // self.outputs)
+        return packed_weights.empty((num_panels, depth // self.inputs, self.outputs, self.inputs), self.dtype)
 
 
 def in_panels(weight: Tensor, layout: PanelLayout) -> Tensor:

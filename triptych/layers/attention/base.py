@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych.layers.attention.kv_format import dtype_of
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, Window, first_read
+from triptych.layers.large_pages import LargePages
 from triptych.layers.pinned import to_device
 
 
@@ -100,6 +101,10 @@ class AttentionBatch:
         return [leading_run(table) for table in self.page_tables]
 
 
+def _on_device(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def leading_run(page_table: Tensor) -> PageRun:
     """Return the longest run of consecutive page ids with which a page table starts."""
     pages = page_table.tolist()
@@ -140,10 +145,9 @@ class KVTensors:
         cls, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int, device: torch.device
     ) -> "KVTensors":
         """Allocate ``num_pages`` pages for each group of the layers that ``specs`` describe. They are uninitialised,
-        since no slot is read before it is written; on CPUs memory is committed as it fills."""
-        return cls._make(
-            specs, num_pages, page_size, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-        )
+        since no slot is read before it is written; on CPUs memory is committed as it fills, in large pages."""
+        make = LargePages().empty if device.type == "cpu" else partial(_on_device, device)
+        return cls._make(specs, num_pages, page_size, make)
 
     @classmethod
     def within(

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import gcd
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -145,7 +146,8 @@ class PagedAttention:
         query, (key, value, slots) = _with_dense_heads(query), new
         num_tokens, heads, dim = query.shape
         step = self._operands(tables, slots, (heads, caches[0].shape[2], dim), causal=causal)
-        set_layer(step, *caches, options)
+        set_layer(step, *caches, options, dim)
+        step.value_dim = options.value_dim or dim
         output = query.new_empty((num_tokens, heads, step.value_dim))
         step.query, step.key, step.output = (tensor.data_ptr() for tensor in (query, key, output))
         step.query_stride, step.key_stride = query.stride(0), key.stride(0)
@@ -174,18 +176,33 @@ class PagedAttention:
         return step
 
 
-def set_layer(step: AttentionOperands, keys: Tensor, values: Tensor | None, options: AttentionOptions) -> None:
-    """Set the operands that differ between layers; ``options`` must outlive ``step``."""
+class LayerOptions(Protocol):
+    """The operands that differ between layers."""
+
+    keys: int | None
+    values: int | None
+    sinks: int | None
+    num_pages: int
+    page_size: int
+    cache_stride: int
+    window: int
+    chunked: int
+    format: int
+    scale: float
+    cap: float
+
+
+def set_layer(step: LayerOptions, keys: Tensor, values: Tensor | None, options: AttentionOptions, dim: int) -> None:
+    """Set the operands that differ between layers; ``options`` must outlive ``step``, and ``dim`` is a key's."""
     step.keys = step.values = keys.data_ptr()
     if values is not None:
         step.values = values.data_ptr()
-    step.value_dim = options.value_dim or step.dim
     step.num_pages, step.page_size = keys.shape[:2]
     step.format = FORMATS[keys.dtype]
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
     window, step.chunked = options.window, isinstance(options.window, ChunkWindow)
     step.window = min(window.length if isinstance(window, ChunkWindow) else window or NO_WINDOW, NO_WINDOW)
-    step.scale, step.cap = options.scale_for(step.dim), options.softcap or 0
+    step.scale, step.cap = options.scale_for(dim), options.softcap or 0
     step.sinks = None if options.sinks is None else options.sinks.data_ptr()
 
 

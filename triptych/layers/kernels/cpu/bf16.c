@@ -62,38 +62,58 @@ static void round_token(const Linear *linear, const float *from, void *to, int64
     round_values(from, to, linear->inputs, step);
 }
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
-inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
+/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
+                      const int num_panels) {
     const int64_t line = OUTPUTS * 2 * sizeof(uint16_t);
     int64_t depth = depth_of(linear->inputs), size = depth / 2 * line, stride = rows->stride / sizeof(value);
-    const char *weights = (const char *)linear->panels + panel * size;
+    const char *weights[2];
     const value *input = (const value *)rows->input + first * stride;
-    floats sums[TOKENS][2];
-    for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
-    for (int64_t i = 0; i < depth; i += 2, weights += line) {
-        ints low = ((const ints *)weights)[0], high = ((const ints *)weights)[1];
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at, 0, 2);
+    floats sums[2][TOKENS][2];
+    for (int which = 0; which < num_panels; which++) {
+        weights[which] = (const char *)linear->panels + panels[which] * size;
+        for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (floats){};
+    }
+    for (int64_t i = 0; i < depth; i += 2) {
+#pragma GCC unroll 2
+        for (int which = 0; which < num_panels; weights[which++] += line) {
+            ints low = ((const ints *)weights[which])[0], high = ((const ints *)weights[which])[1];
+            for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at, 0, 2);
 #pragma GCC unroll 12
-        for (int token = 0; token < count; token++) {
-            const value *pair = input + token * stride + i;
-            sums[token][0] = dot(sums[token][0], low, pair);
-            sums[token][1] = dot(sums[token][1], high, pair);
+            for (int token = 0; token < count; token++) {
+                const value *pair = input + token * stride + i;
+                sums[which][token][0] = dot(sums[which][token][0], low, pair);
+                sums[which][token][1] = dot(sums[which][token][1], high, pair);
+            }
         }
     }
-    keep(sums, linear, rows, panel, first, count);
+    for (int which = 0; which < num_panels; which++)
+        keep(sums[which], linear, rows, panels[which], first, count);
 }
 
-static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
+static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
         switch (count) {
-#define SOME(n) case n: multiply(linear, rows, panel, first, n); break;
+#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1); break;
             SOME(1) SOME(2) SOME(3) SOME(4)
 #if TOKENS > 4
             SOME(5) SOME(6) SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
 #endif
         }
+    }
+}
+
+static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    switch (count == 2 ? rows->tokens : 0) {
+    case 1: multiply(linear, rows, panels, 0, 1, 2); break;
+    case 2: multiply(linear, rows, panels, 0, 2, 2); break;
+#if TWOS > 2
+    case 3: multiply(linear, rows, panels, 0, 3, 2); break;
+    case 4: multiply(linear, rows, panels, 0, 4, 2); break;
+#endif
+    default: multiply_panel_by_vectors(linear, rows, panels[0]);
     }
 }
 
@@ -126,18 +146,18 @@ static void keep_sums(const void *sums, const void *factors, const Linear *linea
     else keep(sums, linear, rows, panel, first, count);
 }
 
-static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
-    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs) * sizeof(uint16_t), 0, keep_sums);
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    multiply_panels_by_tiles(linear, rows, panels, count, depth_of(linear->inputs) * sizeof(uint16_t), 0, keep_sums);
 }
 
 void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_t panel) {
     Rows row = {rounded, {output, NULL}, 0, 1, AHEAD};
     if (!tiles_are_granted) {
-        multiply_by_vectors(linear, &row, panel);
+        multiply_by_vectors(linear, &row, &panel, 1);
         return;
     }
     begin_tiles(1, TILE_BYTES);
-    multiply_by_tiles(linear, &row, panel);
+    multiply_by_tiles(linear, &row, &panel, 1);
     end_tiles();
 }
 
@@ -147,8 +167,8 @@ void bf16_together(const Linear *linear, const Input *input, const Output *outpu
     const char *rounded = (const char *)input->values;
     if (!input->is_rounded) rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
     Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
-    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }
 
 int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens) {

@@ -14,36 +14,44 @@
 
 const int float_outputs = OUTPUTS, float_multiple = 1;
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
-inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
-                      const int is_half) {
+/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
+                      const int num_panels, const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
     int64_t stride = rows->stride / sizeof(float);
-    const char *weights = (const char *)linear->panels + panel * size;
+    const char *weights[2];
     const float *input = (const float *)rows->input + first * stride;
-    floats sums[TOKENS][2];
-    for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (floats){};
-    for (int64_t i = 0; i < linear->inputs; i++, weights += line) {
-        floats low = load_any(weights, 0, LANES, is_half), high = load_any(weights, LANES, LANES, is_half);
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at);
+    floats sums[2][TOKENS][2];
+    for (int which = 0; which < num_panels; which++) {
+        weights[which] = (const char *)linear->panels + panels[which] * size;
+        for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (floats){};
+    }
+    for (int64_t i = 0; i < linear->inputs; i++) {
+#pragma GCC unroll 2
+        for (int which = 0; which < num_panels; weights[which++] += line) {
+            floats low = load_any(weights[which], 0, LANES, is_half);
+            floats high = load_any(weights[which], LANES, LANES, is_half);
+            for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at);
 #pragma GCC unroll 12
-        for (int token = 0; token < count; token++) {
-            floats value = splat(input[token * stride + i]);
-            sums[token][0] += low * value;
-            sums[token][1] += high * value;
+            for (int token = 0; token < count; token++) {
+                floats value = splat(input[token * stride + i]);
+                sums[which][token][0] += low * value;
+                sums[which][token][1] += high * value;
+            }
         }
     }
-    keep(sums, linear, rows, panel, first, count);
+    for (int which = 0; which < num_panels; which++) keep(sums[which], linear, rows, panels[which], first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
                            const int is_half) {
     switch (count) {
-#define SOME(n) case n: multiply(linear, rows, panel, first, n, is_half); break;
+#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1, is_half); break;
         SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #if TOKENS > 6
         SOME(7) SOME(8) SOME(9) SOME(10) SOME(11) SOME(12)
 #endif
+#undef SOME
     }
 }
 
@@ -53,6 +61,20 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
         if (linear->kind == HALF) multiply_some(linear, rows, panel, first, count, 1);
         else multiply_some(linear, rows, panel, first, count, 0);
+    }
+}
+
+static void multiply_panels(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    int is_half = linear->kind == HALF;
+    switch (count == 2 ? 2 * rows->tokens + is_half : 0) {
+#define SOME(n) \
+    case 2 * n: multiply(linear, rows, panels, 0, n, 2, 0); break; \
+    case 2 * n + 1: multiply(linear, rows, panels, 0, n, 2, 1); break;
+        SOME(1) SOME(2)
+#if TWOS > 2
+        SOME(3) SOME(4)
+#endif
+    default: multiply_panel(linear, rows, panels[0]);
     }
 }
 
@@ -78,5 +100,5 @@ void float_together(const Linear *linear, const Input *input, const Output *outp
         rows.stride = row_of(linear->inputs);
         rows.input = round_together(linear, input, tokens, room, rows.stride, 0, copy);
     }
-    multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_panel);
+    multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_panels);
 }

@@ -18,10 +18,12 @@
 #else
 #define TOKENS 4
 #endif
+#undef TWOS
+#define TWOS (LANES / 8)         /* totals take registers, too */
 #define STRIP 32               /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
 #define WORD 8                 /* inputs per word */
 #define PART 512               /* inputs that are unpacked at a time, so that they stay in the L1 cache */
-#define SMALL_TASK (64 * 1024) /* bytes of weights per task when there are few tokens */
+#define SMALL_TASK (256 * 1024) /* bytes of weights per task when there are few tokens */
 
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t fours __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -170,50 +172,73 @@ inlined void multiply_strip(ints sums[][2], const char *weights, const char *fro
         for (int half = 0; half < 2; half++) sums[token][half] = end(sums[token][half], found[token][half]);
 }
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
-inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count,
-                      const int has_zeros) {
-    Shape shape = shape_of(linear);
-    const char *group = (const char *)linear->panels + panel * shape.groups * shape.bytes;
-    const char *from = rows->input + first * rows->stride, *excess = from + shape.depth;
-    floats totals[TOKENS][2] = {};
-    for (int64_t i = 0; i < shape.groups; i++, group += shape.bytes) {
-        const char *scales = group + linear->group / 2 * OUTPUTS, *words = group;
-        ints zeros[2], sums[TOKENS][2];
-        for (int half = 0; has_zeros && half < 2; half++) zeros[half] = zeros_of(scales, half);
-        for (int token = 0; token < count; token++) {
-            ints start = ((const int32_t *)(excess + token * rows->stride))[i] - (ints){};
-            sums[token][0] = has_zeros ? times(zeros[0], start) : start;
-            sums[token][1] = has_zeros ? times(zeros[1], start) : start;
-        }
-        for (; words < scales; words += STRIP / 2 * OUTPUTS, from += STRIP)
-            multiply_strip(sums, words, from, rows, count);
-        for (int half = 0; half < 2; half++) {
-            floats scale = widened(((const float16s *)scales)[half]);
-            for (int token = 0; token < count; token++)
-                totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale);
-        }
+/* Adds a group's products of ``count`` tokens from ``from`` on to their totals; ``excess``: of the first token. */
+inlined void multiply_group(floats totals[][2], const Linear *linear, const char *group, const char *from,
+                            const char *excess, const Rows *rows, const int count, const int has_zeros) {
+    const char *scales = group + linear->group / 2 * OUTPUTS, *words = group;
+    ints zeros[2], sums[TOKENS][2];
+    for (int half = 0; has_zeros && half < 2; half++) zeros[half] = zeros_of(scales, half);
+    for (int token = 0; token < count; token++) {
+        ints start = *(const int32_t *)(excess + token * rows->stride) - (ints){};
+        sums[token][0] = has_zeros ? times(zeros[0], start) : start;
+        sums[token][1] = has_zeros ? times(zeros[1], start) : start;
     }
-    keep_scaled((const floats(*)[2])totals, linear, rows, panel, first, count);
+    for (; words < scales; words += STRIP / 2 * OUTPUTS, from += STRIP) multiply_strip(sums, words, from, rows, count);
+    for (int half = 0; half < 2; half++) {
+        floats scale = widened(((const float16s *)scales)[half]);
+        for (int token = 0; token < count; token++)
+            totals[token][half] = add_scaled(totals[token][half], sums[token][half], scale);
+    }
+}
+
+/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
+                      const int num_panels, const int has_zeros) {
+    Shape shape = shape_of(linear);
+    const char *groups[2], *from = rows->input + first * rows->stride, *excess = from + shape.depth;
+    floats totals[2][TOKENS][2] = {};
+    for (int which = 0; which < num_panels; which++)
+        groups[which] = (const char *)linear->panels + panels[which] * shape.groups * shape.bytes;
+    for (int64_t i = 0; i < shape.groups; i++, from += linear->group, excess += sizeof(int32_t)) {
+#pragma GCC unroll 2
+        for (int which = 0; which < num_panels; groups[which++] += shape.bytes)
+            multiply_group(totals[which], linear, groups[which], from, excess, rows, count, has_zeros);
+    }
+    for (int which = 0; which < num_panels; which++)
+        keep_scaled((const floats(*)[2])totals[which], linear, rows, panels[which], first, count);
 }
 
 inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count,
                            const int has_zeros) {
     switch (count) {
-#define SOME(n) case n: multiply(linear, rows, panel, first, n, has_zeros); break;
+#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1, has_zeros); break;
         SOME(1) SOME(2) SOME(3) SOME(4)
 #if TOKENS > 4
         SOME(5) SOME(6) SOME(7) SOME(8)
 #endif
+#undef SOME
     }
 }
 
-static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
+static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
         if (linear->has_zeros) multiply_some(linear, rows, panel, first, count, 1);
         else multiply_some(linear, rows, panel, first, count, 0);
+    }
+}
+
+static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    switch (count == 2 ? 2 * rows->tokens + linear->has_zeros : 0) {
+#define SOME(n) \
+    case 2 * n: multiply(linear, rows, panels, 0, n, 2, 0); break; \
+    case 2 * n + 1: multiply(linear, rows, panels, 0, n, 2, 1); break;
+        SOME(1)
+#if TWOS > 1
+        SOME(2)
+#endif
+    default: multiply_panel_by_vectors(linear, rows, panels[0]);
     }
 }
 
@@ -296,9 +321,11 @@ static void multiply_tile(const Part *part, const char *tokens, int64_t stride, 
 #endif
 }
 
-static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
+/* One panel at a time. */
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t num_panels) {
     Shape shape = shape_of(linear);
     int64_t tiles = (rows->tokens + TILE_ROWS - 1) / TILE_ROWS, count = least(TILE_ROWS, rows->tokens), groups;
+    int64_t panel = panels[0];
     const char *weights = (const char *)linear->panels + panel * shape.groups * shape.bytes;
     floats totals[BLOCK / TILE_ROWS][TILE_ROWS][2];
     memset(totals, 0, tiles * sizeof totals[0]);
@@ -329,6 +356,6 @@ void int4_together(const Linear *linear, const Input *input, const Output *outpu
     char *rounded = round_together(linear, input, tokens, room, shape.row, 0, round_token);
     Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
-        multiply_together_by_tiles(linear, &rows, bytes, step, SMALL_TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
+        multiply_together_by_tiles(linear, &rows, bytes, step, 0, SMALL_TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
 }

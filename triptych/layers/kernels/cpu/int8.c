@@ -109,38 +109,45 @@ static __attribute__((noinline)) void keep_offset(const void *sums, const Linear
     keep_scaled(sums, linear, rows, panel, first, count, 1);
 }
 
-/* Computes a panel's outputs for ``count`` tokens from ``first`` on. */
-inlined void multiply(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, const int count) {
+/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
+                      const int num_panels) {
     const int64_t line = OUTPUTS * 4;
     int64_t depth = depth_of(linear->inputs);
-    const char *weights = (const char *)linear->panels + panel * OUTPUTS * depth;
-    const char *input = rows->input + first * rows->stride;
-    ints sums[TOKENS][2];
-    for (int token = 0; token < count; token++) sums[token][0] = sums[token][1] = (ints){};
-    for (int64_t i = 0; i < depth; i += 4, weights += line) {
-        ints low = ((const ints *)weights)[0], high = ((const ints *)weights)[1];
-        if (UNSIGNED) {
-            low ^= (int32_t)0x80808080;
-            high ^= (int32_t)0x80808080;
-        }
-        for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights + rows->ahead + at, 0, 2);
+    const char *weights[2], *input = rows->input + first * rows->stride;
+    ints sums[2][TOKENS][2];
+    for (int which = 0; which < num_panels; which++) {
+        weights[which] = (const char *)linear->panels + panels[which] * OUTPUTS * depth;
+        for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (ints){};
+    }
+    for (int64_t i = 0; i < depth; i += 4) {
+#pragma GCC unroll 2
+        for (int which = 0; which < num_panels; weights[which++] += line) {
+            ints low = ((const ints *)weights[which])[0], high = ((const ints *)weights[which])[1];
+            if (UNSIGNED) {
+                low ^= (int32_t)0x80808080;
+                high ^= (int32_t)0x80808080;
+            }
+            for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at, 0, 2);
 #pragma GCC unroll 12
-        for (int token = 0; token < count; token++) {
-            int32_t four;
-            memcpy(&four, input + token * rows->stride + i, sizeof four);
-            sums[token][0] = dot(sums[token][0], low, four - (ints){});
-            sums[token][1] = dot(sums[token][1], high, four - (ints){});
+            for (int token = 0; token < count; token++) {
+                int32_t four;
+                memcpy(&four, input + token * rows->stride + i, sizeof four);
+                sums[which][token][0] = dot(sums[which][token][0], low, four - (ints){});
+                sums[which][token][1] = dot(sums[which][token][1], high, four - (ints){});
+            }
         }
     }
-    keep_offset(sums, linear, rows, panel, first, count);
+    for (int which = 0; which < num_panels; which++)
+        keep_offset(sums[which], linear, rows, panels[which], first, count);
 }
 
-static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
+static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, int64_t panel) {
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t first = tokens * tile / tiles, count = tokens * (tile + 1) / tiles - first;
         switch (count) {
-#define SOME(n) case n: multiply(linear, rows, panel, first, n); break;
+#define SOME(n) case n: multiply(linear, rows, &panel, first, n, 1); break;
             SOME(1) SOME(2) SOME(3) SOME(4)
 #if TOKENS > 4
             SOME(5) SOME(6)
@@ -152,8 +159,20 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, int64_t 
     }
 }
 
-static void multiply_by_tiles(const Linear *linear, const Rows *rows, int64_t panel) {
-    multiply_panel_by_tiles(linear, rows, panel, depth_of(linear->inputs), 1, keep_signed);
+static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    switch (count == 2 ? rows->tokens : 0) {
+    case 1: multiply(linear, rows, panels, 0, 1, 2); break;
+    case 2: multiply(linear, rows, panels, 0, 2, 2); break;
+#if TWOS > 2
+    case 3: multiply(linear, rows, panels, 0, 3, 2); break;
+    case 4: multiply(linear, rows, panels, 0, 4, 2); break;
+#endif
+    default: multiply_panel_by_vectors(linear, rows, panels[0]);
+    }
+}
+
+static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
+    multiply_panels_by_tiles(linear, rows, panels, count, depth_of(linear->inputs), 1, keep_signed);
 }
 
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
@@ -162,6 +181,6 @@ void int8_together(const Linear *linear, const Input *input, const Output *outpu
     char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
     Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
     if (tiles_are_granted && tokens > FEW)
-        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TOKENS, BLOCK, TASK, multiply_by_vectors);
+        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

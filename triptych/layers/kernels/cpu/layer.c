@@ -1,6 +1,6 @@
-/* A layer of a decoder or of a tower for T tokens, in two calls: up to attention's output, and the rest. For a single
- * token, the overhead of separate calls would exceed the work between products; for many, separate calls would read all
- * values from memory more often. */
+/* A layer of a decoder or of a tower for T tokens, in two calls: up to attention's output, and the rest; or several layers
+ * of a decoder in one. For a single token, the overhead of separate calls would exceed the work between products; for
+ * many, separate calls would read all values from memory more often. */
 #include <stdlib.h>
 
 #include "attention.h"
@@ -87,18 +87,17 @@ int linear_heads(const Linear *linears, int64_t heads, const float *input, int64
     return 1;
 }
 
-/* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
- * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
- * Returns the same as paged_attention. */
-int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
-                 const Step *given) {
-    int64_t width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
-    int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
-    if (bytes < 0) return 0;
-    bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
-    void *room = memory(bytes + tokens * stride * sizeof(float));
-    if (!room) return -1;
-    float *qkv = (float *)((char *)room + bytes);
+/* Bytes of working memory of the first half's product and attention; -1 as attention_room. */
+static int64_t attend_room(const Before *layer, int64_t tokens, const Step *step) {
+    int64_t bytes = attention_room(step);
+    return bytes < 0 ? -1 : whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
+}
+
+/* The first half, by all threads of a team: hidden [T, hidden], cos and sin [T, dim] to given->output. ``qkv`` is memory
+ * for queries, keys and values. */
+static void attend_half(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
+                        const Step *given, void *room, float *qkv) {
+    int64_t heads = given->heads + given->kv_heads, dim = given->dim, stride = layer->qkv.outputs;
     Step step = *given;
     step.query = qkv;
     step.key = qkv + step.heads * dim;
@@ -109,37 +108,114 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
         step.values = (void *)step.value;
         step.cache_stride = stride * sizeof(float);
     }
-#pragma omp parallel
-    {
-        multiply(&layer->qkv, (Input){hidden, width, &layer->norm}, (Output){qkv}, tokens, room);
+    multiply(&layer->qkv, (Input){hidden, layer->qkv.inputs, &layer->norm}, (Output){qkv}, tokens, room);
 #pragma omp for
-        for (int64_t vector = 0; vector < tokens * heads; vector++) {
-            int64_t token = vector / heads, head = vector % heads;
-            float *own = qkv + token * stride + head * dim;
-            if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
-            turn(own, cos + token * dim, sin + token * dim, dim);
-        }
-        attend_together(&step, room);
+    for (int64_t vector = 0; vector < tokens * heads; vector++) {
+        int64_t token = vector / heads, head = vector % heads;
+        float *own = qkv + token * stride + head * dim;
+        if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
+        turn(own, cos + token * dim, sin + token * dim, dim);
     }
+    attend_together(&step, room);
+}
+
+/* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
+ * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
+ * Returns the same as paged_attention. */
+int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
+                 const Step *given) {
+    int64_t bytes = attend_room(layer, tokens, given);
+    if (bytes < 0) return 0;
+    void *room = memory(bytes + tokens * layer->qkv.outputs * sizeof(float));
+    if (!room) return -1;
+#pragma omp parallel
+    attend_half(layer, hidden, cos, sin, tokens, given, room, (float *)((char *)room + bytes));
     free(room);
     return 1;
+}
+
+/* Bytes of working memory of the second half's products. */
+static int64_t finish_room(const After *layer, int64_t tokens) {
+    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
+    return whole_lines(most(bytes, room_for(&layer->down, tokens)));
+}
+
+/* Bytes of memory for what is between the second half's products. */
+static int64_t finish_between(const After *layer, int64_t tokens) {
+    return between_room(&layer->up, &layer->down, tokens) + whole_lines(tokens * layer->output.outputs * sizeof(float));
+}
+
+/* The second half, by all threads of a team. ``within`` is memory for what is between its products. */
+static void finish_half(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens,
+                        void *room, float *within) {
+    const Linear *first = &layer->output, *up = &layer->up, *down = &layer->down;
+    float *between = within + between_room(up, down, tokens) / sizeof(float);
+    multiply(first, (Input){attended, first->inputs}, (Output){between, hidden}, tokens, room);
+    multiply_mlp(up, down, &layer->activation, (Input){between, first->outputs, &layer->norm},
+                 (Output){output, between}, tokens, room, within);
 }
 
 /* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
  * memory. */
 int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
-    const Linear *first = &layer->output, *up = &layer->up, *down = &layer->down;
-    int64_t width = first->outputs, bytes = most(room_for(first, tokens), room_for(up, tokens));
-    bytes = whole_lines(most(bytes, room_for(down, tokens)));
-    int64_t inside = between_room(up, down, tokens);
-    void *room = memory(bytes + inside + tokens * width * sizeof(float));
+    int64_t bytes = finish_room(layer, tokens);
+    void *room = memory(bytes + finish_between(layer, tokens));
     if (!room) return 0;
-    float *within = (float *)((char *)room + bytes), *between = within + inside / sizeof(float);
 #pragma omp parallel
-    {
-        multiply(first, (Input){attended, first->inputs}, (Output){between, hidden}, tokens, room);
-        multiply_mlp(up, down, &layer->activation, (Input){between, width, &layer->norm}, (Output){output, between},
-                     tokens, room, within);
+    finish_half(layer, hidden, attended, output, tokens, room, (float *)((char *)room + bytes));
+    free(room);
+    return 1;
+}
+
+/* One of a decoder's layers, with what Step has of it. */
+typedef struct {
+    Before before;
+    After after;
+    void *keys, *values;
+    const float *sinks;
+    int64_t num_pages, page_size, cache_stride, window, chunked, format;
+    float scale, cap;
+    int64_t step, rotation; /* which of the steps and rotations the layer takes */
+} Layer;
+
+static Step step_of(const Layer *layer, const Step *steps) {
+    Step step = steps[layer->step];
+    step.keys = layer->keys, step.values = layer->values, step.sinks = layer->sinks;
+    step.num_pages = layer->num_pages, step.page_size = layer->page_size, step.cache_stride = layer->cache_stride;
+    step.window = layer->window, step.chunked = layer->chunked, step.format = layer->format;
+    step.scale = layer->scale, step.cap = layer->cap;
+    return step;
+}
+
+/* ``count`` layers: hidden [T, hidden] to outputs [2, T, hidden], of which the layers use one after the other; the last
+ * layer's are those of number (count - 1) % 2. ``cos`` and ``sin`` are those of each rotation. Returns the same as
+ * attend_layer. */
+int run_layers(const Layer *layers, int64_t count, const float *hidden, float *outputs, const float *const *cos,
+               const float *const *sin, int64_t tokens, const Step *steps) {
+    int64_t bytes = 0, width = layers->before.qkv.inputs, inside = 0, attended = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Before *before = &layers[i].before;
+        const After *after = &layers[i].after;
+        Step step = step_of(layers + i, steps);
+        int64_t needed = attend_room(before, tokens, &step);
+        if (needed < 0) return 0;
+        bytes = most(bytes, most(needed, finish_room(after, tokens)));
+        int64_t qkv = whole_lines(tokens * before->qkv.outputs * sizeof(float));
+        inside = most(inside, most(qkv, finish_between(after, tokens)));
+        attended = most(attended, after->output.inputs);
+    }
+    void *room = memory(bytes + inside + tokens * attended * sizeof(float));
+    if (!room) return -1;
+    float *between = (float *)((char *)room + bytes);
+#pragma omp parallel
+    for (int64_t i = 0; i < count; i++) {
+        const Layer *layer = layers + i;
+        const float *from = i ? outputs + (i - 1) % 2 * tokens * width : hidden;
+        float *to = outputs + i % 2 * tokens * width;
+        Step step = step_of(layer, steps);
+        step.output = between + inside / sizeof(float);
+        attend_half(&layer->before, from, cos[layer->rotation], sin[layer->rotation], tokens, &step, room, between);
+        finish_half(&layer->after, from, step.output, to, tokens, room, between);
     }
     free(room);
     return 1;

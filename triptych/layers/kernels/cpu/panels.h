@@ -11,6 +11,7 @@
 #define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
 #define BLOCK 512            /* tokens multiplied by all weights before the next block, so that they stay in the cache */
 #define TASK (512 * 1024)    /* bytes of weights per task when there are few tokens */
+#define TWOS (LANES / 4)     /* tokens that are multiplied by two panels at a time: their sums stay in registers */
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
@@ -24,8 +25,8 @@ typedef struct {
     int64_t in_tiles;
 } Rows;
 
-/* Computes a panel's outputs for all rows. */
-typedef void PanelProduct(const Linear *linear, const Rows *rows, int64_t panel);
+/* Computes the outputs of ``count`` panels, one or two, for all rows; ``panels`` are their numbers. */
+typedef void PanelProduct(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count);
 
 /* Rounds a token's inputs, and pads them with zeros. ``step``: bytes between parts of INPUT_BYTES. */
 typedef void Rounding(const Linear *linear, const float *from, void *to, int64_t step);
@@ -77,14 +78,28 @@ inlined char *round_together(const Linear *linear, const Input *input, int64_t t
     return room;
 }
 
-/* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens; at most
- * ``block`` tokens, a multiple of ``once``, by all weights before the next ones. ``task``: bytes of weights per task when there are few
- * tokens. */
-inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t once, int64_t block,
-                               int64_t task, PanelProduct *multiply_panel) {
+/* Multiplies all rows by the panels from ``first`` to ``last``; with ``in_twos`` each of the first half together with one
+ * of the second: memory is read faster in two places at a time, because a processor's own prefetching stops at the end
+ * of each page. */
+inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t first, int64_t last, int in_twos,
+                              PanelProduct *multiply_panels) {
+    int64_t half = in_twos ? (last - first) / 2 : 0;
+    for (int64_t panel = first; panel < first + half; panel++)
+        multiply_panels(linear, rows, (int64_t[]){panel, panel + half}, 2);
+    for (int64_t panel = first + 2 * half; panel < last; panel++)
+        multiply_panels(linear, rows, (int64_t[]){panel, panel}, 1);
+}
+
+/* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens, and in
+ * twos for up to ``twos`` tokens; at most ``block`` tokens, a multiple of ``once``, by all weights before the next ones.
+ * ``task``: bytes of weights per task when there are few tokens. */
+inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t twos, int64_t once,
+                               int64_t block, int64_t task, PanelProduct *multiply_panels) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
-    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes));
     int64_t panels = panels_of(linear) / (all->output.is_gated ? 2 : 1);
+    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes)), threads = omp_get_num_threads();
+    int64_t tasks = (panels + at_once - 1) / at_once;
+    if (at_once > 1) tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
     for (int64_t done = 0; done < blocks; done++) {
         int64_t first = groups * done / blocks * once, end = groups * (done + 1) / blocks * once;
         int64_t count = least(end, tokens) - first;
@@ -94,8 +109,9 @@ inlined void multiply_together(const Linear *linear, const Rows *all, int64_t by
         int64_t ahead = distance_of(bytes, count > once);
         Rows rows = {all->input + first * all->stride, output, all->stride, count, ahead, all->in_tiles};
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
-#pragma omp for schedule(dynamic, at_once) nowait
-        for (int64_t panel = 0; panel < panels; panel++) multiply_panel(linear, &rows, panel);
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t i = 0; i < tasks; i++)
+            multiply_between(linear, &rows, panels * i / tasks, panels * (i + 1) / tasks, tokens <= twos, multiply_panels);
     }
 #pragma omp barrier
 }

@@ -20,16 +20,17 @@
 typedef void Keep(const void *sums, const void *factors, const Linear *linear, const Rows *rows, int64_t panel,
                   int64_t first, int64_t count);
 
-/* Multiplies a panel's weights by ``depth`` bytes of the inputs of one row after the other, ``apart`` bytes each, or of a
- * pair of tiles. ``sums`` [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them.
- * Prefetches ``share`` bytes from ``later`` on for each step. */
-inlined void multiply_tiles(const char *weights, const char *tokens, int64_t apart, int64_t depth, const char *later,
-                            int64_t share, char *sums, int is_first, const int is_pair, const int in_int8) {
 #define ADD_PRODUCT(sum, tokens, weights) \
     do { \
         if (in_int8) _tile_dpbssd(sum, tokens, weights); \
         else _tile_dpbf16ps(sum, tokens, weights); \
     } while (0)
+
+/* Multiplies a panel's weights by ``depth`` bytes of the inputs of one row after the other, ``apart`` bytes each, or of a
+ * pair of tiles. ``sums`` [PAIR_ROWS, 32] are float or int32; without ``is_first`` these products are added to them.
+ * Prefetches ``share`` bytes from ``later`` on for each step. */
+inlined void multiply_tiles(const char *weights, const char *tokens, int64_t apart, int64_t depth, const char *later,
+                            int64_t share, char *sums, int is_first, const int is_pair, const int in_int8) {
 #if defined __AMX_BF16__ && defined __AMX_INT8__
     __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
     if (is_first) {
@@ -71,7 +72,6 @@ inlined void multiply_tiles(const char *weights, const char *tokens, int64_t apa
         _tile_stored(3, sums + TILE_ROWS * TILE_LINE + TILE_LINE / 2, TILE_LINE);
     }
 #endif
-#undef ADD_PRODUCT
 }
 
 /* Prefetches where a panel's outputs of ``count`` tokens from ``first`` on will be stored: outputs that aren't in the
@@ -82,6 +82,37 @@ inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t pa
         __builtin_prefetch(output, 1, 2);
         __builtin_prefetch(output + LANES, 1, 2);
     }
+}
+
+/* As ``multiply_tiles`` for one tile of tokens and two panels. Prefetches ``ahead`` bytes ahead. */
+inlined void multiply_beside(const char *first, const char *second, const char *tokens, int64_t stride, int64_t depth,
+                             int64_t ahead, char sums[2][SUMS / 2], const int in_int8) {
+#if defined __AMX_BF16__ && defined __AMX_INT8__
+    __asm__ volatile("" ::: "memory"); /* the compiler doesn't know that tiles read memory */
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t at = 0; at < depth; at += INPUT_BYTES, first += TILE_STEP, second += TILE_STEP) {
+        _tile_loadd(4, tokens + at, stride);
+        for (int64_t line = 0; line < TILE_STEP; line += 64) {
+            __builtin_prefetch(first + ahead + line);
+            __builtin_prefetch(second + ahead + line);
+        }
+        _tile_loadd(6, first, TILE_LINE);
+        ADD_PRODUCT(0, 4, 6);
+        _tile_loadd(7, first + TILE_LINE / 2, TILE_LINE);
+        ADD_PRODUCT(1, 4, 7);
+        _tile_loadd(6, second, TILE_LINE);
+        ADD_PRODUCT(2, 4, 6);
+        _tile_loadd(7, second + TILE_LINE / 2, TILE_LINE);
+        ADD_PRODUCT(3, 4, 7);
+    }
+    _tile_stored(0, sums[0], TILE_LINE);
+    _tile_stored(1, sums[0] + TILE_LINE / 2, TILE_LINE);
+    _tile_stored(2, sums[1], TILE_LINE);
+    _tile_stored(3, sums[1] + TILE_LINE / 2, TILE_LINE);
+#endif
 }
 
 /* Computes the sums [pairs, PAIR_ROWS, 32] of a panel's products with all pairs of tiles, and calls ``keep_sums``, if any,
@@ -129,11 +160,26 @@ inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int
     multiply_pairs(weights, later, rows, depth, sums, factors, linear, panel, in_int8, keep_sums);
 }
 
+/* Computes the outputs of one panel or two for all rows. */
+inlined void multiply_panels_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count,
+                                      int64_t depth, const int in_int8, Keep *keep_sums) {
+    if (count == 1) {
+        multiply_panel_by_tiles(linear, rows, panels[0], depth, in_int8, keep_sums);
+        return;
+    }
+    char sums[2][SUMS / 2] __attribute__((aligned(64)));
+    const char *weights = linear->panels;
+    int64_t size = depth / 4 * TILE_LINE;
+    multiply_beside(weights + panels[0] * size, weights + panels[1] * size, rows->input, rows->stride, depth,
+                    rows->ahead, sums, in_int8);
+    for (int i = 0; i < 2; i++) keep_sums(sums[i], NULL, linear, rows, panels[i], 0, rows->tokens);
+}
+
 /* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
 inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes, int64_t step,
-                                        int64_t task, PanelProduct *multiply_panel) {
+                                        int64_t twos, int64_t task, PanelProduct *multiply_panels) {
     int64_t block = most(2 * PAIR_ROWS, least(BLOCK, KEPT / rows->stride) / PAIR_ROWS * PAIR_ROWS);
     begin_tiles(most(1, least(rows->tokens, TILE_ROWS)), step);
-    multiply_together(linear, rows, bytes, PAIR_ROWS, block, task, multiply_panel);
+    multiply_together(linear, rows, bytes, twos, PAIR_ROWS, block, task, multiply_panels);
     end_tiles();
 }
