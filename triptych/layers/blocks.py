@@ -8,7 +8,9 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
 from triptych.layers.linear import RMSNorm
 from triptych.layers.mixers import LayerContext, load_mixer
+from triptych.layers.mixture import DenseAndExperts
 from triptych.layers.mlp import GatedMLP
+from triptych.layers.per_layer import PerLayerInput
 from triptych.layers.weights import WeightReader
 
 
@@ -28,22 +30,24 @@ class DecoderLayer(nn.Module):
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.mixer = load_mixer(config, reader, index, backend)
         self._rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
-        self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
+        self.mlp = load_ffn(config, reader, index)
+        self.per_layer = None if config.per_layer is None else PerLayerInput(config, reader, prefix)
+        self.factor = None if spec.factor is None else float(reader.tensor(f"{prefix}.{spec.factor}", (1,)))
+        self._index = index
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
         attention whose queries aren't scaled, and for gated MLPs, without norms of either's output."""
         attention, mlp, kernel = self.mixer, self.mlp, getattr(self.mixer.backend, "kernel", None)
-        heads, kv_heads, _ = attention.head_counts
         attend, finish = None, None
         is_plain = attention.query_scaling is None
-        if is_plain and kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
-            shape = heads, kv_heads, attention.head_dim
+        if is_plain and kernel is not None and kernel.suits_heads(*attention.shape):
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
             if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
-                attend = AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, shape, attention.options)
-        if isinstance(mlp, GatedMLP) and self.mixed_norm is None and self.finished_norm is None:
+                attend = AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, attention.shape, attention.options)
+        is_plain = self.mixed_norm is None and self.finished_norm is None and self.per_layer is None
+        if isinstance(mlp, GatedMLP) and is_plain and self.factor is None:
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
                 finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
@@ -68,5 +72,10 @@ class DecoderLayer(nn.Module):
             return self.compiled_finish(hidden, mixed)
         mixed = self.mixer.output(mixed)
         hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
-        finished = self.mlp(self.mlp_norm(hidden))
-        return hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
+        normed = self.mlp_norm(hidden)
+        finished = self.mlp(normed, hidden) if isinstance(self.mlp, DenseAndExperts) else self.mlp(normed)
+        hidden = hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
+        if self.per_layer is not None and context.per_layer is not None:
+            values = context.per_layer[:, self._index]
+            hidden = self.per_layer(hidden, values if rows is None else values[rows])
+        return hidden if self.factor is None else hidden.mul_(self.factor)

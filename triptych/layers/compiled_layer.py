@@ -54,7 +54,10 @@ class ActivationOperands(ctypes.Structure):
 class AttendLayerOperands(ctypes.Structure):
     """``Before`` in ``kernels/cpu/layer.c``."""
 
-    _fields_ = (("qkv", LinearOperands), ("norm", NormOperands), ("heads_norm", ctypes.c_void_p))
+    _fields_ = (
+        *(("qkv", LinearOperands), ("norm", NormOperands)),
+        *(("heads_norm", ctypes.c_void_p), ("normalised", ctypes.c_int64)),
+    )
 
 
 class FinishLayerOperands(ctypes.Structure):
@@ -80,13 +83,15 @@ class AttendLayer:
         shape: tuple[int, int, int],
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
-        heads, head_dim)."""
+        """``qkv`` yields queries alone if the cache has the step's keys and values already. ``heads_norm`` is the norm
+        of the first heads that it yields, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv heads,
+        head_dim)."""
         self.takes = kernel.takes
         self._kernel, self._shape, self._options = kernel, shape, options
         self._keep_alive = qkv, norm, heads_norm
-        of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
-        self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
+        of_heads = (None, 0) if heads_norm is None else (heads_norm.weight.data_ptr(), len(heads_norm.weight))
+        self._operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), *of_heads)
+        self._writes = qkv.operands.outputs > shape[0] * shape[2]
         self._run = kernel.library.attend_layer
         self._run.argtypes = [
             ctypes.POINTER(AttendLayerOperands),
@@ -106,6 +111,8 @@ class AttendLayer:
         """
         step = self._kernel.shared_operands(batch, self._shape)
         set_layer(step, keys, values, self._options)
+        if not self._writes:
+            step.num_tokens = 0
         return self._attend(hidden, cos, sin, step)
 
     def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.mixers import LayerContext
+from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
@@ -47,7 +48,7 @@ class ForwardBatch:
 
 
 AfterLayer = Callable[[int], object]
-"""Called with a layer's index once its keys and values are in the cache on every rank. The all-reduce at the layer's
+"""Called with a cache's index (``KVTensors.layers``) once the step's keys and values are in it on every rank. The all-reduce at the layer's
 end guarantees this, because a rank contributes only after writing."""
 
 
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
         self.ropes = nn.ModuleList(Rope(head_dim, rope, reader.device) for head_dim, rope in config.ropes)
+        self.per_layer = None if config.per_layer is None else PerLayerEmbeddings(config, reader)
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
@@ -115,14 +117,16 @@ class Decoder(nn.Module):
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        contexts = [LayerContext(batch.positions, rotations, attention) for attention in batch.attention]
+        per_layer = None if self.per_layer is None else self.per_layer(batch.tokens, hidden)
+        contexts = [LayerContext(batch.positions, rotations, attention, per_layer) for attention in batch.attention]
         wanted, last = batch.logits_index, len(self.layers) - 1
+        place = self.config.caches
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
-            context = contexts[self.config.cache_groups.of_layer[index]]
-            hidden = layer(hidden, cache.layers[index], context, rows)
-            if after_layer is not None:
-                after_layer(index)
+            context = contexts[self.config.cache_groups.of_layer[place[index]]]
+            hidden = layer(hidden, cache.layers[place[index]], context, rows)
+            if after_layer is not None and self.config.layers[index].cache_of is None:
+                after_layer(place[index])
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
         if len(wanted) == 0:

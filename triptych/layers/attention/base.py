@@ -222,8 +222,8 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend causally from each new token to its own sequence.
 
-        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
+        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim], or of 0 tokens if the caches hold
+        those of the new tokens already; caches [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
         used. Query head h reads kv head ``h * kv_heads // heads``. Returns [T, heads, head_dim] in the query's dtype.
         """
 

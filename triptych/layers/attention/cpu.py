@@ -35,7 +35,7 @@ class CpuAttention:
         if self.kernel is not None and self.kernel.suits(query, key_cache):
             return self.kernel(query, key, value, key_cache, value_cache, batch, options)
         for new, cache in ((key, key_cache), (value, value_cache)):
-            cache.flatten(0, 1).index_copy_(0, batch.slots, to_stored(new, cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, batch.slots[: len(new)], to_stored(new, cache.dtype))
         output = query.new_empty(query.shape)
         parts = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(parts):

@@ -46,10 +46,11 @@ class TritonAttention:
         num_tokens, heads, dim = query.shape
         _, page_size, kv_heads, _ = key_cache.shape
         query, key, value = map(_dense_rows, (query, key, value))
-        write_kernel[(num_tokens,)](
-            key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
-            WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim),
-        )  # fmt: skip
+        if len(key):
+            write_kernel[(num_tokens,)](
+                key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
+                WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim),
+            )  # fmt: skip
         shape = constants(heads, kv_heads, dim, page_size, query.itemsize) | option_constants(options)
         tile = tile_tokens(heads, kv_heads, dim, query.itemsize)
         tables = batch.paged(tile)

@@ -11,7 +11,8 @@
 typedef struct {
     Linear qkv;
     Norm norm;
-    const float *heads_norm; /* RMSNorm of queries and keys, [heads + kv_heads, dim], or NULL */
+    const float *heads_norm; /* RMSNorm of queries, keys and values, [normalised, dim], or NULL */
+    int64_t normalised;      /* number of heads, of those the product yields */
 } Before;
 
 /* Weights of the second half. The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: first the values
@@ -53,12 +54,14 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
 }
 
 /* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
- * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
+ * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written; nor
+ * are they if the product yields queries alone, whose keys and values another layer has written.
  * Returns the same as paged_attention. */
 int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
                  const Step *given) {
-    int64_t width = layer->qkv.inputs, heads = given->heads + given->kv_heads;
-    int64_t dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
+    int64_t width = layer->qkv.inputs, dim = given->dim, stride = layer->qkv.outputs, bytes = attention_room(given);
+    int64_t turned = stride / dim - (stride > given->heads * dim ? given->kv_heads : 0); /* all heads but the values' */
+    int64_t heads = most(turned, layer->heads_norm ? layer->normalised : 0);
     if (bytes < 0) return 0;
     bytes = whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
     void *room = memory(bytes + tokens * stride * sizeof(float));
@@ -67,7 +70,7 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     Step step = *given;
     step.query = qkv;
     step.key = qkv + step.heads * dim;
-    step.value = qkv + heads * dim;
+    step.value = qkv + turned * dim;
     step.query_stride = step.key_stride = step.value_stride = stride;
     if (!step.keys) {
         step.keys = (void *)step.key;
@@ -81,8 +84,9 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
         for (int64_t vector = 0; vector < tokens * heads; vector++) {
             int64_t token = vector / heads, head = vector % heads;
             float *own = qkv + token * stride + head * dim;
-            if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
-            turn(own, cos + token * dim, sin + token * dim, dim);
+            if (layer->heads_norm && head < layer->normalised)
+                norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
+            if (head < turned) turn(own, cos + token * dim, sin + token * dim, dim);
         }
         attend_together(&step, room);
     }
