@@ -56,6 +56,6 @@ def test_blocks_and_ranks(models: dict[str, Model], name: str) -> None:
     """A receive pool of one block; and two ranks."""
     block = replace(FLOAT32, kv_receive_blocks=1, receive_block_rows=8)
     assert answered(models[name], "1P1D", block) == models[name].answers
-    if models[name].reference.model.config.num_key_value_heads % 2 == 0:
+    if BACKBONES[name].config["num_key_value_heads"] % 2 == 0:
         ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
         assert answered(models[name], "1PD", ranks) == models[name].answers

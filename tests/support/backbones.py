@@ -153,7 +153,6 @@ BACKBONES = {
         num_hidden_layers=4,
         head_dim=24,
         global_head_dim=40,
-        num_global_key_value_heads=3,
         attention_k_eq_v=True,
         layer_types=["sliding_attention", "full_attention"] * 2,
         hidden_size_per_layer_input=0,
