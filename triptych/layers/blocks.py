@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from triptych.layers.attention.base import AttentionBackend
-from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
+from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, compiled
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
 from triptych.layers.linear import RMSNorm
@@ -38,7 +38,7 @@ class DecoderLayer(nn.Module):
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
-        attention whose queries aren't scaled, and for gated MLPs, without norms of either's output."""
+        attention whose queries aren't scaled, and for gated MLPs."""
         attention, mlp, kernel = self.mixer, self.mlp, getattr(self.mixer.backend, "kernel", None)
         attend, finish = None, None
         is_plain = attention.query_scaling is None
@@ -46,12 +46,23 @@ class DecoderLayer(nn.Module):
             heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
             if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
                 attend = AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, attention.shape, attention.options)
-        is_plain = self.mixed_norm is None and self.finished_norm is None and self.per_layer is None
-        if isinstance(mlp, GatedMLP) and is_plain and self.factor is None:
+        extras = self.extras_of_finish()
+        if isinstance(mlp, GatedMLP) and extras is not None:
             output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
-                finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
+                finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation, extras)
         return attend, finish
+
+    def extras_of_finish(self) -> FinishExtras | None:
+        """Return what the second half does besides; None if the kernels don't support it."""
+        per_layer = None
+        if self.per_layer is not None:
+            gate, projection = compiled(self.per_layer.gate), compiled(self.per_layer.projection)
+            if gate is None or projection is None:
+                return None
+            per_layer = gate, projection, self.per_layer.norm
+        factor = 1.0 if self.factor is None else self.factor
+        return FinishExtras(self.mixed_norm, self.finished_norm, per_layer, factor)
 
     def forward(
         self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext, rows: Tensor | None = None
@@ -68,14 +79,16 @@ class DecoderLayer(nn.Module):
             hidden, mixed = hidden[rows], mixed[rows]
             if not len(rows):
                 return hidden
+        values = None if context.per_layer is None else context.per_layer[:, self._index]
+        if rows is not None and values is not None:
+            values = values[rows]
         if self.compiled_finish is not None:
-            return self.compiled_finish(hidden, mixed)
+            return self.compiled_finish(hidden, mixed, values)
         mixed = self.mixer.output(mixed)
         hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         normed = self.mlp_norm(hidden)
         finished = self.mlp(normed, hidden) if isinstance(self.mlp, DenseAndExperts) else self.mlp(normed)
         hidden = hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
-        if self.per_layer is not None and context.per_layer is not None:
-            values = context.per_layer[:, self._index]
-            hidden = self.per_layer(hidden, values if rows is None else values[rows])
+        if self.per_layer is not None:
+            hidden = self.per_layer(hidden, values)
         return hidden if self.factor is None else hidden.mul_(self.factor)

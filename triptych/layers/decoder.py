@@ -119,8 +119,7 @@ class Decoder(nn.Module):
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         per_layer = None if self.per_layer is None else self.per_layer(batch.tokens, hidden)
         contexts = [LayerContext(batch.positions, rotations, attention, per_layer) for attention in batch.attention]
-        wanted, last = batch.logits_index, len(self.layers) - 1
-        place = self.config.caches
+        wanted, last, place = batch.logits_index, self.config.caching_layers[-1], self.config.caches
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
             context = contexts[self.config.cache_groups.of_layer[place[index]]]
@@ -129,6 +128,10 @@ class Decoder(nn.Module):
                 after_layer(place[index])
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
+            if rows is not None and index < len(self.layers) - 1:
+                if len(wanted) == 0:
+                    break
+                contexts = [context.of_tokens(rows) for context in contexts]
         if len(wanted) == 0:
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         if len(hidden) != len(wanted):
@@ -137,13 +140,15 @@ class Decoder(nn.Module):
         return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for
-        all. With several ranks there is always at least one, because the layer's all-reduce also signals that all ranks
-        have written their keys and values."""
-        wanted = batch.logits_index
-        adds_features = self.config.num_deepstack_layers >= self.config.num_layers  # these index all T tokens
+        """Return the tokens, int64, that continue after the attention of the last layer with a cache of its own: those
+        that need logits; None for all. With several ranks there is always at least one, because the layer's all-reduce
+        also signals that all ranks have written their keys and values."""
+        wanted, last = batch.logits_index, self.config.caching_layers[-1]
+        adds_features = self.config.num_deepstack_layers > last  # these index all T tokens
         if adds_features or len(wanted) == len(batch.tokens):
             return None
+        if last < len(self.layers) - 1 and len(wanted) > len(batch.attention[0].query_lens):
+            return None  # later layers attend from each token by itself, which costs more than a sequence at once
         return wanted if len(wanted) or self._group_size == 1 else wanted.new_zeros(1)
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:

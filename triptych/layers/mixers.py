@@ -31,6 +31,15 @@ class LayerContext:
     per_layer: Tensor | None = None
     """[T, layers, values]: the tokens' embeddings for each layer, if the decoder has them."""
 
+    def of_tokens(self, rows: Tensor) -> "LayerContext":
+        """Return the context of some of the T tokens, int64 [R], once the cache holds the keys and values of all."""
+        return LayerContext(
+            self.positions[:, rows],
+            [(cos[rows], sin[rows]) for cos, sin in self.rotations],
+            self.attention.of_tokens(rows.tolist()),
+            None if self.per_layer is None else self.per_layer[rows],
+        )
+
 
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which

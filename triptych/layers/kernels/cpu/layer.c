@@ -21,6 +21,11 @@ typedef struct {
     Linear output, up, down;
     Norm norm;
     Activation activation;
+    const float *output_norm, *down_norm; /* RMSNorms of attention's and the MLP's outputs, [hidden], or NULL */
+    /* what tokens have for this layer alone, times an activated gate, projected and normalised; unless gate is empty */
+    Linear gate, projection;
+    const float *projection_norm;
+    float factor; /* of the result */
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
@@ -94,21 +99,58 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
     return 1;
 }
 
-/* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
+/* to = norm(from) + added, [T, width] each, where ``to`` may be ``added``; by all threads of a team. Changes ``from``. */
+static void add_normed(float *from, const float *weight, float eps, const float *added, float *to, int64_t width,
+                       int64_t tokens) {
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+        int64_t start = token * width;
+        norm(from + start, weight, from + start, width, eps);
+        for (int64_t i = start; i < start + width; i++) to[i] = from[i] + added[i];
+    }
+}
+
+/* to = linear(input) + added, where ``weight`` is that of the product's norm or NULL, and ``own`` has room for it */
+static void multiply_and_add(const Linear *linear, Input input, const float *weight, float eps, const float *added,
+                             float *own, float *to, int64_t tokens, void *room) {
+    multiply(linear, input, weight ? (Output){own} : (Output){to, added}, tokens, room);
+    if (weight) add_normed(own, weight, eps, added, to, linear->outputs, tokens);
+}
+
+/* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. ``values`` are those that
+ * tokens have for this layer alone, [T, gate.outputs], with stride floats between tokens. Returns 0 if there is no
  * memory. */
-int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
+int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens,
+                 const float *values, int64_t stride) {
     int64_t width = layer->output.outputs, first = layer->up.outputs, inner = layer->down.inputs;
-    int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
-    bytes = whole_lines(most(bytes, room_for(&layer->down, tokens)));
-    void *room = memory(bytes + tokens * (width + first) * sizeof(float));
+    int64_t size = layer->gate.outputs, bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
+    bytes = most(bytes, room_for(&layer->down, tokens));
+    if (size) bytes = most(bytes, most(room_for(&layer->gate, tokens), room_for(&layer->projection, tokens)));
+    bytes = whole_lines(bytes);
+    int64_t normed = layer->output_norm || layer->down_norm || size ? tokens * width : 0;
+    void *room = memory(bytes + (normed + tokens * (width + most(first, size))) * sizeof(float));
     if (!room) return 0;
     float *between = (float *)((char *)room + bytes), *up = between + tokens * width; /* between: attention and MLP */
+    float *own = up + tokens * most(first, size), eps = layer->norm.eps;
 #pragma omp parallel
     {
+        Input from = {attended, layer->output.inputs};
         Input activated = {up, first, .activation = &layer->activation, .is_gated = first != inner};
-        multiply(&layer->output, (Input){attended, layer->output.inputs}, (Output){between, hidden}, tokens, room);
+        multiply_and_add(&layer->output, from, layer->output_norm, eps, hidden, own, between, tokens, room);
         multiply(&layer->up, (Input){between, width, &layer->norm}, (Output){up}, tokens, room);
-        multiply(&layer->down, activated, (Output){output, between}, tokens, room);
+        multiply_and_add(&layer->down, activated, layer->down_norm, eps, between, own, output, tokens, room);
+        if (size) {
+            multiply(&layer->gate, (Input){output, width}, (Output){up}, tokens, room);
+#pragma omp for
+            for (int64_t token = 0; token < tokens; token++)
+                activate(up + token * size, values + token * stride, up + token * size, size, &layer->activation);
+            multiply(&layer->projection, (Input){up, size}, (Output){own}, tokens, room);
+            add_normed(own, layer->projection_norm, eps, output, output, width, tokens);
+        }
+        if (layer->factor != 1) {
+#pragma omp for
+            for (int64_t i = 0; i < tokens * width; i++) output[i] *= layer->factor;
+        }
     }
     free(room);
     return 1;
