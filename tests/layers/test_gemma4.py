@@ -56,6 +56,7 @@ def test_steps_have_room_for_embeddings_per_layer() -> None:
 
 def test_the_second_embedding_stays_mapped(folder: Path) -> None:
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), FP32, CPU)
+    assert decoder.per_layer is not None
     assert is_mapped(decoder.per_layer.table, folder / "model.safetensors")
 
 

@@ -58,7 +58,8 @@ class DecoderLayer(nn.Module):
         per_layer = None
         if self.per_layer is not None:
             gate, projection = compiled(self.per_layer.gate), compiled(self.per_layer.projection)
-            if gate is None or projection is None:
+            activation = getattr(self.mlp, "activation", None)
+            if gate is None or projection is None or self.per_layer.activation != activation:
                 return None
             per_layer = gate, projection, self.per_layer.norm
         factor = 1.0 if self.factor is None else self.factor
@@ -79,16 +80,16 @@ class DecoderLayer(nn.Module):
             hidden, mixed = hidden[rows], mixed[rows]
             if not len(rows):
                 return hidden
-        values = None if context.per_layer is None else context.per_layer[:, self._index]
-        if rows is not None and values is not None:
-            values = values[rows]
+        per_layer = None if context.per_layer is None else context.per_layer[:, self._index]
+        if rows is not None and per_layer is not None:
+            per_layer = per_layer[rows]
         if self.compiled_finish is not None:
-            return self.compiled_finish(hidden, mixed, values)
+            return self.compiled_finish(hidden, mixed, per_layer)
         mixed = self.mixer.output(mixed)
         hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         normed = self.mlp_norm(hidden)
         finished = self.mlp(normed, hidden) if isinstance(self.mlp, DenseAndExperts) else self.mlp(normed)
         hidden = hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
-        if self.per_layer is not None:
-            hidden = self.per_layer(hidden, values)
+        if self.per_layer is not None and per_layer is not None:
+            hidden = self.per_layer(hidden, per_layer)
         return hidden if self.factor is None else hidden.mul_(self.factor)

@@ -181,10 +181,12 @@ class FinishLayer:
             extras.factor,
         )  # fmt: skip
         self._run = output.library.finish_layer
-        pointers = [ctypes.c_void_p] * 3
         self._run.argtypes = [
-            *(ctypes.POINTER(FinishLayerOperands), *pointers),
-            *(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+            ctypes.POINTER(FinishLayerOperands),
+            *[ctypes.c_void_p] * 3,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
         ]
         self._run.restype = ctypes.c_int
 

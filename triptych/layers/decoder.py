@@ -14,8 +14,8 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.mixers import LayerContext
-from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
+from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
@@ -48,8 +48,8 @@ class ForwardBatch:
 
 
 AfterLayer = Callable[[int], object]
-"""Called with a cache's index (``KVTensors.layers``) once the step's keys and values are in it on every rank. The all-reduce at the layer's
-end guarantees this, because a rank contributes only after writing."""
+"""Called with a cache's index (``KVTensors.layers``) once the step's keys and values are in it on every rank. The
+all-reduce at the end of the layer that writes them guarantees this, because a rank contributes only after writing."""
 
 
 class Decoder(nn.Module):

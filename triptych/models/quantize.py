@@ -25,7 +25,9 @@ from triptych.models.registry import family_of, resolve
 
 _LAYER = re.compile(r".*\blayers\.\d+\..*_proj\.weight")
 """Keys of a decoder's linear layers, which are quantized; routers and the head are not."""
-_KEPT = re.compile(r".*\.(mlp\.gate|mlp\.router|mlp\.shared_expert_gate|per_layer_(?:input_gate|model_projection|projection))\.weight")
+_KEPT = re.compile(
+    r".*\.(mlp\.gate|mlp\.router|mlp\.shared_expert_gate|per_layer_(?:input_gate|model_projection|projection))\.weight"
+)
 """Keys of routers, of gates of shared experts, and of the layers around embeddings per layer."""
 _STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}

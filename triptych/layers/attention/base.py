@@ -237,8 +237,9 @@ class AttentionBackend(Protocol):
         """Attend causally from each new token to its own sequence.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim], or of 0 tokens if the caches hold
-        those of the new tokens already; caches [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
-        used. Query head h reads kv head ``h * kv_heads // heads``. Returns [T, heads, head_dim] in the query's dtype.
+        those of the new tokens already; caches [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to
+        the caches' format before they are used. Query head h reads kv head ``h * kv_heads // heads``. Returns
+        [T, heads, head_dim] in the query's dtype.
         """
 
 
