@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.layers.test_loading import is_mapped
 from tests.support.backbones import BACKBONES
-from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.checkpoints import is_mapped, load_adapter, load_reference
 from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
 from tests.support.paged_cases import BATCHES, SHAPES, make_case
 from tests.support.tiny import make_tiny
