@@ -75,7 +75,7 @@ def test_keys_and_values_that_are_not_read_may_be_stored(folder: Path, tmp_path:
 
 
 def test_towers_are_not_served(tmp_path: Path) -> None:
-    path = make_tiny(tmp_path, BACKBONES["gemma4-k=v"])
+    path = make_tiny(tmp_path, BACKBONES["gemma4-31b"])
     weights = load_file(path / "model.safetensors")
     save_file(weights | {"model.vision_tower.pooler.weight": torch.ones(2)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match="belongs to no part of a text-only model"):

@@ -100,6 +100,8 @@ def check(model: Model, mix: Mix) -> Counter[str]:
             for loop in service.engine_loops():
                 happened["preemptions"] += loop.scheduler.num_preemptions
                 happened["hits"] += loop.scheduler.num_prefix_hits
+                pages = [pool.num_pages for pool in loop.scheduler.cache.pools]
+                happened["pages that windows spare"] += pages[0] - pages[-1]
 
     asyncio.run(run())
     return happened
@@ -107,13 +109,15 @@ def check(model: Model, mix: Mix) -> Counter[str]:
 
 @pytest.mark.parametrize("name", MIXED)
 def test_a_few_mixes(model: Callable[[str], Model], name: str) -> None:
-    """One that preempts and finds prefixes that are evicted in part, by hand."""
+    """One that preempts and finds prefixes that are evicted in part, and one whose requests are longer than what layers
+    with a window have room for."""
     happened: Counter[str] = Counter()
     rounds = [[(0, 24), (1, 24), (0, 20)], [(4, 3), (2, 5)], [(1, 2), (4, 2)]]
-    for topology, chunk in (("1PD", 16), ("1P1D", 7)):
-        happened += check(model(name), Mix(topology, chunk, 8, 1, rounds))
+    for topology, chunk, batch in (("1P1D", 7, 8), ("1PD", 16, 1)):
+        happened += check(model(name), Mix(topology, chunk, batch, 1, rounds))
     assert happened["preemptions"], happened
     assert happened["hits"], happened
+    assert happened["pages that windows spare"], happened
 
 
 @pytest.mark.slow

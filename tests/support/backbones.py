@@ -141,7 +141,7 @@ BACKBONES: dict[str, Tiny] = {
         vocab_size_per_layer_input=VOCABULARY + 3,
         **GEMMA4,
     ),
-    "gemma4-k=v": _nested(
+    "gemma4-31b": _nested(
         _tiny(
             "Gemma4",
             "gemma4_text",
