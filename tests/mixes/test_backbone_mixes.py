@@ -91,7 +91,7 @@ def check(model: Model, mix: Mix) -> Counter[str]:
     happened: Counter[str] = Counter()
 
     async def run() -> None:
-        prepare = together(len(mix.rounds[0]))
+        prepare = together(min(len(mix.rounds[0]), mix.batch))  # more may not be dispatched
         async with running(model.reference.folder, mix.topology, engine, prepare=prepare) as service:
             for each in mix.rounds:
                 answers = (service.answer(messages(index), max_tokens=tokens) for index, tokens in each)
