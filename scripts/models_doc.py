@@ -14,13 +14,14 @@ from tests.support.backbones import BACKBONES
 from tests.support.tiny import TINY
 from triptych.models.registry import FAMILIES, Family, resolve
 from triptych.models.shared.encoder import TowerSpec
+from triptych.models.shared.settings import text_section
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 QWEN3_VL = {"qwen3_vl", "qwen3_vl_moe"}
 """Families that tests/parity/conftest.py and tests/layers/test_parity.py run, in more topologies than the others."""
 
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
-WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if tiny.config.get("sliding_window")}
+WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_section(tiny.config).get("sliding_window")}
 SLOW = "; only in the slow suite (`scripts/test --slow`)"
 
 
@@ -119,7 +120,11 @@ CHECKS = (
         "tensor parallelism of other models",
         "as above" + SLOW,
         "tests/parity/test_backbones.py",
-        {tiny.config["model_type"] for tiny in BACKBONES.values() if tiny.config["num_key_value_heads"] % 2 == 0},
+        {
+            tiny.config["model_type"]
+            for tiny in BACKBONES.values()
+            if text_section(tiny.config)["num_key_value_heads"] % 2 == 0
+        },
     ),
     Check(
         "sliding windows",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
 from tests.support.tiny import TINY, make_tiny
@@ -55,7 +56,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
     def make(name: str) -> Path:
         family, _, window = name.partition(" ")
-        return make_tiny(tmp_path_factory.mktemp("tiny"), family, config={"use_sliding_window": bool(window)})
+        tiny = BACKBONES.get(family, family)
+        return make_tiny(tmp_path_factory.mktemp("tiny"), tiny, config={"use_sliding_window": bool(window)})
 
     return cache(make)
 
@@ -118,7 +120,8 @@ def test_compiled_layer_is_bit_identical(
 ) -> None:
     """Families differ in biases, norms of heads, windows and experts."""
     decoder = load(folders(name), FORMATS[weights], backend)
-    assert any(layer.mixer.options.window for layer in layers_of(decoder)) == ("window" in name)
+    has_windows = "window" in name or name.startswith("gemma")
+    assert any(layer.mixer.options.window for layer in layers_of(decoder)) == has_windows
     for layer in layers_of(decoder):
         assert is_compiled(layer) == (True, isinstance(layer.mlp, GatedMLP))
     found = answers(decoder, cache_dtype)
@@ -153,6 +156,17 @@ def test_mlp_of_many_tokens_is_bit_identical(format_name: str, inner: int, is_ga
         first = up(norm(between))
         activated = gate_and_mul(first, Activation.GELU_TANH) if is_gated else Activation.GELU_TANH(first)
         assert torch.equal(layer(hidden, attended), between + down(activated))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("gemma4-e", "float16"), *(pytest.param("gemma4-e", one, marks=pytest.mark.slow) for one in FORMATS)],
+)
+def test_layers_with_more_parts_are_bit_identical(
+    folders: Folders, name: str, weights: str, backend: CpuAttention
+) -> None:
+    """Norms of outputs, embeddings per layer and caches of earlier layers."""
+    test_compiled_layer_is_bit_identical(folders, name, weights, torch.float16, backend)
 
 
 def test_unsupported_layers_run_module_by_module(

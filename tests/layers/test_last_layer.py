@@ -80,10 +80,10 @@ class MediaBudget:
         return lambda _, inputs: rows.append(len(inputs[0]))
 
     @staticmethod
-    def _counted(finish: FinishLayer, rows: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
-        def counting(hidden: Tensor, attended: Tensor) -> Tensor:
+    def _counted(finish: FinishLayer, rows: list[int]) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        def counting(hidden: Tensor, attended: Tensor, values: Tensor | None) -> Tensor:
             rows.append(len(hidden))
-            return finish(hidden, attended)
+            return finish(hidden, attended, values)
 
         return counting
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from tests.support.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
+from tests.support.checkpoints import DENSE, MOE, edit_config, is_mapped, load_adapter, load_reference, make_checkpoint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.attention.kv_format import cache_format
@@ -47,15 +47,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path
 
 def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def is_mapped(tensor: Tensor, file: Path) -> bool:
-    """Whether the tensor's memory is a mapping of the file, by the kernel's account."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, _, end = line.split(maxsplit=1)[0].partition("-")
-        if int(start, 16) <= tensor.data_ptr() < int(end, 16):
-            return line.endswith(str(file))
-    return False
 
 
 @pytest.mark.parametrize("moe", [False, True])

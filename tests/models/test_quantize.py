@@ -125,18 +125,23 @@ def test_ranks_have_parts_of_the_whole(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_stays_as_it_is_is_listed(tmp_path: Path) -> None:
-    """Routers, gates, and layers that aren't served; not the experts that have a layer's number."""
-    for name in ("qwen2_moe", "glm4_moe"):
-        source = make_tiny(tmp_path / name, BACKBONES[name], config=WHOLE)
-        if name == "glm4_moe":
+    """Routers, gates, layers that aren't served and parts that aren't read; not the experts that have a layer's
+    number."""
+    unread = {"glm4_moe": "model.layers.3.eh_proj.weight", "gemma4-e": "model.layers.5.self_attn.k_proj.weight"}
+    for name in ("qwen2_moe", "glm4_moe", "gemma4-e"):
+        sizes = WHOLE | {"head_dim": 32, "global_head_dim": 16} if name == "gemma4-e" else WHOLE
+        source = make_tiny(tmp_path / name, BACKBONES[name], config=sizes)
+        if name in unread:
             file = source / "model.safetensors"
-            save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.ones(96, 192)}, file)
+            save_file(load_file(file) | {unread[name]: torch.ones(96, 192)}, file)
         config = json.loads((quantized(source) / "config.json").read_text())
         assert (
             config["quantization_config"]["ignore"]
             == {
                 "qwen2_moe": ["lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.mlp\.shared_expert_gate$"],
                 "glm4_moe": ["lm_head", r"re:(.*\.)?layers\.3\..*", r"re:.*\.mlp\.gate$"],
+                "gemma4-e": ["lm_head", r"re:(.*\.)?layers\.5\.self_attn\.k_proj\..*"]
+                + [rf"re:.*\.per_layer_{kind}$" for kind in ("input_gate", "model_projection", "projection")],
             }[name]
         )
 

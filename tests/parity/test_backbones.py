@@ -13,6 +13,7 @@ from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import TEXTS
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
+from triptych.models.shared.settings import text_section
 
 SEED = 4
 CHUNKS = (1, 7, 64)
@@ -56,6 +57,6 @@ def test_blocks_and_ranks(models: dict[str, Model], name: str) -> None:
     """A receive pool of one block; and two ranks."""
     block = replace(FLOAT32, kv_receive_blocks=1, receive_block_rows=8)
     assert answered(models[name], "1P1D", block) == models[name].answers
-    if models[name].reference.model.config.num_key_value_heads % 2 == 0:
+    if text_section(BACKBONES[name].config)["num_key_value_heads"] % 2 == 0:
         ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
         assert answered(models[name], "1PD", ranks) == models[name].answers

@@ -1,5 +1,6 @@
 """Tiny text-only checkpoints of the backbones that no family with towers has, with every oddity switched on."""
 
+from dataclasses import replace
 from typing import Any
 
 from tests.support.random_checkpoint import token_ids
@@ -28,7 +29,14 @@ def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
         "pad_token_id": IDS["<|endoftext|>"],
         "tie_word_embeddings": False,
     }
-    return Tiny(shared | settings, split_experts=model_type not in {"gpt_oss", "llama4_text"})
+    return Tiny(shared | settings, split_experts=model_type not in {"gpt_oss", "llama4_text", "gemma4_text"})
+
+
+def _nested(text: Tiny, architecture: str, model_type: str) -> Tiny:
+    """The same as the only part of a model that has towers in other sizes."""
+    whole = {"architectures": [architecture], "model_type": model_type, "vision_config": None, "audio_config": None}
+    ties = {"tie_word_embeddings": text.config["tie_word_embeddings"]}
+    return replace(text, config=whole | ties | {"text_config": text.config})
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
@@ -56,8 +64,10 @@ EXPERTS = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
 }
+GEMMA4 = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16, "final_logit_softcapping": 30.0}
+GEMMA4_LAST = ["sliding_attention", "full_attention"]
 
-BACKBONES = {
+BACKBONES: dict[str, Tiny] = {
     "llama": _tiny("Llama", "llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True),
     "llama-gelu": _tiny(
         "Llama",
@@ -160,6 +170,52 @@ BACKBONES = {
         rope_local_base_freq=1e4,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
         attention_bias=True,
+    ),
+    "gemma4-e": _tiny(
+        "Gemma4",
+        "gemma4_text",
+        num_hidden_layers=8,
+        head_dim=20,
+        global_head_dim=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2 + GEMMA4_LAST,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=VOCABULARY + 3,
+        **GEMMA4,
+    ),
+    "gemma4-31b": _nested(
+        _tiny(
+            "Gemma4",
+            "gemma4_text",
+            num_hidden_layers=4,
+            head_dim=24,
+            global_head_dim=40,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            attention_bias=True,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=0,
+            use_bidirectional_attention="vision",
+            **GEMMA4,
+        ),
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+    ),
+    "gemma4-moe": _tiny(
+        "Gemma4",
+        "gemma4_text",
+        num_hidden_layers=4,
+        head_dim=24,
+        global_head_dim=40,
+        attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=7,
+        top_k_experts=3,
+        moe_intermediate_size=40,
+        **GEMMA4,
     ),
     "gpt_oss": _tiny(
         "GptOss",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import (
     PreTrainedModel,
     Qwen3VLConfig,
@@ -134,3 +135,12 @@ def _save_pretrained(folder: Path, sizes: Sizes, seed: int, dtype: torch.dtype, 
     if missing != (["lm_head.weight"] if sizes.tied else []):
         raise ValueError(f"weights left at their initial values: {missing}")
     model.save_pretrained(folder, max_shard_size="200KB" if sharded else "1GB")
+
+
+def is_mapped(tensor: Tensor, file: Path) -> bool:
+    """Whether the tensor's memory is a mapping of the file, by the kernel's account."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split(maxsplit=1)[0].partition("-")
+        if int(start, 16) <= tensor.data_ptr() < int(end, 16):
+            return line.endswith(str(file))
+    return False

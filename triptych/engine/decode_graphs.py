@@ -126,6 +126,9 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
     if len(decoder.config.cache_groups.windows) > 1:
         log.info("no CUDA graphs: layers don't share page tables")
         return None
+    if decoder.config.per_layer is not None:
+        log.info("no CUDA graphs: embeddings per layer are read in host memory")
+        return None
     device = cache.device
     began, before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
     sizes = bucket_sizes(max_num_seqs)

@@ -8,6 +8,7 @@ kernels hold their addresses.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -55,7 +56,10 @@ class ActivationOperands(ctypes.Structure):
 class AttendLayerOperands(ctypes.Structure):
     """``Before`` in ``kernels/cpu/layer.c``."""
 
-    _fields_ = (("qkv", LinearOperands), ("norm", NormOperands), ("heads_norm", ctypes.c_void_p))
+    _fields_ = (
+        *(("qkv", LinearOperands), ("norm", NormOperands)),
+        *(("heads_norm", ctypes.c_void_p), ("normalised", ctypes.c_int64)),
+    )
 
 
 class FinishLayerOperands(ctypes.Structure):
@@ -65,6 +69,9 @@ class FinishLayerOperands(ctypes.Structure):
         *((name, LinearOperands) for name in ("output", "up", "down")),
         ("norm", NormOperands),
         ("activation", ActivationOperands),
+        *((name, ctypes.c_void_p) for name in ("output_norm", "down_norm")),
+        *((name, LinearOperands) for name in ("gate", "projection")),
+        *(("projection_norm", ctypes.c_void_p), ("factor", ctypes.c_float)),
     )
 
 
@@ -81,13 +88,15 @@ class AttendLayer:
         shape: tuple[int, int, int],
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """``heads_norm`` is the norm of queries and keys, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv
-        heads, head_dim)."""
+        """``qkv`` yields queries alone if the cache has the step's keys and values already. ``heads_norm`` is the norm
+        of the first heads that it yields, if any, with the epsilon of ``norm``; ``shape`` is (heads, kv heads,
+        head_dim)."""
         self.takes = kernel.takes
         self.kernel, self.shape, self.options = kernel, shape, options
         self._keep_alive = qkv, norm, heads_norm
-        of_heads = None if heads_norm is None else heads_norm.weight.data_ptr()
-        self.operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), of_heads)
+        of_heads = (None, 0) if heads_norm is None else (heads_norm.weight.data_ptr(), len(heads_norm.weight))
+        self.operands = AttendLayerOperands(qkv.operands, NormOperands.of(norm), *of_heads)
+        self.writes = qkv.operands.outputs > shape[0] * shape[2]
         self._run = kernel.library.attend_layer
         self._run.argtypes = [
             ctypes.POINTER(AttendLayerOperands),
@@ -107,6 +116,8 @@ class AttendLayer:
         """
         step = self.kernel.shared_operands(batch, self.shape)
         set_layer(step, keys, values, self.options, self.shape[2])
+        if not self.writes:
+            step.num_tokens = 0
         return self._attend(hidden, cos, sin, step)
 
     def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
@@ -129,31 +140,65 @@ class AttendLayer:
         return output
 
 
+@dataclass(frozen=True)
+class FinishExtras:
+    """What only some layers do in their second half."""
+
+    mixed_norm: RMSNorm | None = None
+    """Of attention's output."""
+    finished_norm: RMSNorm | None = None
+    """Of the MLP's output."""
+    per_layer: tuple[CompiledProduct, CompiledProduct, RMSNorm] | None = None
+    """As in ``PerLayerInput``: gate, projection and norm."""
+    factor: float = 1.0
+    """Of the result."""
+
+
+NO_EXTRAS = FinishExtras()
+
+
 class FinishLayer:
     """Second half of a dense layer in one call: output projection, residual, norm, MLP, residual."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (a kernel's operands)
         self,
         norm: RMSNorm | LayerNorm,
         output: CompiledProduct,
         up: CompiledProduct,
         down: CompiledProduct,
         activation: Activation = Activation.SILU,
+        extras: FinishExtras = NO_EXTRAS,
     ) -> None:
-        """The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: the gates, then their factors."""
-        self._keep_alive = output, norm, up, down
+        """The MLP is gated if ``up`` has twice the outputs that ``down`` has inputs: the gates, then their factors. It
+        has the activation of ``extras``' gate, too, and all norms have the same epsilon."""
+        self._keep_alive = output, norm, up, down, extras
         products = (product.operands for product in (output, up, down))
-        self.operands = FinishLayerOperands(*products, NormOperands.of(norm), ActivationOperands.of(activation))
+        norms = (None if one is None else one.weight.data_ptr() for one in (extras.mixed_norm, extras.finished_norm))
+        per_layer = extras.per_layer or (None, None, None)
+        gate, projection = (LinearOperands() if one is None else one.operands for one in per_layer[:2])
+        last = None if per_layer[2] is None else per_layer[2].weight.data_ptr()
+        self.operands = FinishLayerOperands(
+            *products, NormOperands.of(norm), ActivationOperands.of(activation), *norms, gate, projection, last,
+            extras.factor,
+        )  # fmt: skip
         self._run = output.library.finish_layer
-        self._run.argtypes = [ctypes.POINTER(FinishLayerOperands), *[ctypes.c_void_p] * 3, ctypes.c_int64]
+        self._run.argtypes = [
+            ctypes.POINTER(FinishLayerOperands),
+            *[ctypes.c_void_p] * 3,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int64,
+        ]
         self._run.restype = ctypes.c_int
 
-    def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, attended: Tensor, values: Tensor | None = None) -> Tensor:
         """Return a new tensor [T, hidden] for ``hidden`` [T, hidden] and ``attended`` [T, heads * head_dim], contiguous
-        float32. Raises MemoryError."""
+        float32. ``values``, float32 [T, per-layer values], are the tokens' for this layer, if ``extras`` has a gate;
+        each token's are contiguous. Raises MemoryError."""
         output = hidden.new_empty(hidden.shape)
         pointers = hidden.data_ptr(), attended.data_ptr(), output.data_ptr()
-        if not self._run(self.operands, *pointers, len(hidden)):
+        of_tokens = (None, 0) if values is None else (values.data_ptr(), values.stride(0))
+        if not self._run(self.operands, *pointers, len(hidden), *of_tokens):
             raise MemoryError(f"no memory for a layer of {len(hidden)} tokens")
         return output
 

@@ -15,6 +15,7 @@ from triptych.layers.devices import attention_for
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
+from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
@@ -47,8 +48,8 @@ class ForwardBatch:
 
 
 AfterLayer = Callable[[int], object]
-"""Called with a layer's index once its keys and values are in the cache on every rank. The all-reduce at the layer's
-end guarantees this, because a rank contributes only after writing."""
+"""Called with a cache's index (``KVTensors.layers``) once the step's keys and values are in it on every rank. The
+all-reduce at the end of the layer that writes them guarantees this, because a rank contributes only after writing."""
 
 
 class Decoder(nn.Module):
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
         embedding = reader.tensor("embed_tokens.weight", vocab_and_hidden)
         self.embedding = frozen(embedding.to(reader.device))
         self.ropes = nn.ModuleList(Rope(head_dim, rope, reader.device) for head_dim, rope in config.ropes)
+        self.per_layer = None if config.per_layer is None else PerLayerEmbeddings(config, reader)
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.run_layers = joined(self.layers, self.config.cache_groups.of_layer)
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
@@ -116,8 +118,9 @@ class Decoder(nn.Module):
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        contexts = [LayerContext(batch.positions, rotations, attention) for attention in batch.attention]
-        wanted, last = batch.logits_index, len(self.layers) - 1
+        per_layer = None if self.per_layer is None else self.per_layer(batch.tokens, hidden)
+        contexts = [LayerContext(batch.positions, rotations, attention, per_layer) for attention in batch.attention]
+        wanted, last, place = batch.logits_index, self.config.caching_layers[-1], self.config.caches
         together = self._together(batch, cache, after_layer)
         for index, layer in enumerate(self.layers):
             if index in together:
@@ -125,12 +128,16 @@ class Decoder(nn.Module):
                     hidden = self.run_layers(together, hidden, cache, rotations, batch.attention)
                 continue
             rows = self._last_rows(batch) if index == last else None
-            context = contexts[self.config.cache_groups.of_layer[index]]
-            hidden = layer(hidden, cache.layers[index], context, rows)
-            if after_layer is not None:
-                after_layer(index)
+            context = contexts[self.config.cache_groups.of_layer[place[index]]]
+            hidden = layer(hidden, cache.layers[place[index]], context, rows)
+            if after_layer is not None and self.config.layers[index].cache_of is None:
+                after_layer(place[index])
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
+            if rows is not None and index < len(self.layers) - 1:
+                if len(wanted) == 0:
+                    break
+                contexts = [context.of_tokens(rows) for context in contexts]
         if len(wanted) == 0:
             return hidden.new_empty((0, self.num_logits), dtype=torch.float32)
         if len(hidden) != len(wanted):
@@ -146,13 +153,15 @@ class Decoder(nn.Module):
         return range(first, len(self.layers) - (self._last_rows(batch) is not None))
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the tokens, int64, that continue after the last layer's attention: those that need logits; None for
-        all. With several ranks there is always at least one, because the layer's all-reduce also signals that all ranks
-        have written their keys and values."""
-        wanted = batch.logits_index
-        adds_features = self.config.num_deepstack_layers >= self.config.num_layers  # these index all T tokens
+        """Return the tokens, int64, that continue after the attention of the last layer with a cache of its own: those
+        that need logits; None for all. With several ranks there is always at least one, because the layer's all-reduce
+        also signals that all ranks have written their keys and values."""
+        wanted, last = batch.logits_index, self.config.caching_layers[-1]
+        adds_features = self.config.num_deepstack_layers > last  # these index all T tokens
         if adds_features or len(wanted) == len(batch.tokens):
             return None
+        if last < len(self.layers) - 1 and len(wanted) > len(batch.attention[0].query_lens):
+            return None  # later layers attend from each token by itself, which costs more than a sequence at once
         return wanted if len(wanted) or self._group_size == 1 else wanted.new_zeros(1)
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import RopeConfig
-from triptych.layers.specs import LayerSpec, MoESpec, check_divides
+from triptych.layers.specs import DenseAndExpertsSpec, LayerSpec, MoESpec, check_divides
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,19 @@ OWN_NAMES = TensorNames()
 
 
 @dataclass(frozen=True)
+class PerLayerSpec:
+    """A second embedding of tokens: values for each layer, which are gated by the residual stream after the layer's
+    ffn, projected, normalised and added to it (Gemma 3n, Gemma 4)."""
+
+    vocab_size: int
+    """Rows of the embedding [vocab, layers * size]."""
+    size: int
+    """Values per layer."""
+    activation: str
+    """Of the gates, as in ``GatedMLPSpec``."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The parameters of a ``Decoder``."""
 
@@ -54,6 +67,8 @@ class DecoderConfig:
     """Logits become ``logit_softcap * tanh(logit / logit_softcap)``."""
     num_deepstack_layers: int = 0
     """Number of first layers after which deepstack features are added."""
+    per_layer: PerLayerSpec | None = None
+    """None: there are no embeddings per layer."""
 
     @property
     def num_layers(self) -> int:
@@ -65,14 +80,25 @@ class DecoderConfig:
         return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
 
     @cached_property
+    def caching_layers(self) -> tuple[int, ...]:
+        """The layers that keep something in the KV cache. Their order is that of cache specs and of ``KVTensors``."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.cache_of is None)
+
+    @cached_property
+    def caches(self) -> tuple[int, ...]:
+        """The place of each layer's keys and values, its own or an earlier layer's, in that order."""
+        owners = (index if layer.cache_of is None else layer.cache_of for index, layer in enumerate(self.layers))
+        return tuple(self.caching_layers.index(owner) for owner in owners)
+
+    @cached_property
     def cache_groups(self) -> CacheGroups:
-        """The groups of layers that share page tables."""
-        return CacheGroups.of(layer.mixer.window for layer in self.layers)
+        """The groups of ``caching_layers`` that share page tables."""
+        return CacheGroups.of(self.layers[index].mixer.window for index in self.caching_layers)
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer is a mixture of experts."""
-        return any(isinstance(layer.ffn, MoESpec) for layer in self.layers)
+        """Whether any layer has a mixture of experts."""
+        return any(isinstance(layer.ffn, MoESpec | DenseAndExpertsSpec) for layer in self.layers)
 
     def shard(self, size: int) -> "DecoderConfig":
         """Return the parameters of one of ``size`` ranks: its share of the heads and of each MLP.
@@ -84,15 +110,17 @@ class DecoderConfig:
         return replace(self, layers=tuple(layer.shard(size) for layer in self.layers))
 
     def cache_specs(self, stored: CacheFormat) -> tuple[CacheSpec, ...]:
-        """Return what each layer keeps in a KV cache of this format."""
-        return tuple(layer.mixer.cache_spec(stored) for layer in self.layers)
+        """Return what each of ``caching_layers`` keeps in a KV cache of this format."""
+        return tuple(self.layers[index].mixer.cache_spec(stored) for index in self.caching_layers)
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.
 
-        That is the residual stream and media features, plus the larger of two: the largest layer over the longest
-        context, and the logits with the sampler's copies.
+        That is the residual stream, media features and embeddings per layer, plus the larger of two: the largest layer
+        over the longest context, and the logits with the sampler's copies.
         """
         stream = tokens * self.hidden_size * (2 + self.num_deepstack_layers)
+        if self.per_layer is not None:
+            stream += 3 * tokens * self.num_layers * self.per_layer.size  # while they are added up
         layer = max(spec.step_values(tokens, context_length, self.hidden_size) for spec in set(self.layers))
         return 4 * (stream + max(layer, 4 * logits * self.vocab_size))

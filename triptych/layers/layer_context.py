@@ -17,3 +17,14 @@ class LayerContext:
     rotations: Sequence[tuple[Tensor, Tensor]]
     """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
     attention: AttentionBatch
+    per_layer: Tensor | None = None
+    """[T, layers, values]: the tokens' embeddings for each layer, if the decoder has them."""
+
+    def of_tokens(self, rows: Tensor) -> "LayerContext":
+        """Return the context of some of the T tokens, int64 [R], once the cache holds the keys and values of all."""
+        return LayerContext(
+            self.positions[:, rows],
+            [(cos[rows], sin[rows]) for cos, sin in self.rotations],
+            self.attention.of_tokens(rows.tolist()),
+            None if self.per_layer is None else self.per_layer[rows],
+        )

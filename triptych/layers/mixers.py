@@ -34,7 +34,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         shard, head_dim = spec.shard(reader.group.size), spec.head_dim
-        heads, kv_heads = shard.num_heads, shard.num_kv_heads
+        self.shape = heads, kv_heads, _ = shard.num_heads, shard.num_kv_heads, head_dim
+        self.reads_other_cache = config.layers[index].cache_of is not None
+        if self.reads_other_cache:
+            kv_heads = 0
         self.head_counts = [heads, kv_heads, kv_heads]
         self.head_dim = head_dim
         self.backend = backend
@@ -47,38 +50,50 @@ class Attention(nn.Module):
         self.rope_index = config.ropes.index(spec.rotary)
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
         order = spec.rope.order(head_dim)
+        projections = {f"{prefix}.q_proj": replace(queries, order=order)}
+        if not self.reads_other_cache:
+            projections[f"{prefix}.k_proj"] = replace(keys, order=order)
+            if not spec.k_is_v:
+                projections[f"{prefix}.v_proj"] = keys
+        repeats_last = spec.k_is_v and not self.reads_other_cache
         self.qkv = reader.column_parallel(
-            {
-                f"{prefix}.q_proj": replace(queries, order=order),
-                f"{prefix}.k_proj": replace(keys, order=order),
-                f"{prefix}.v_proj": keys,
-            },
-            config.hidden_size,
-            bias=spec.qkv_bias,
+            projections, config.hidden_size, bias=spec.qkv_bias, repeats_last=repeats_last
         )
         self.output = reader.all_reduced(
             reader.row_parallel(f"{prefix}.o_proj", config.hidden_size, queries, bias=spec.output_bias)
         )
+        self.normalises_values = spec.v_norm
         self.qk_norm: nn.Module = nn.Identity()
         if spec.qk_norm:
-            # Queries and keys are adjacent, so one norm with a weight per head serves both.
+            # Queries, keys and values are adjacent, so one norm with a weight per head serves all that are normalised.
+            names = ("q_norm", "k_norm")[: 1 if self.reads_other_cache else 2]
             if spec.qk_norm_weights:
-                weights = [reader.vector(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm")]
+                weights = [reader.vector(f"{prefix}.{name}", head_dim) for name in names]
             else:
-                weights = [torch.ones(head_dim, dtype=reader.weights.activations, device=reader.device)] * 2
-            q_weight, k_weight = (one if order is None else one[list(order)] for one in weights)
-            both = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
-            self.qk_norm = RMSNorm(both, config.rms_norm_eps)
+                weights = [torch.ones(head_dim, dtype=reader.weights.activations, device=reader.device)] * len(names)
+            if order is not None:
+                weights = [weight[list(order)] for weight in weights]
+            if spec.v_norm:
+                weights.append(torch.ones_like(weights[0]))
+            counts = zip(weights, self.head_counts, strict=False)
+            by_head = torch.cat([weight.expand(count, -1) for weight, count in counts])
+            self.qk_norm = RMSNorm(by_head, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext) -> Tensor:
         """Return the input of ``output``, [T, heads * head_dim], for ``hidden`` [T, hidden]; write the new tokens' keys
-        and values to the layer's ``cache``."""
+        and values to the layer's ``cache``, unless that is another layer's, which has done so."""
         keys, values = cache
         heads, kv_heads, _ = self.head_counts
         # a new tensor, in which queries and keys are rotated in place
         qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        if self.normalises_values:
+            qkv = self.qk_norm(qkv)
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
-        query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
+        if not self.normalises_values:
+            qk = self.qk_norm(qk)
+        query, key = rotate(qk, *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
+        if self.reads_other_cache:
+            key, value = key[:0], value[:0]
         if self.query_scaling is not None:
             query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
         attended = self.backend(query, key, value, keys, values, context.attention, self.options)

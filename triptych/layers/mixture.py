@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from triptych.layers.compiled_layer import RunExperts, compiled
 from triptych.layers.expert_weights import load_experts
-from triptych.layers.linear import Linear
+from triptych.layers.linear import Linear, RMSNorm
 from triptych.layers.mlp import ClampedMLP, GatedMLP, load_mlp
 from triptych.layers.routing import route
-from triptych.layers.specs import MoESpec, RoutingSpec, SharedExpertSpec
+from triptych.layers.specs import DenseAndExpertsSpec, MoESpec, RoutingSpec, SharedExpertSpec
 from triptych.layers.weights import WeightReader
 
 
@@ -103,6 +103,27 @@ class MixtureOfExperts(nn.Module):
         return output
 
 
+class DenseAndExperts(nn.Module):
+    """Adds up the normalised outputs of an MLP and of experts, which see the residual stream in other norms."""
+
+    def __init__(
+        self, dense: nn.Module, experts: nn.Module, norms: tuple[RMSNorm, RMSNorm, RMSNorm], routed_by: RMSNorm
+    ) -> None:
+        """``norms`` are those of the MLP's output, and of the experts' input and output; ``routed_by`` is that of the
+        router's input, in float32."""
+        super().__init__()
+        self.dense = dense
+        self.experts = experts
+        self.dense_norm, self.input_norm, self.experts_norm = norms
+        self.router_norm = routed_by
+
+    def forward(self, normed: Tensor, stream: Tensor) -> Tensor:
+        """``stream`` [T, hidden] and ``normed``, the MLP's input, of the same shape → [T, hidden]."""
+        output: Tensor = self.dense_norm(self.dense(normed))
+        experts = self.experts(self.input_norm(stream), self.router_norm(stream.float()))
+        return output + self.experts_norm(experts)
+
+
 def _in_one_call(experts: Sequence[Expert], weighs_inputs: bool) -> RunExperts | None:
     """Return all experts as one compiled call, or None if the kernels don't support one of them."""
     pairs = [(compiled(expert.gate_up), compiled(expert.down)) for expert in experts]
@@ -118,7 +139,10 @@ def load_mixture(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: 
     router = ExpertRouter(
         spec.routing,
         reader.float32_linear(f"{prefix}.{spec.router}", spec.num_experts, hidden_size, bias=spec.has_biases),
-        None if spec.correction is None else reader.float32_vector(f"{prefix}.{spec.correction}", spec.num_experts),
+        *(
+            None if name is None else reader.float32_vector(f"{prefix}.{name}", spec.num_experts)
+            for name in (spec.correction, spec.expert_scales)
+        ),
     )
     experts = load_experts(spec, reader, f"{prefix}.experts", hidden_size)
     shared = None if spec.shared is None else _load_shared(spec.shared, reader, prefix, hidden_size)
@@ -128,3 +152,19 @@ def load_mixture(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: 
 def _load_shared(spec: SharedExpertSpec, reader: WeightReader, prefix: str, hidden_size: int) -> SharedExpert:
     gate = None if spec.gate is None else reader.float32_linear(f"{prefix}.{spec.gate}", 1, hidden_size)
     return SharedExpert(load_mlp(spec.mlp, reader, f"{prefix}.{spec.name}", hidden_size), gate)
+
+
+def load_dense_and_experts(
+    spec: DenseAndExpertsSpec, reader: WeightReader, layer: str, hidden_size: int, eps: float
+) -> DenseAndExperts:
+    """Load this rank's part of an MLP and of experts side by side; the ranks' outputs are summed. ``layer`` is the
+    layer's name. Raises CheckpointError, as the reader does."""
+    names = spec.after_dense, spec.before_experts, spec.after_experts
+    after_dense, before_experts, after_experts = (reader.norm(f"{layer}.{name}", hidden_size, eps) for name in names)
+    scale = reader.float32_vector(f"{layer}.{spec.router_scale}", hidden_size) * hidden_size**-0.5
+    return DenseAndExperts(
+        reader.all_reduced(load_mlp(spec.dense, reader, f"{layer}.mlp", hidden_size)),
+        reader.all_reduced(load_mixture(spec.experts, reader, layer, hidden_size)),
+        (after_dense, before_experts, after_experts),
+        RMSNorm(scale, eps),
+    )

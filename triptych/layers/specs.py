@@ -42,6 +42,10 @@ class AttentionSpec:
     """Whether each head's query and key are normalised."""
     qk_norm_weights: bool = True
     """Whether these norms have weights."""
+    v_norm: bool = False
+    """Whether each head's value is normalised, too, without a weight; only with ``qk_norm``."""
+    k_is_v: bool = False
+    """Whether values are the keys before their norm and rotation, so that one projection serves both."""
     window: Window | None = None
     """Which tokens a token attends to; None: all before it."""
     scale: float | None = None
@@ -228,6 +232,8 @@ class MoESpec:
     """Name of the layer [hidden] → [experts] that yields the logits."""
     correction: str | None = None
     """Name of the tensor that is added to scores for the choice of experts only; None: there is none."""
+    expert_scales: str | None = None
+    """Name of the tensor [experts] of factors of each expert's weights; None: there are none."""
     shared: SharedExpertSpec | None = None
     weighs_inputs: bool = False
     """Whether weights multiply the experts' inputs instead of their outputs."""
@@ -264,7 +270,31 @@ class MoESpec:
         return replace(self, intermediate_size=per_rank(self.intermediate_size, size), shared=shared)
 
 
-FfnSpec = GatedMLPSpec | MoESpec
+@dataclass(frozen=True)
+class DenseAndExpertsSpec:
+    """A gated MLP and a mixture of experts side by side, whose outputs are normalised and added up. The experts and
+    their router see the residual stream through norms of their own. Names are those of tensors in the layer."""
+
+    dense: GatedMLPSpec
+    experts: MoESpec
+    before_experts: str
+    """Norm of the experts' input."""
+    after_dense: str
+    after_experts: str
+    router_scale: str
+    """Weight, [hidden], of the norm of the router's input, less a factor ``hidden ** -0.5``."""
+
+    @property
+    def step_values(self) -> int:
+        """Values that a step holds per token at most."""
+        return max(self.dense.step_values, self.experts.step_values)
+
+    def shard(self, size: int) -> "DenseAndExpertsSpec":
+        """Return one of ``size`` ranks' share of both. Raises ConfigError if there is none."""
+        return replace(self, dense=self.dense.shard(size), experts=self.experts.shard(size))
+
+
+FfnSpec = GatedMLPSpec | MoESpec | DenseAndExpertsSpec
 """The part of a layer that treats tokens one by one."""
 
 
@@ -290,6 +320,10 @@ class LayerSpec:
     mixer: MixerSpec
     ffn: FfnSpec
     norms: NormNames = PRE_NORMS
+    cache_of: int | None = None
+    """Number of an earlier layer whose keys and values this one reads, instead of its own; their heads must match."""
+    factor: str | None = None
+    """Name of a tensor [1] that multiplies the residual stream after the layer; None: there is none."""
 
     def shard(self, size: int) -> "LayerSpec":
         """Return one of ``size`` ranks' share. Raises ConfigError if there is none."""

@@ -96,9 +96,14 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
-    def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
-        """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
+    def column_parallel(
+        self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False, *, repeats_last: bool = False
+    ) -> Linear:
+        """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them;
+        ``repeats_last``: those of the last one come twice."""
         stored = self._stored(layers)
+        if repeats_last:
+            stored.append(stored[-1])
         biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
         vector = concatenate(biases) if bias else None
         if quantization := self._quantization_of([name for name, _, _ in stored]):
@@ -196,6 +201,10 @@ class WeightReader:
         """Load a norm's weight [size], in the activations' dtype."""
         weight = self.tensor(f"{name}.weight", (size,)).float() + self._keys.names.norm_offset
         return weight.to(self.device, self.weights.activations)
+
+    def replicated(self, name: str, out_features: int, in_features: int) -> Linear:
+        """Load a whole layer on each rank."""
+        return self.column_parallel({name: ShardedDimension(1, out_features)}, in_features)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """Load a norm over ``size`` values."""

@@ -25,8 +25,10 @@ from triptych.models.registry import family_of, resolve
 
 _LAYER = re.compile(r".*\blayers\.\d+\..*_proj\.weight")
 """Keys of a decoder's linear layers, which are quantized; routers and the head are not."""
-_GATE = re.compile(r".*\.mlp\.(gate|router|shared_expert_gate)\.weight")
-"""Keys of routers and of gates of shared experts."""
+_KEPT = re.compile(
+    r".*\.(mlp\.gate|mlp\.router|mlp\.shared_expert_gate|per_layer_(?:input_gate|model_projection|projection))\.weight"
+)
+"""Keys of routers, of gates of shared experts, and of the layers around embeddings per layer."""
 _STACKED = re.compile(r".*\.experts\.(gate_up|down)_proj")
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 """Suffixes of files with the weights that aren't copied."""
@@ -94,7 +96,7 @@ def _layers(checkpoint: Checkpoint, adapter: ModelAdapter, quantization: GroupQu
 
 def _ignored(checkpoint: Checkpoint, adapter: ModelAdapter, layers: set[str]) -> list[str]:
     """Return the modules that stay as they are: the towers and parts that aren't served, by the first part of their
-    names that the quantized layers' don't have, routers, and the head."""
+    names that the quantized layers' don't have, routers and other layers that aren't quantized, and the head."""
     decoder = set(adapter.decoder_keys(checkpoint.tensors))
     prefixes = {".".join(parts[:count]) for key in layers for parts in [key.split(".")] for count in range(len(parts))}
     names = set()
@@ -102,9 +104,10 @@ def _ignored(checkpoint: Checkpoint, adapter: ModelAdapter, layers: set[str]) ->
         if key not in decoder:
             parts = key.split(".")
             own = next(count for count in range(1, len(parts) + 1) if ".".join(parts[:count]) not in prefixes)
-            first = own - 2 if parts[own - 1].isdigit() else own - 1  # a number is that of a layer
+            # a number is that of a layer
+            first = next((index - 1 for index in range(own) if parts[index].isdigit()), own - 1)
             names.add(f"re:(.*\\.)?{re.escape('.'.join(parts[first:own]))}\\..*")
-    names |= {rf"re:.*\.mlp\.{found[1]}$" for key in decoder if (found := _GATE.fullmatch(key))}
+    names |= {rf"re:.*\.{re.escape(found[1])}$" for key in decoder if (found := _KEPT.fullmatch(key))}
     return ["lm_head", *sorted(names)]
 
 

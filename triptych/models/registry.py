@@ -107,6 +107,8 @@ FAMILIES = {
     "internlm2": _text("InternLM2, InternLM2.5", "internlm2:INTERNLM2"),
     "gemma2": _text("Gemma 2", "gemma:GEMMA2"),
     "gemma3_text": _text("Gemma 3 (text)", "gemma:GEMMA3"),
+    "gemma4": _text("Gemma 4 (text)", "gemma4:GEMMA4"),
+    "gemma4_text": _text("Gemma 4 (text)", "gemma4:GEMMA4"),
     "gpt_oss": _text("gpt-oss", "gpt_oss:GPT_OSS"),
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,

@@ -1,9 +1,11 @@
 """The interface between the decoder and an attention backend, and the paged KV cache they share."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +96,18 @@ class AttentionBatch:
             on_cpu = PagedTables.on_cpu(self.query_lens, self.kv_lens, self.page_tables, tile)
             self._paged[tile] = PagedTables(*to_device(on_cpu.tensors(), self.slots.device))
         return self._paged[tile]
+
+    def of_tokens(self, indices: list[int]) -> "AttentionBatch":
+        """Return the batch of some of the T tokens, each as its sequence's only new one. The cache holds the others'
+        keys and values."""
+        ends = list(accumulate(self.query_lens))
+        sequences = [bisect_right(ends, index) for index in indices]
+        return AttentionBatch(
+            query_lens=[1] * len(indices),
+            kv_lens=[self.kv_lens[one] - ends[one] + index + 1 for one, index in zip(sequences, indices, strict=True)],
+            page_tables=[self.page_tables[one] for one in sequences],
+            slots=self.slots[indices],
+        )
 
     @cached_property
     def page_runs(self) -> list[PageRun]:
@@ -230,10 +244,11 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend causally from each new token to its own sequence.
 
-        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]; caches
-        [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to the caches' format before they are
-        used. Query head h reads kv head ``h * kv_heads // heads``. With ``options.value_dim``, ``value`` and
-        ``value_cache`` are None. Returns [T, heads, head_dim], or [T, heads, value_dim], in the query's dtype.
+        ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim], or of 0 tokens if the caches hold
+        those of the new tokens already; caches [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to
+        the caches' format before they are used. Query head h reads kv head ``h * kv_heads // heads``. With
+        ``options.value_dim``, ``value`` and ``value_cache`` are None. Returns [T, heads, head_dim], or
+        [T, heads, value_dim], in the query's dtype.
         """
 
 

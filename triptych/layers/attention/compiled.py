@@ -75,7 +75,7 @@ class PagedAttention:
     ) -> Tensor:
         """See ``AttentionBackend``. A token's heads must be contiguous in the caches. Raises IndexError for slots and
         page tables beyond the caches, and MemoryError."""
-        new = _with_dense_heads(key), None if value is None else _with_dense_heads(value), batch.slots
+        new = _with_dense_heads(key), None if value is None else _with_dense_heads(value), batch.slots[: len(key)]
         tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
         return self._attend(query, (key_cache, value_cache), new, tables, options)
 

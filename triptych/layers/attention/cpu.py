@@ -38,7 +38,7 @@ class CpuAttention:
         if value is not None and value_cache is not None:
             parts.append((value, value_cache))
         for new, cache in parts:
-            cache.flatten(0, 1).index_copy_(0, batch.slots, to_stored(new, cache.dtype))
+            cache.flatten(0, 1).index_copy_(0, batch.slots[: len(new)], to_stored(new, cache.dtype))
         output = query.new_empty((*query.shape[:2], options.value_dim or query.shape[2]))
         sequences = zip(query.split(batch.query_lens), output.split(batch.query_lens), strict=True)
         for index, (sequence_query, sequence_output) in enumerate(sequences):

@@ -52,10 +52,11 @@ class TritonAttention:
             value, value_cache = key, key_cache
         query, key, value = map(_dense_rows, (query, key, value))
         shape = constants(heads, kv_heads, dim, page_size, query.itemsize, options.value_dim)
-        write_kernel[(num_tokens,)](
-            key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
-            WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim), SHARED=shape["SHARED"],
-        )  # fmt: skip
+        if len(key):
+            write_kernel[(num_tokens,)](
+                key, value, key_cache, value_cache, batch.slots, key.stride(0), value.stride(0),
+                WIDTH=kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim), SHARED=shape["SHARED"],
+            )  # fmt: skip
         tile = tile_tokens(heads, kv_heads, shape["DIM"], query.itemsize)
         tables = batch.paged(tile)
         output = torch.empty((num_tokens, heads, shape["DIM"]), dtype=query.dtype, device=query.device)

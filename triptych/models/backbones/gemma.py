@@ -45,7 +45,7 @@ def gemma2(text: TextConfig) -> DecoderConfig:
 def gemma3(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
     period = setting(text, "sliding_window_pattern", int, default=6)
-    return _gemma(text, _ropes(text), period=period, qk_norm=True)
+    return _gemma(text, ropes_by_type(text), period=period, qk_norm=True)
 
 
 def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk_norm: bool) -> DecoderConfig:
@@ -61,7 +61,7 @@ def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk
         output_bias=has_bias,
         qk_norm=qk_norm,
         scale=positive_number(text, "query_pre_attn_scalar", 256.0) ** -0.5,
-        softcap=_softcap(text, "attn_logit_softcapping"),
+        softcap=softcap(text, "attn_logit_softcapping"),
     )
     mlp = gated_mlp({**text, "hidden_act": text.get("hidden_activation", "gelu_pytorch_tanh")})
     layers = [
@@ -69,17 +69,18 @@ def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk
         for kind in alternating_types(text, period)
     ]
     found = decoder(text, layers, eps=1e-6, names=NAMES)
-    cap = _softcap(text, "final_logit_softcapping")
+    cap = softcap(text, "final_logit_softcapping")
     return replace(found, embedding_scale=found.hidden_size**0.5, logit_softcap=cap)
 
 
-def _softcap(text: TextConfig, name: str) -> float | None:
+def softcap(text: TextConfig, name: str) -> float | None:
+    """Return a soft cap; None if there is none. Raises CheckpointError."""
     return None if text.get(name) is None else positive_number(text, name)
 
 
-def _ropes(text: TextConfig) -> dict[str, RopeConfig]:
+def ropes_by_type(text: TextConfig) -> dict[str, RopeConfig]:
     """Return the rotary embedding of each type of layer. Published files scale that of layers without a window, whose
-    base is ``rope_theta``; ``save_pretrained`` writes settings for each type."""
+    base is ``rope_theta``; ``save_pretrained`` writes settings for each type. Raises CheckpointError."""
     by_type: dict[str, Any] = setting(text, "rope_parameters", dict, default={})
     if by_type.keys() - {FULL, SLIDING}:
         raise CheckpointError(f"config.json: rope_parameters must be settings of {FULL} and {SLIDING}, not {by_type}")

@@ -7,6 +7,7 @@ from triptych.errors import MediaNotServed
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import ModelConfig, Positions
 from triptych.models.shared.mrope import mrope_positions
+from triptych.models.shared.settings import text_section
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
@@ -30,7 +31,7 @@ class TextPlanner:
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        self.context_length = context_length(config)
+        self.context_length = context_length(text_section(config))
 
     def plan(
         self,

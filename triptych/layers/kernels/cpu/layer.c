@@ -11,7 +11,8 @@
 typedef struct {
     Linear qkv;
     Norm norm;
-    const float *heads_norm; /* RMSNorm of queries and keys, [heads + kv_heads, dim], or NULL */
+    const float *heads_norm; /* RMSNorm of queries, keys and values, [normalised, dim], or NULL */
+    int64_t normalised;      /* number of heads, of those the product yields */
 } Before;
 
 /* Weights of the second half. */
@@ -19,6 +20,11 @@ typedef struct {
     Linear output, up, down;
     Norm norm;
     Activation activation;
+    const float *output_norm, *down_norm; /* RMSNorms of attention's and the MLP's outputs, [hidden], or NULL */
+    /* what tokens have for this layer alone, times an activated gate, projected and normalised; unless gate is empty */
+    Linear gate, projection;
+    const float *projection_norm;
+    float factor; /* of the result */
 } After;
 
 static int64_t room_for(const Linear *linear, int64_t tokens) {
@@ -97,11 +103,13 @@ static int64_t attend_room(const Before *layer, int64_t tokens, const Step *step
  * for queries, keys and values. */
 static void attend_half(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
                         const Step *given, void *room, float *qkv) {
-    int64_t heads = given->heads + given->kv_heads, dim = given->dim, stride = layer->qkv.outputs;
+    int64_t dim = given->dim, stride = layer->qkv.outputs;
+    int64_t turned = stride / dim - (stride > given->heads * dim ? given->kv_heads : 0); /* all heads but the values' */
+    int64_t heads = most(turned, layer->heads_norm ? layer->normalised : 0);
     Step step = *given;
     step.query = qkv;
     step.key = qkv + step.heads * dim;
-    step.value = qkv + heads * dim;
+    step.value = qkv + turned * dim;
     step.query_stride = step.key_stride = step.value_stride = stride;
     if (!step.keys) {
         step.keys = (void *)step.key;
@@ -113,15 +121,17 @@ static void attend_half(const Before *layer, const float *hidden, const float *c
     for (int64_t vector = 0; vector < tokens * heads; vector++) {
         int64_t token = vector / heads, head = vector % heads;
         float *own = qkv + token * stride + head * dim;
-        if (layer->heads_norm) norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
-        turn(own, cos + token * dim, sin + token * dim, dim);
+        if (layer->heads_norm && head < layer->normalised)
+            norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
+        if (head < turned) turn(own, cos + token * dim, sin + token * dim, dim);
     }
     attend_together(&step, room);
 }
 
 /* First half: hidden [T, hidden], cos and sin [T, dim] to given->output. ``given`` has the remaining operands, except for
- * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written.
- * Returns the same as paged_attention. */
+ * queries, keys and values. Without a cache, tokens attend to the step's own keys and values, and none are written; nor
+ * are they if the product yields queries alone, whose keys and values another layer has written. Returns the same as
+ * paged_attention. */
 int attend_layer(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
                  const Step *given) {
     int64_t bytes = attend_room(layer, tokens, given);
@@ -137,32 +147,75 @@ int attend_layer(const Before *layer, const float *hidden, const float *cos, con
 /* Bytes of working memory of the second half's products. */
 static int64_t finish_room(const After *layer, int64_t tokens) {
     int64_t bytes = most(room_for(&layer->output, tokens), room_for(&layer->up, tokens));
-    return whole_lines(most(bytes, room_for(&layer->down, tokens)));
+    bytes = most(bytes, room_for(&layer->down, tokens));
+    if (layer->gate.outputs) bytes = most(bytes, most(room_for(&layer->gate, tokens), room_for(&layer->projection, tokens)));
+    return whole_lines(bytes);
+}
+
+/* Bytes of memory for what is between the MLP's products, and for an activated gate. */
+static int64_t inside_room(const After *layer, int64_t tokens) {
+    int64_t bytes = between_room(&layer->up, &layer->down, tokens);
+    return most(bytes, whole_lines(tokens * layer->gate.outputs * sizeof(float)));
 }
 
 /* Bytes of memory for what is between the second half's products. */
 static int64_t finish_between(const After *layer, int64_t tokens) {
-    return between_room(&layer->up, &layer->down, tokens) + whole_lines(tokens * layer->output.outputs * sizeof(float));
+    int64_t width = whole_lines(tokens * layer->output.outputs * sizeof(float));
+    int has_norms = layer->output_norm || layer->down_norm || layer->gate.outputs;
+    return inside_room(layer, tokens) + (has_norms ? 2 : 1) * width;
 }
 
-/* The second half, by all threads of a team. ``within`` is memory for what is between its products. */
+/* to = norm(from) + added, [T, width] each, where ``to`` may be ``added``; by all threads of a team. Changes ``from``. */
+static void add_normed(float *from, const float *weight, float eps, const float *added, float *to, int64_t width,
+                       int64_t tokens) {
+#pragma omp for
+    for (int64_t token = 0; token < tokens; token++) {
+        int64_t start = token * width;
+        norm(from + start, weight, from + start, width, eps);
+        for (int64_t i = start; i < start + width; i++) to[i] = from[i] + added[i];
+    }
+}
+
+/* The second half, by all threads of a team. ``within`` is memory for what is between its products; ``values`` are those
+ * that tokens have for this layer alone, [T, gate.outputs], with stride floats between tokens. */
 static void finish_half(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens,
-                        void *room, float *within) {
-    const Linear *first = &layer->output, *up = &layer->up, *down = &layer->down;
-    float *between = within + between_room(up, down, tokens) / sizeof(float);
-    multiply(first, (Input){attended, first->inputs}, (Output){between, hidden}, tokens, room);
-    multiply_mlp(up, down, &layer->activation, (Input){between, first->outputs, &layer->norm},
-                 (Output){output, between}, tokens, room, within);
+                        const float *values, int64_t stride, void *room, float *within) {
+    const Linear *first = &layer->output;
+    int64_t width = first->outputs, size = layer->gate.outputs;
+    float *between = within + inside_room(layer, tokens) / sizeof(float); /* attention and MLP */
+    float *own = between + whole_lines(tokens * width * sizeof(float)) / sizeof(float), eps = layer->norm.eps;
+    Output mixed = layer->output_norm ? (Output){own} : (Output){between, hidden};
+    Output finished = layer->down_norm ? (Output){own} : (Output){output, between};
+    multiply(first, (Input){attended, first->inputs}, mixed, tokens, room);
+    if (layer->output_norm) add_normed(own, layer->output_norm, eps, hidden, between, width, tokens);
+    multiply_mlp(&layer->up, &layer->down, &layer->activation, (Input){between, width, &layer->norm}, finished, tokens,
+                 room, within);
+    if (layer->down_norm) add_normed(own, layer->down_norm, eps, between, output, width, tokens);
+    if (size) {
+        multiply(&layer->gate, (Input){output, width}, (Output){within}, tokens, room);
+#pragma omp for
+        for (int64_t token = 0; token < tokens; token++) {
+            float *gate = within + token * size;
+            activate(gate, values + token * stride, gate, size, &layer->activation);
+        }
+        multiply(&layer->projection, (Input){within, size}, (Output){own}, tokens, room);
+        add_normed(own, layer->projection_norm, eps, output, output, width, tokens);
+    }
+    if (layer->factor != 1) {
+#pragma omp for
+        for (int64_t i = 0; i < tokens * width; i++) output[i] *= layer->factor;
+    }
 }
 
-/* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]. Returns 0 if there is no
- * memory. */
-int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens) {
+/* Second half: hidden [T, hidden] and attended [T, output.inputs] to output [T, hidden]; ``values`` and ``stride`` as
+ * above. Returns 0 if there is no memory. */
+int finish_layer(const After *layer, const float *hidden, const float *attended, float *output, int64_t tokens,
+                 const float *values, int64_t stride) {
     int64_t bytes = finish_room(layer, tokens);
     void *room = memory(bytes + finish_between(layer, tokens));
     if (!room) return 0;
 #pragma omp parallel
-    finish_half(layer, hidden, attended, output, tokens, room, (float *)((char *)room + bytes));
+    finish_half(layer, hidden, attended, output, tokens, values, stride, room, (float *)((char *)room + bytes));
     free(room);
     return 1;
 }
@@ -215,7 +268,7 @@ int run_layers(const Layer *layers, int64_t count, const float *hidden, float *o
         Step step = step_of(layer, steps);
         step.output = between + inside / sizeof(float);
         attend_half(&layer->before, from, cos[layer->rotation], sin[layer->rotation], tokens, &step, room, between);
-        finish_half(&layer->after, from, step.output, to, tokens, room, between);
+        finish_half(&layer->after, from, step.output, to, tokens, NULL, 0, room, between);
     }
     free(room);
     return 1;

@@ -1,0 +1,135 @@
+"""Random mixes of what changes how a request is computed but not its answer: batches, chunks, preemption, prefixes that
+are cached, partly evicted or cold, and one instance or two. On backbones whose layers keep different things.
+
+``test_many_mixes`` runs nightly: ``scripts/test -m slow tests/mixes``.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.backbones import BACKBONES
+from tests.support.harness import FLOAT32, running, together
+from tests.support.reference import Reference
+from tests.support.tiny import make_tiny
+from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
+
+MIXED = ["gemma4-e"]
+"""Backbones, by their names in ``tests/support/backbones.py``."""
+PAGE = FLOAT32.page_size
+MOST_TOKENS = 24
+STARTS = ("The quick brown fox ", "The quick brown fox jumps over the lazy dog. " * 2, "Pack my box with " * 5)
+TEXTS = [start + end for start in STARTS for end in ("", "Why?", "How vexingly quick daft zebras jump! " * 2)]
+"""Prompts of up to 10 windows, some of which begin like others."""
+
+
+class Model:
+    """A checkpoint and what transformers answers to ``TEXTS``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reference = Reference(folder)
+        self.builder = PromptBuilder(folder)
+        self.answer = cache(self._answer)
+
+    def prompt(self, index: int) -> PlannedPrompt:
+        return self.builder.build(messages(index))
+
+    def _answer(self, index: int) -> list[int]:
+        return self.reference.generate(self.prompt(index), [], MOST_TOKENS)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """``rounds`` of requests, each the number of a text and of tokens to answer with; a round's are sent at once."""
+
+    topology: str
+    chunk: int
+    batch: int
+    spare_pages: int
+    rounds: list[list[tuple[int, int]]]
+
+
+def messages(index: int) -> list[dict[str, object]]:
+    return [{"role": "user", "content": TEXTS[index]}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    torch.set_num_threads(1)
+    return cache(lambda name: Model(make_tiny(tmp_path_factory.mktemp("mix"), BACKBONES[name], seed=4)))
+
+
+requests = st.tuples(st.integers(0, len(TEXTS) - 1), st.integers(1, MOST_TOKENS))
+mixes = st.builds(
+    Mix,
+    topology=st.sampled_from(["1PD", "1P1D"]),
+    chunk=st.sampled_from([1, 7, 16, 64, 500]),
+    batch=st.sampled_from([1, 2, 8]),
+    spare_pages=st.sampled_from([0, 1, 4, 200]),
+    rounds=st.lists(st.lists(requests, min_size=1, max_size=8), min_size=1, max_size=4),
+)
+
+
+def check(model: Model, mix: Mix) -> Counter[str]:
+    """Return how often what a mix is about has happened."""
+    asked = [request for each in mix.rounds for request in each]
+    longest = max(len(model.prompt(index).tokens) for index, _ in asked) + MOST_TOKENS
+    engine = replace(
+        FLOAT32,
+        max_num_batched_tokens=mix.chunk,
+        max_num_seqs=mix.batch,
+        kv_cache_tokens=(-(-longest // PAGE) + mix.spare_pages) * PAGE,
+    )
+    happened: Counter[str] = Counter()
+
+    async def run() -> None:
+        prepare = together(min(len(mix.rounds[0]), mix.batch))  # more may not be dispatched
+        async with running(model.reference.folder, mix.topology, engine, prepare=prepare) as service:
+            for each in mix.rounds:
+                answers = (service.answer(messages(index), max_tokens=tokens) for index, tokens in each)
+                for (index, tokens), answer in zip(each, await asyncio.gather(*answers), strict=True):
+                    assert answer == model.answer(index)[:tokens], (index, tokens)
+            for loop in service.engine_loops():
+                happened["preemptions"] += loop.scheduler.num_preemptions
+                happened["hits"] += loop.scheduler.num_prefix_hits
+                pages = [pool.num_pages for pool in loop.scheduler.cache.pools]
+                happened["pages that windows spare"] += pages[0] - pages[-1]
+
+    asyncio.run(run())
+    return happened
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_few_mixes(model: Callable[[str], Model], name: str) -> None:
+    """One that preempts and finds prefixes that are evicted in part, and one whose requests are longer than what layers
+    with a window have room for."""
+    happened: Counter[str] = Counter()
+    rounds = [[(0, 24), (1, 24), (0, 20)], [(4, 3), (2, 5)], [(1, 2), (4, 2)]]
+    for topology, chunk, batch in (("1P1D", 7, 8), ("1PD", 16, 1)):
+        happened += check(model(name), Mix(topology, chunk, batch, 1, rounds))
+    assert happened["preemptions"], happened
+    assert happened["hits"], happened
+    assert happened["pages that windows spare"], happened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXED)
+def test_many_mixes(model: Callable[[str], Model], name: str) -> None:
+    happened: Counter[str] = Counter()
+
+    @settings(max_examples=60)
+    @given(mix=mixes)
+    def every(mix: Mix) -> None:
+        happened.update(check(model(name), mix))
+
+    every()
+    assert happened["preemptions"], happened
+    assert happened["hits"], happened
