@@ -73,6 +73,11 @@ class CacheGroups:
         return cls(tuple(distinct), tuple(distinct.index(window) for window in by_layer))
 
 
+def layers_of(window: int | None) -> str:
+    """Return what the layers of a group with this ``window`` are called."""
+    return "full" if window is None else f"window {window}"
+
+
 def first_read(window: int | None, position: int) -> int:
     """Return the first token that the one at ``position`` reads."""
     return 0 if window is None else max(0, position - window + 1)
