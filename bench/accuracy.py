@@ -42,6 +42,13 @@ from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PromptBuilder
 from triptych.transfer_bench.measure import machine
 
+ALL_FORMATS = FORMATS | {
+    "int4": {"quantization": "int4"},
+    "float16, KV cache in int8": {"dtype": "float16", "kv_cache_dtype": "int8"},
+    "int8, KV cache in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4, KV cache in int8": {"quantization": "int4", "kv_cache_dtype": "int8"},
+}
+"""Also those whose speed other benchmarks measure."""
 REPOSITORY = Path(__file__).parents[1]
 REFERENCE = "float32"
 CONTEXT = 512
@@ -165,7 +172,7 @@ def _llama_cpp_score(model: Any) -> Score:
 def text_results(folder: Path, gguf: Path | None, llama_cpp: Path | None) -> dict[str, Any]:
     """Compare all formats on text. A text model has no towers, so formats of towers are left out."""
     excerpts = text_excerpts(folder)
-    ours = {name: settings for name, settings in FORMATS.items() if "encoder_quantization" not in settings}
+    ours = {name: settings for name, settings in ALL_FORMATS.items() if "encoder_quantization" not in settings}
     models: dict[str, Score] = {name: Scorer(folder, settings).log_probabilities for name, settings in ours.items()}
     with tempfile.TemporaryDirectory() as files:
         if gguf and llama_cpp:
@@ -185,11 +192,11 @@ def text_results(folder: Path, gguf: Path | None, llama_cpp: Path | None) -> dic
 def demo_results(questions: int, asked: int) -> dict[str, Any]:
     """Compare all formats on the demo model; ``asked`` of the questions are answered over HTTP as well."""
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
-    models = {name: Scorer(MODEL_DIR, settings).log_probabilities for name, settings in FORMATS.items()}
+    models = {name: Scorer(MODEL_DIR, settings).log_probabilities for name, settings in ALL_FORMATS.items()}
     formats = compare(models, demo_excerpts(examples))
     examples = examples[:asked]
     answers: dict[str, list[str]] = {}
-    for name, settings in FORMATS.items() if examples else ():
+    for name, settings in ALL_FORMATS.items() if examples else ():
         given: dict[str, Any] = dict(settings)
         answers[name] = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", EngineConfig(**given)))
     for name, said in answers.items():

@@ -2,8 +2,9 @@
 
     python -m bench.gguf_checkpoint SmolLM2-135M-Instruct.Q4_1.gguf /tmp/smollm2
 
-Weights are what transformers reads from the file, rounded to float16. Prints the largest difference of a log
-probability from transformers' model with the same rounded weights, both in float32.
+Weights are what transformers reads from the file, rounded to float16. A base model has no chat template, and gets one
+that is a conversation's texts after a beginning-of-text token: the model continues them. Prints the largest difference
+of a log probability from transformers' model with the same rounded weights, both in float32.
 """
 
 import argparse
@@ -21,14 +22,17 @@ from triptych.models.registry import backbone_of
 TEXT = (
     "The Apache License, Version 2.0, says: you may reproduce and distribute copies of the work. The capital of France"
 )
+PLAIN_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write the checkpoint folder, with the file's tokenizer and chat template. Raises CheckpointError for a model type
-    that isn't served."""
+    """Write the checkpoint folder, with the file's tokenizer and its chat template, if it has one. Raises
+    CheckpointError for a model type that isn't served."""
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float16)
     backbone_of({"model_type": model.config.model_type})
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+    tokenizer.save_pretrained(out)
     # by hand: transformers doesn't save a model that was quantized
     config = model.config.to_diff_dict() | {"architectures": [type(model).__name__], "dtype": "float16"}
     config.pop("quantization_config", None)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tests.support.random_checkpoint import (
     SPECIAL_TOKENS,
     Sizes,
+    model_config,
     write_json,
     write_settings,
     write_tokenizer,
@@ -107,7 +108,9 @@ def main() -> None:
     write_tokenizer(folder, sizes.vocabulary)
     if arguments.tokenizer:
         copy_tokenizer(arguments.tokenizer, folder)
-    count = write_weights(folder, sizes, arguments.seed, getattr(torch, arguments.dtype), arguments.shards)
+    dtype = getattr(torch, arguments.dtype)
+    config = model_config(sizes)
+    count = write_weights(folder, config, arguments.seed, dtype, num_shards=arguments.shards, sizes=sizes)
     print(f"{folder}: {count / 1e6:.1f} M parameters, {arguments.dtype}")
 
 

@@ -7,6 +7,7 @@ A peer that can't be prepared raises ``MissingPeer``; one that doesn't start rai
 import argparse
 import asyncio
 import importlib.metadata
+import json
 import os
 import shlex
 import signal
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,8 @@ import psutil
 import torch
 
 from bench.language_limits import weight_bytes_read
+from bench.serve import Load
+from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.config import EngineConfig
 from triptych.errors import TriptychError
@@ -32,7 +35,7 @@ from triptych.layers.linear import WeightFormat
 ROOT = Path(__file__).parents[1]
 MODEL = "m"
 END_TIMEOUT = 30.0
-TOKENS_PER_SEQUENCE = 1024
+TOKENS_PER_SEQUENCE = 2048
 """Context of each sequence in llama.cpp, which divides its cache evenly."""
 MAX_LINE = 200
 
@@ -132,16 +135,18 @@ def llama_cpp(folder: Path, files: Path, weights: str, sequences: int) -> Row:
     if not server.exists():
         raise MissingPeer(f"there is no {server}")
     threads = str(len(cores()))
-    command = [str(server), "-m", str(gguf(files, weights)), "--mmproj", str(gguf(files, "mmproj"))]
+    command = [str(server), "-m", str(gguf(files, weights))]
+    if gguf(files, "mmproj").exists():
+        command += ["--mmproj", str(gguf(files, "mmproj"))]
     command += ["--host", "127.0.0.1", "--port", "{port}", "--alias", MODEL, "--jinja", "--reasoning-format", "none"]
     command += ["-t", threads, "-tb", threads, "-np", str(sequences), "-c", str(sequences * TOKENS_PER_SEQUENCE)]
     command += ["--cache-ram", "0"]  # copies of ended sequences help no later request: each has its own picture
     return Row("llama.cpp", weights, weights, Server(tuple(command), "/health"))
 
 
-def transformers(weights: str) -> Row:
+def transformers(dtype: str) -> Row:
     """Transformers in a process of its own; see ``bench/transformers_peer.py``."""
-    return Row("Transformers", f"in process, {weights}", weights, None)
+    return Row("Transformers", f"in process, {dtype}", dtype, None)
 
 
 def gguf(files: Path, weights: str) -> Path:
@@ -150,10 +155,11 @@ def gguf(files: Path, weights: str) -> Path:
 
 async def make_gguf(folder: Path, model: Path, files: Path, formats: Sequence[str], log: Path) -> None:
     """Convert the checkpoint to the GGUF files that are missing or older than it: by ``convert`` to F16, and from that
-    by ``llama-quantize``. Raises MissingPeer."""
+    by ``llama-quantize``. A text model has no file for its towers. Raises MissingPeer."""
     files.mkdir(parents=True, exist_ok=True)
     made = max(path.stat().st_mtime for path in model.iterdir())
-    for name in dict.fromkeys(("mmproj", "F16", *formats)):
+    towers = ["mmproj"] if "vision_config" in load_config(model) else []
+    for name in dict.fromkeys((*towers, "F16", *formats)):
         target = gguf(files, name)
         if target.exists() and target.stat().st_mtime >= made:
             continue
@@ -211,10 +217,23 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1"} | dict(more)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+
+    @property
+    def peak_mib(self) -> float:
+        """The sum of the largest resident sets that its processes have had. Memory that they share counts for each."""
+        return peak_mib(self.pid)
+
+
 @asynccontextmanager
-async def running(server: Server, port: int, log: Path, limit: float) -> AsyncIterator[str]:
-    """Run a server with its output in ``log``. Yields its URL once it is ready; raises NotStarted if that takes more
-    than ``limit`` seconds."""
+async def running(server: Server, port: int, log: Path, limit: float) -> AsyncIterator[Started]:
+    """Run a server with its output in ``log``. Yields it once it is ready; raises NotStarted if that takes more than
+    ``limit`` seconds."""
     command = [word.replace("{port}", str(port)) for word in server.command]
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output, _process(command, output.fileno(), server.environment) as process:
@@ -226,7 +245,62 @@ async def running(server: Server, port: int, log: Path, limit: float) -> AsyncIt
                 if time.monotonic() > deadline:
                     raise NotStarted(f"it wasn't ready within {limit:g} s: {last_line(log.read_text())}")
                 await asyncio.sleep(0.1)
-        yield url
+        yield Started(url, process.pid)
+
+
+class InProcess:
+    """Transformers in a process that answers one request after the other; see ``bench/transformers_peer.py``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self._process, self._log = process, log
+
+    async def answer(self, seed: int) -> dict[str, float]:
+        """Return the figures of the request with this seed. Raises NotStarted if the process ends before."""
+        requests = self._process.stdin
+        assert requests is not None
+        with suppress(BrokenPipeError):
+            requests.write(f"{seed}\n".encode())
+            requests.flush()
+        return await self.line()
+
+    async def line(self) -> dict[str, float]:
+        """Return the next line that it says."""
+        answers = self._process.stdout
+        assert answers is not None
+        line = await asyncio.to_thread(answers.readline)
+        if not line:
+            raise NotStarted(f"it ended: {last_line(self._log.read_text())}")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    @property
+    def peak_mib(self) -> float:
+        """The largest resident set that it has had."""
+        return peak_mib(self._process.pid)
+
+
+@asynccontextmanager
+async def in_process(model: Path, dtype: str, load: Load, log: Path) -> AsyncIterator[InProcess]:
+    """Run transformers with its messages in ``log``. Yields it once it is ready; raises NotStarted."""
+    command = [sys.executable, "-m", "bench.transformers_peer", str(model), "--threads", str(len(cores()))]
+    command += ["--dtype", dtype, "--load", json.dumps(asdict(load))]
+    with (
+        log.open("w") as output,
+        _process(command, subprocess.PIPE, {"PYTHONPATH": str(ROOT)}, output.fileno(), subprocess.PIPE) as process,
+    ):
+        peer = InProcess(process, log)
+        await peer.line()
+        yield peer
+
+
+def peak_mib(pid: int) -> float:
+    """Return the sum of the largest resident sets that a process and those that it started have had, in MiB."""
+    peak = 0
+    for one in [pid, *(child.pid for child in _descendants(pid))]:
+        with suppress(OSError):  # it has just ended
+            status = Path(f"/proc/{one}/status").read_text()
+            peak += next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+    return round(peak / 1024, 1)
 
 
 async def _answers(client: httpx.AsyncClient, path: str) -> bool:
@@ -238,14 +312,19 @@ async def _answers(client: httpx.AsyncClient, path: str) -> bool:
 
 @contextmanager
 def _process(
-    command: Sequence[str], output: int, environment: Mapping[str, str]
+    command: Sequence[str],
+    output: int,
+    environment: Mapping[str, str],
+    errors: int = subprocess.STDOUT,
+    requests: int = subprocess.DEVNULL,
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process that ends, with all that it started, at the end of the block."""
+    """Run a process that ends, with all that it started, at the end of the block. The numbers are those of its
+    standard output, error and input, as ``Popen`` takes them."""
     process = subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
+        stdin=requests,
         stdout=output,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         env=_environment(environment),
         start_new_session=True,
     )
@@ -262,6 +341,8 @@ def _process(
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            pipe.close()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -16,6 +16,12 @@ from typing import Any
 
 STAGES = {"encode_ms": "encode (ms)", "prefill_ms": "prefill (ms)", "read_share": "weight bytes read ÷ bandwidth"}
 """What only Triptych's rows have."""
+TITLES = {
+    "ttft_ms": "time to first token (ms)",
+    "tpot_ms": "time per token (ms)",
+    "peak_mib": "peak memory (MiB)",
+}
+GOAL_COLUMNS = ("Triptych", "figure", "÷ peer", "value", "goal", "met")
 FOUR_BITS = ("Q4_0", "Q4_K_M")
 REDUCED = ("float16", "bfloat16", "int8", "int4")
 
@@ -52,18 +58,20 @@ GOALS = (
 
 
 def higher_is_better(figure: str) -> bool:
-    return not figure.endswith("_ms")
+    return not figure.endswith(("_ms", "_mib"))
 
 
 def title(figure: str) -> str:
     if figure.startswith("tokens_per_second_"):
         return f"output tokens/s, {figure.rpartition('_')[2]} at a time"
-    return {"ttft_ms": "time to first token (ms)", "tpot_ms": "time per token (ms)"}.get(figure) or STAGES[figure]
+    return TITLES.get(figure) or STAGES[figure]
 
 
 def served_figures(found: dict[str, Any]) -> list[str]:
-    """Names of the figures that all served rows have."""
-    return ["ttft_ms", "tpot_ms", *(f"tokens_per_second_{level}" for level in found["load"]["at_a_time"])]
+    """Names of the figures that served rows have. Older results have no peak memory."""
+    crowds = [f"tokens_per_second_{level}" for level in found["load"]["at_a_time"]]
+    has_memory = any("peak_mib" in run.get("figures", {}) for run in found["runs"])
+    return ["ttft_ms", "tpot_ms", *crowds, *(["peak_mib"] if has_memory else [])]
 
 
 def summary(found: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
@@ -88,11 +96,11 @@ def _of_round(values: float | list[float]) -> float:
     return statistics.median(values) if isinstance(values, list) else values
 
 
-def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
+def goals(found: dict[str, Any], wanted: Sequence[Goal] = GOALS) -> list[dict[str, Any]]:
     """Each goal for each of Triptych's rows that it is about, if that row and its peer have the figure."""
     figures = summary(found)
     result = []
-    for goal in GOALS:
+    for goal in wanted:
         peers = _rows(found, goal.peer, goal.peer_weights) if goal.peer else []
         best = _best(figures, peers, goal.figure)
         for name in _rows(found, "Triptych", goal.weights):
@@ -139,12 +147,10 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _heading(found: dict[str, Any]) -> Iterator[str]:
-    machine, load, model = found["machine"], found["load"], found["model"]
+    load, model = found["load"], found["model"]
     yield f"# {model['name']} beside other engines"
     yield ""
-    flags = ", ".join(machine["instructions"]) or "none of those looked for"
-    yield f"- machine: {machine['cores']} cores, {machine['processor']}, {machine['memory_gib']} GiB; {flags}"
-    yield f"- versions: {', '.join(f'{name} {version}' for name, version in found['versions'].items())}"
+    yield from circumstances(found)
     yield f"- model: {model['parameters'] / 1e6:.0f} million parameters, stored in {model['dtype']}"
     pictures = f"{load['images']} image of {load['width']} × {load['height']} and " if load["images"] else ""
     yield f"- load: {pictures}{load['words']} words in, {load['output_tokens']} tokens out, greedy"
@@ -155,14 +161,22 @@ def _heading(found: dict[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def circumstances(found: dict[str, Any]) -> Iterator[str]:
+    """Machine and versions."""
+    machine = found["machine"]
+    flags = ", ".join(machine["instructions"]) or "none of those looked for"
+    yield f"- machine: {machine['cores']} cores, {machine['processor']}, {machine['memory_gib']} GiB; {flags}"
+    yield f"- versions: {', '.join(f'{name} {version}' for name, version in found['versions'].items())}"
+
+
 def _figures(found: dict[str, Any]) -> Iterator[str]:
     names, figures = served_figures(found), summary(found)
-    yield from _header(["engine", "settings", *map(title, names), "prompt tokens"])
+    yield from header(["engine", "settings", *map(title, names), "prompt tokens"])
     for name, row in found["rows"].items():
         tokens = {run["figures"].get("prompt_tokens") for run in _measured(found, name)} - {None}
         cells = [spread(figures[name].get(figure)) for figure in names]
         counted = ", ".join(f"{count:g}" for count in sorted(tokens)) or "–"
-        yield f"| {row['engine']} | {_code(row['settings'])} | {' | '.join(cells)} | {counted} |"
+        yield f"| {row['engine']} | {code(row['settings'])} | {' | '.join(cells)} | {counted} |"
     yield ""
     for note in notes(found):
         yield f"- {note}"
@@ -208,10 +222,10 @@ def _stages(found: dict[str, Any]) -> Iterator[str]:
     if not rows:
         return
     yield from ["## Triptych by stage", ""]
-    yield from _header(["settings", *STAGES.values()])
+    yield from header(["settings", *STAGES.values()])
     for name in rows:
         cells = [spread(figures[name].get(figure)) for figure in STAGES]
-        yield f"| {_code(found['rows'][name]['settings'])} | {' | '.join(cells)} |"
+        yield f"| {code(found['rows'][name]['settings'])} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -221,7 +235,7 @@ def _ratios(found: dict[str, Any]) -> Iterator[str]:
     if not peers:
         return
     yield from ["## Triptych ÷ peer", ""]
-    yield from _header(["settings", "figure", *peers])
+    yield from header(["settings", "figure", *peers])
     for name in _rows(found, "Triptych", ()):
         for figure in served_figures(found):
             if figure not in figures[name]:
@@ -229,7 +243,7 @@ def _ratios(found: dict[str, Any]) -> Iterator[str]:
             ours = figures[name][figure]["p50"]
             theirs = [figures[peer].get(figure) for peer in peers]
             cells = [f"{ours / their['p50']:.2f}" if their else "–" for their in theirs]
-            yield f"| {_code(found['rows'][name]['settings'])} | {title(figure)} | {' | '.join(cells)} |"
+            yield f"| {code(found['rows'][name]['settings'])} | {title(figure)} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -238,29 +252,33 @@ def _goals(found: dict[str, Any]) -> Iterator[str]:
     if not reached:
         return
     yield from ["## Goals", ""]
-    yield from _header(["Triptych", "figure", "÷ peer", "value", "goal", "met"])
+    yield from header(GOAL_COLUMNS)
     for goal in reached:
-        sign = "≥" if higher_is_better(goal["figure"]) else "≤"
-        settings = _code(found["rows"][goal["row"]]["settings"])
-        cells = [settings, title(goal["figure"]), goal["peer"] or "–", f"{goal['value']:.2f}"]
-        cells += [f"{sign} {goal['bound']:g}", "yes" if goal["met"] else "no"]
-        yield f"| {' | '.join(cells)} |"
+        yield f"| {' | '.join(goal_cells(found, goal))} |"
     yield ""
+
+
+def goal_cells(found: dict[str, Any], goal: dict[str, Any]) -> list[str]:
+    """Settings, figure, peer, value, bound, and whether it is met."""
+    sign = "≥" if higher_is_better(goal["figure"]) else "≤"
+    settings = code(found["rows"][goal["row"]]["settings"])
+    cells = [settings, title(goal["figure"]), goal["peer"] or "–", f"{goal['value']:.2f}"]
+    return [*cells, f"{sign} {goal['bound']:g}", "yes" if goal["met"] else "no"]
 
 
 def _commands(found: dict[str, Any]) -> Iterator[str]:
     yield from ["## Commands", ""]
     for row in found["rows"].values():
         if "command" in row:
-            yield f"- {_code(row['command'])}"
+            yield f"- {code(row['command'])}"
 
 
-def _header(names: Sequence[str]) -> Iterator[str]:
+def header(names: Sequence[str]) -> Iterator[str]:
     yield f"| {' | '.join(names)} |"
     yield f"|{' --- |' * len(names)}"
 
 
-def _code(settings: str) -> str:
+def code(settings: str) -> str:
     return f"`{settings}`"
 
 

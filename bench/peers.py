@@ -72,14 +72,15 @@ async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> l
 
 
 async def measure(row: engines.Row, options: argparse.Namespace, number: int, log: Path) -> dict[str, Any]:
-    """One round's figures of a row. Raises NotStarted, TimeoutError, and MissingPeer for transformers."""
+    """One round's figures of a row. Raises NotStarted and TimeoutError."""
     if row.server is None:
-        return await of_transformers(options, number, log)
+        return await of_transformers(row, options, number, log)
     began = time.monotonic()
-    async with engines.running(row.server, free_port(), log, options.limit) as url:
+    async with engines.running(row.server, free_port(), log, options.limit) as server:
         ready = time.monotonic() - began
-        async with asyncio.timeout(options.limit), client_of(url) as client:
+        async with asyncio.timeout(options.limit), client_of(server.url) as client:
             found = await served(client, options, number, with_bandwidth=row.engine == "Triptych")
+        found["peak_mib"] = server.peak_mib
     if not found["ttft_ms"]:
         raise engines.NotStarted(f"{found['errors'][0]}; its log: {engines.last_line(log.read_text())}")
     return {"ready_s": round(ready, 1)} | found
@@ -145,12 +146,20 @@ async def bandwidth() -> float:
     return await asyncio.to_thread(read_bandwidth, len(engines.cores()))
 
 
-async def of_transformers(options: argparse.Namespace, number: int, log: Path) -> dict[str, Any]:
-    """The same requests one at a time, without HTTP, tokenizer or template. Raises MissingPeer."""
-    command = [sys.executable, "-m", "bench.transformers_peer", options.model, "--threads", str(len(engines.cores()))]
-    command += ["--seed", str(number), "--requests", str(options.requests), "--load", json.dumps(asdict(options.load))]
-    found: dict[str, Any] = json.loads((await engines.output_of(command, log)).splitlines()[-1])
-    return found | {"short": 0, "errors": []}
+async def of_transformers(row: engines.Row, options: argparse.Namespace, number: int, log: Path) -> dict[str, Any]:
+    """The same requests one at a time, without HTTP, tokenizer or template. Raises NotStarted."""
+    async with (
+        asyncio.timeout(options.limit),
+        engines.in_process(options.model, row.weights, options.load, log) as peer,
+    ):
+        first, *asked = [await peer.answer(number * 1_000_003 + one) for one in range(options.requests + 1)]
+        by_figure = {name: [figures[name] for figures in asked] for name in ("ttft_ms", "tpot_ms")}
+        return by_figure | {
+            "prompt_tokens": first["prompt_tokens"],
+            "peak_mib": peer.peak_mib,
+            "short": 0,
+            "errors": [],
+        }
 
 
 def client_of(url: str) -> httpx.AsyncClient:
@@ -190,7 +199,7 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
             log = logs / re.sub(r"\W+", "-", f"{row.name} {number}.log")
             try:
                 run["figures"] = await measure(row, options, number, log)
-            except (engines.NotStarted, engines.MissingPeer) as failure:
+            except engines.NotStarted as failure:
                 run["failed"] = str(failure)
             except TimeoutError:
                 run["failed"] = f"not done within {options.limit:g} s: {engines.last_line(log.read_text())}"

@@ -59,15 +59,16 @@ class Scorer:
         count, page_size = len(excerpt.tokens), self._bundle.page_size
         pages = -(-count // page_size)
         rows = torch.cat(self._encoder.encode(excerpt.media)) if excerpt.media else self._no_rows
+        groups = len(self._decoder.config.cache_groups.windows)
         batch = ForwardBatch(
             tokens=excerpt.tokens,
             positions=excerpt.positions,
             media_index=excerpt.media_index,
             media_embeddings=rows,
             logits_index=excerpt.scored,
-            attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))],
+            attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))] * groups,
         )
-        cache = self._bundle.make_cache(SINGLE_RANK, [pages], "").whole
+        cache = self._bundle.make_cache(SINGLE_RANK, [pages] * groups, "").whole
         return self._decoder(batch, cache).log_softmax(dim=1)
 
     @property

@@ -1,4 +1,5 @@
-"""Runs one round of ``bench/peers.py``'s requests in transformers, in float32, and prints its figures as JSON.
+"""Answers requests of ``bench/peers.py`` in transformers. Says a line once the model is ready, and then for each line
+with a request's seed one with its figures, as JSON.
 
 HTTP, template and tokenizer aren't counted, which favours transformers.
 """
@@ -6,12 +7,14 @@ HTTP, template and tokenizer aren't counted, which favours transformers.
 import argparse
 import base64
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+import transformers
+from transformers import PreTrainedModel
 
 from bench.serve import Load, request_body
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
@@ -64,25 +67,25 @@ def ask(model: PreTrainedModel, request: dict[str, torch.Tensor], tokens: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--load", type=json.loads, default={}, help="fields of bench.serve.Load, as JSON")
     options = parser.parse_args()
     load = Load(**options.load)
     torch.set_num_threads(options.threads)
-    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32).eval()
+    model_class: Any = getattr(transformers, load_config(options.model)["architectures"][0])
+    model = model_class.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     model.generation_config.eos_token_id = None
     builder = PromptBuilder(options.model)
-    figures = []
-    for number in range(options.requests + 1):
-        request = inputs(options.model, builder, load, options.seed * 1_000_003 + number)
-        figures.append(ask(model, request, load.output_tokens))
-    ttft, tpot = zip(*figures[1:], strict=True)  # the first warms up
-    found = {"ttft_ms": [round(1e3 * s, 1) for s in ttft], "tpot_ms": [round(1e3 * s, 2) for s in tpot]}
-    print(json.dumps(found))
+    print("{}", flush=True)
+    for line in sys.stdin:
+        request = inputs(options.model, builder, load, int(line))
+        ttft, tpot = ask(model, request, load.output_tokens)
+        tokens = request["input_ids"].shape[1]
+        found = {"ttft_ms": round(1e3 * ttft, 1), "tpot_ms": round(1e3 * tpot, 2), "prompt_tokens": tokens}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -166,9 +166,10 @@ def page() -> str:
         "",
         "The reference is Transformers in float32.",
         "Checkpoints are tiny and random, with every special feature of a family switched on.",
-        "Of released weights, only SmolLM2-135M-Instruct (`llama`) has been compared: 64 greedy tokens after each of "
-        "50 prompts are equal in float32, in `1PD` and `1P1D` (`tests/parity/test_released_weights.py`, "
-        "run by hand: `TRIPTYCH_SMOLLM2` names the weights).",
+        "Of released weights, SmolLM2-135M-Instruct (`llama`) and Gemma-3-270M (`gemma3_text`) have been compared: 64 "
+        "greedy tokens after each of 50 prompts are equal in float32, in `1PD` and `1P1D` "
+        "(`tests/parity/test_released_weights.py`, run by hand: `TRIPTYCH_SMOLLM2` and `TRIPTYCH_GEMMA3` name the "
+        "weights).",
         "",
         "| | how | where | " + " | ".join(f"`{name}`" for name in FAMILIES) + " |",
         "| --- | --- | --- |" + " :-: |" * len(FAMILIES),

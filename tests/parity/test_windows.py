@@ -19,6 +19,7 @@ from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.engine.cache_manager import most_pages
 from triptych.layers.cache_spec import ChunkWindow, first_sent
+from triptych.messages.stats import InstanceStats
 
 LAYERS, WINDOW, PAGE = ["sliding_attention", "full_attention"] * 2, 16, FLOAT32.page_size
 START = "The quick brown fox jumps over the lazy dog. " * 3
@@ -86,6 +87,12 @@ def test_prefixes_are_found_until_a_window_is_evicted(model: Model) -> None:
         (loop,) = service.engine_loops()
         pools, hits = loop.scheduler.cache.pools, []
         assert [pool.num_pages for pool in pools] == [256, most_pages(WINDOW, PAGE, 64)]
+        loop.add_stats(stats := InstanceStats())
+        assert stats.language is not None
+        assert {one.layers: one.pages for one in stats.language.kv_cache} == {
+            "full": pools[0].num_pages,
+            f"window {WINDOW}": pools[1].num_pages,
+        }
         for case in (0, 0, 1, 1, 2, 0):
             before = loop.scheduler.num_prefix_hits
             assert await service.answer(REQUESTS[case]) == model.answers[case]

@@ -12,7 +12,7 @@ from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import GetStatus, InstanceStatus, RoleRefused, RoleSet, SetRole, Status
 from triptych.messages.rows import RowLayout
-from triptych.messages.stats import InstanceStats, LanguageStats, Load, PoolUsage
+from triptych.messages.stats import InstanceStats, LanguageStats, Load, PageUsage, PoolUsage
 from triptych.messages.work import (
     Capacity,
     ChangeRole,
@@ -257,8 +257,8 @@ def test_role_changes_are_refused_during_shutdown() -> None:
 def test_status_lists_instances_and_what_they_have_in_flight() -> None:
     harness = RouterHarness("p0", "d0", "d1", "epd0")
     language = LanguageStats(
-        waiting=1, prefilling=0, decoding=2, kv_pages=8, kv_pages_used=3, kv_pages_cached=1, prefix_queries=0,
-        prefix_hits=0, preemptions=0, steps=0, computed_tokens=0,
+        waiting=1, prefilling=0, decoding=2, kv_cache=[PageUsage("full", 6, 2, 1), PageUsage("window 16", 2, 1, 0)],
+        prefix_queries=0, prefix_hits=0, preemptions=0, steps=0, computed_tokens=0,
     )  # fmt: skip
     load = Load(2, 1, [PoolUsage("kv_pages", 8, 3, 1)])
     harness.router.handle(Heartbeat(Address("d0"), InstanceStats(language=language)))

@@ -83,7 +83,7 @@ def make_checkpoint(
     write_settings(folder, sizes)
     write_tokenizer(folder, sizes.vocabulary)
     if layout == "published":
-        write_weights(folder, sizes, seed, dtype, num_shards=3 if sharded else 1)
+        write_weights(folder, model_config(sizes), seed, dtype, num_shards=3 if sharded else 1, sizes=sizes)
     else:
         _save_pretrained(folder, sizes, seed, dtype, sharded)
     return folder

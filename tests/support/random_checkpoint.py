@@ -1,4 +1,5 @@
-"""Qwen3-VL checkpoint folders with random weights: the published files and names, of any size."""
+"""Checkpoint folders with random weights: Qwen3-VL's published files and names, of any size, and weights of other
+models as transformers' modules hold them."""
 
 import hashlib
 import json
@@ -9,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
 
 SPECIAL_TOKENS = {  # with their ids in the published tokenizer
     "<|endoftext|>": 151643,
@@ -173,11 +169,10 @@ def vision_config(sizes: Sizes, kind: str) -> dict[str, Any]:
 
 def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight as transformers' modules hold them; found out without allocating any."""
-    moe = config["model_type"] == "qwen3_vl_moe"
-    config_class: Any = Qwen3VLMoeConfig if moe else Qwen3VLConfig
-    model_class: Any = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    model_class: Any = getattr(transformers, config["architectures"][0])
     with torch.device("meta"):
-        shapes = {name: tuple(w.shape) for name, w in model_class(config_class(**config)).state_dict().items()}
+        model = model_class(model_class.config_class(**config))
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del shapes["lm_head.weight"]
     return shapes
@@ -203,20 +198,31 @@ def random_weight(name: str, shape: tuple[int, ...], sizes: Sizes, seed: int, dt
     return noise.to(dtype)
 
 
-def published(name: str, weight: Tensor) -> Tensor:
-    """A weight in the published files' layout: stacked experts are transposed."""
-    return weight.transpose(1, 2).contiguous() if ".experts." in name else weight
+def published(config: dict[str, Any], name: str, weight: Tensor) -> Tensor:
+    """A weight in the published files' layout: Qwen3-VL's stacked experts are transposed."""
+    is_transposed = config["model_type"] == "qwen3_vl_moe" and ".experts." in name
+    return weight.transpose(1, 2).contiguous() if is_transposed else weight
 
 
-def write_weights(folder: Path, sizes: Sizes, seed: int, dtype: torch.dtype, num_shards: int) -> int:
-    """Writes the safetensors files, holding one shard at a time. Returns how many parameters there are."""
-    shapes = weight_shapes(model_config(sizes))
+def write_weights(
+    folder: Path,
+    config: dict[str, Any],
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    num_shards: int = 1,
+    sizes: Sizes | None = None,
+) -> int:
+    """Writes the safetensors files of a model with this ``config.json``, holding one shard at a time. Returns how many
+    parameters there are. ``sizes`` are those that the config was made from, if any."""
+    shapes = weight_shapes(config)
     names = list(shapes)
     weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors" if num_shards > 1 else "model.safetensors"
         mine = names[shard::num_shards]
-        weights = {name: published(name, random_weight(name, shapes[name], sizes, seed, dtype)) for name in mine}
+        random = {name: random_weight(name, shapes[name], sizes or Sizes(), seed, dtype) for name in mine}
+        weights = {name: published(config, name, weight) for name, weight in random.items()}
         save_file(weights, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(mine, file)
     if num_shards > 1:

@@ -32,8 +32,9 @@ from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
+from triptych.layers.cache_spec import layers_of
 from triptych.messages.codec import Send
-from triptych.messages.stats import InstanceStats, LanguageStats
+from triptych.messages.stats import InstanceStats, LanguageStats, PageUsage
 from triptych.messages.work import (
     Cancel,
     Failed,
@@ -189,9 +190,10 @@ class EngineLoop:
             waiting=len(self.scheduler) - len(running),
             prefilling=len(running) - decoding,
             decoding=decoding,
-            kv_pages=cache.num_pages,
-            kv_pages_used=cache.num_used,
-            kv_pages_cached=cache.num_cached,
+            kv_cache=[
+                PageUsage(layers_of(window), pool.num_pages, pool.num_used, pool.num_cached)
+                for window, pool in zip(cache.windows, cache.pools, strict=True)
+            ],
             prefix_queries=self.scheduler.num_prefix_queries,
             prefix_hits=self.scheduler.num_prefix_hits,
             preemptions=self.scheduler.num_preemptions,

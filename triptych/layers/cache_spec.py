@@ -86,6 +86,17 @@ class CacheGroups:
         return cls(tuple(distinct), tuple(distinct.index(window) for window in by_layer))
 
 
+def layers_of(window: Window | None) -> str:
+    """Return what the layers of a group with this ``window`` are called."""
+    match window:
+        case None:
+            return "full"
+        case ChunkWindow(length):
+            return f"chunk {length}"
+        case int():
+            return f"window {window}"
+
+
 def first_read(window: Window | None, position: int) -> int:
     """Return the first token that the one at ``position`` reads."""
     match window:

@@ -95,6 +95,18 @@ class EncodeStats(Struct):
     """Bytes of media files fetched from frontends so far."""
 
 
+class PageUsage(Struct, frozen=True):
+    """Pages of the KV cache for one group of layers."""
+
+    layers: str
+    """Which layers: ``full`` for those that keep all tokens, ``window 512`` for those with that sliding window."""
+    pages: Count
+    used: Count
+    """Pages that requests hold."""
+    cached: Count
+    """Pages that no request holds, kept for the prefix cache."""
+
+
 class LanguageStats(Struct):
     """Statistics of an engine loop and its KV cache."""
 
@@ -102,12 +114,8 @@ class LanguageStats(Struct):
     """Requests that wait for a slot, pages, media or KV."""
     prefilling: Count
     decoding: Count
-    kv_pages: Count
-    """All pages of the KV cache."""
-    kv_pages_used: Count
-    """Pages that requests hold."""
-    kv_pages_cached: Count
-    """Pages that no request holds, kept for the prefix cache."""
+    kv_cache: list[PageUsage]
+    """By group of layers."""
     prefix_queries: Count
     """Prompt tokens looked up in the prefix cache so far."""
     prefix_hits: Count
@@ -140,7 +148,9 @@ class InstanceStats(Struct):
         if (language := self.language) is not None:
             running += language.prefilling + language.decoding
             waiting += language.waiting
-            pools.append(PoolUsage("kv_pages", language.kv_pages, language.kv_pages_used, language.kv_pages_cached))
+            groups = language.kv_cache
+            pages, used = sum(group.pages for group in groups), sum(group.used for group in groups)
+            pools.append(PoolUsage("kv_pages", pages, used, sum(group.cached for group in groups)))
         if (received := self.received) is not None:
             pools.append(PoolUsage(f"{received.kind}_blocks", received.blocks, received.used))
         return Load(running, waiting, pools)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, ReceivePool, SenderCounters
+from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
 from triptych.router.launcher_view import LauncherView
 from triptych.router.membership import InstanceLease
@@ -35,6 +35,12 @@ def _encode(of: Callable[[EncodeStats], float]) -> Callable[[InstanceLease], Ite
 
 def _language(of: Callable[[LanguageStats], float]) -> Callable[[InstanceLease], Iterable[Value]]:
     return lambda lease: [("", of(lease.stats.language))] if lease.stats.language else []
+
+
+def _pages(of: Callable[[PageUsage], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+    return lambda lease: (
+        [(one.layers, of(one)) for one in lease.stats.language.kv_cache] if lease.stats.language else []
+    )
 
 
 def _received(of: Callable[[ReceivePool], float]) -> Callable[[InstanceLease], Iterable[Value]]:
@@ -70,10 +76,10 @@ SERIES = [
     Series("num_requests_running", "requests (items, for encode) running in a stage", False, _running, "stage"),
     Series("num_requests_waiting", "requests (items, for encode) waiting for a stage", False, _waiting, "stage"),
     Series(
-        "kv_cache_usage_perc", "share of the KV cache's pages in use, 0 to 1", False,
-        _language(lambda language: language.kv_pages_used / max(1, language.kv_pages)),
+        "kv_cache_usage_perc", "share of the KV cache's pages in use, 0 to 1, by the layers that they are for: full, "
+        "or for example window 512", False, _pages(lambda one: one.used / max(1, one.pages)), "layers",
     ),
-    Series("kv_cache_pages", "pages of the KV cache", False, _language(lambda language: language.kv_pages)),
+    Series("kv_cache_pages", "pages of the KV cache, by layers", False, _pages(lambda one: one.pages), "layers"),
     Series(
         "prefix_cache_queries", "prompt tokens looked up in the prefix cache", True,
         _language(lambda one: one.prefix_queries),
