@@ -12,6 +12,9 @@ from triptych.errors import ConfigError, StartError
 from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
+from triptych.layers.delta_rule.base import DeltaRule
+from triptych.layers.delta_rule.compiled import cpu_delta_rule
+from triptych.layers.delta_rule.reference import PyTorchDeltaRule
 from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
 from triptych.layers.parallel import rank_device
@@ -146,6 +149,11 @@ def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBacke
     except ImportError as error:
         raise ConfigError(f"attention on {device} needs Triton: {error}") from None
     return TritonAttention(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def delta_rule_for(device: torch.device) -> DeltaRule:
+    """Return the backend of the gated delta rule for a device."""
+    return cpu_delta_rule() if device.type == "cpu" else PyTorchDeltaRule()
 
 
 def free_bytes(device: torch.device) -> int:

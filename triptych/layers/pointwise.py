@@ -17,6 +17,7 @@ from triptych.layers import native
 
 _OPERANDS = {
     "rms_norm": (3, 4, 1),
+    "gated_norms": (4, 4, 1),
     "layer_norms": (4, 2, 1),
     "rotate": (3, 4, 0),
     "activations": (2, 4, 0),
@@ -40,6 +41,24 @@ def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
     pointers = activations.data_ptr(), weight.data_ptr(), output.data_ptr()
     heads = weight.shape[0] if weight.dim() == 2 else 1
     kernels.rms_norm(*pointers, len(activations), heads, weight.shape[-1], activations.stride(0), eps)
+    return output
+
+
+def gated_norm(heads: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return ``rms_norm`` of each head's values, times SiLU of ``gates``: [T, heads, D] → [T, heads * D].
+
+    ``gates`` [T, heads * D]; between tokens there may be gaps. ``weight`` [D] is that of all heads. As in transformers'
+    Qwen3.5.
+    """
+    kernels = _kernels(heads, gates, weight)
+    num_tokens, num_heads, dim = heads.shape
+    if kernels is None or not heads.is_contiguous() or gates.stride(1) != 1:
+        normed = rms_norm(heads, weight.expand(num_heads, dim), eps)
+        gated = normed.float() * F.silu(gates.unflatten(1, (num_heads, dim)).float())
+        return gated.to(heads.dtype).flatten(1)
+    output = heads.new_empty((num_tokens, num_heads * dim))
+    pointers = (tensor.data_ptr() for tensor in (heads, gates, weight, output))
+    kernels.gated_norms(*pointers, num_tokens, num_heads, dim, gates.stride(0), eps)
     return output
 
 

@@ -18,6 +18,19 @@ void rms_norm(const float *input, const float *weight, float *output, int64_t to
     }
 }
 
+/* Applies RMSNorm to values [tokens, heads, dim] with one weight [dim], and multiplies them by SiLU of gates [heads, dim],
+ * ``stride`` floats between tokens. Output [tokens, heads, dim]. */
+void gated_norms(const float *values, const float *gates, const float *weight, float *output, int64_t tokens,
+                 int64_t heads, int64_t dim, int64_t stride, float eps) {
+    const Activation silu = {SILU};
+#pragma omp parallel for if (tokens * heads * dim > FEW)
+    for (int64_t vector = 0; vector < tokens * heads; vector++) {
+        float *to = output + vector * dim;
+        norm(values + vector * dim, weight, to, dim, eps);
+        activate(gates + vector / heads * stride + vector % heads * dim, to, to, dim, &silu);
+    }
+}
+
 /* Applies ``turn`` in place by angles given as cos and sin [tokens, dim]; other operands as above. */
 void rotate(float *values, const float *cos, const float *sin, int64_t tokens, int64_t heads, int64_t dim,
             int64_t stride) {
