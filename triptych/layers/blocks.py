@@ -7,7 +7,8 @@ from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
 from triptych.layers.linear import RMSNorm
-from triptych.layers.mixers import LayerContext, load_mixer
+from triptych.layers.layer_context import LayerContext
+from triptych.layers.mixers import Attention, load_mixer
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.weights import WeightReader
 
@@ -27,27 +28,33 @@ class DecoderLayer(nn.Module):
         self.mixed_norm = None if after_mixer is None else norm(after_mixer)
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.mixer = load_mixer(config, reader, index, backend)
-        self._rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
+        # a submodule's takes longer to look up
+        self._rope_index = self.mixer.rope_index if isinstance(self.mixer, Attention) else 0
         self.mlp = load_ffn(spec.ffn, config.hidden_size, reader, f"{prefix}.mlp")
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
-        attention whose queries aren't scaled, and for gated MLPs, without norms of either's output."""
-        attention, mlp, kernel = self.mixer, self.mlp, getattr(self.mixer.backend, "kernel", None)
-        heads, kv_heads, _ = attention.head_counts
+        attention whose queries and outputs aren't scaled, and for gated MLPs, without norms of either's output."""
+        mixer, mlp = self.mixer, self.mlp
         attend, finish = None, None
-        is_plain = attention.query_scaling is None
-        if is_plain and kernel is not None and kernel.suits_heads(heads, kv_heads, attention.head_dim):
-            shape = heads, kv_heads, attention.head_dim
-            heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
-            if (qkv := compiled(attention.qkv)) is not None and qkv.library is kernel.library:
-                attend = AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, shape, attention.options)
+        if isinstance(mixer, Attention) and mixer.query_scaling is None and not mixer.num_gates:
+            attend = self._compiled_attention(mixer)
         if isinstance(mlp, GatedMLP) and self.mixed_norm is None and self.finished_norm is None:
-            output, gate_up, down = (compiled(linear) for linear in (attention.output, mlp.gate_up, mlp.down))
+            output, gate_up, down = (compiled(linear) for linear in (mixer.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
                 finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
         return attend, finish
+
+    def _compiled_attention(self, attention: Attention) -> AttendLayer | None:
+        kernel, (heads, kv_heads, _) = getattr(attention.backend, "kernel", None), attention.head_counts
+        if kernel is None or not kernel.suits_heads(heads, kv_heads, attention.head_dim):
+            return None
+        if (qkv := compiled(attention.qkv)) is None or qkv.library is not kernel.library:
+            return None
+        heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
+        shape = heads, kv_heads, attention.head_dim
+        return AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, shape, attention.options)
 
     def forward(
         self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext, rows: Tensor | None = None

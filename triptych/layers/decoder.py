@@ -11,9 +11,10 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
 from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.delta_rule.base import DeltaBatch
 from triptych.layers.devices import attention_for
 from triptych.layers.linear import WeightFormat, frozen
-from triptych.layers.mixers import LayerContext
+from triptych.layers.layer_context import LayerContext
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
@@ -40,6 +41,9 @@ class ForwardBatch:
     num_largest: Sequence[int] = ()
     """[L]: how many of a token's largest logits are needed, 0 for all; the others may be minus infinity. Empty if all
     logits of all tokens are needed."""
+
+    delta: DeltaBatch | None = None
+    """Slots of the sequences' states, for a decoder that has any."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks copy the bits, whatever the dtype
@@ -115,12 +119,12 @@ class Decoder(nn.Module):
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        contexts = [LayerContext(batch.positions, rotations, attention) for attention in batch.attention]
-        wanted, last = batch.logits_index, len(self.layers) - 1
+        contexts = [LayerContext(batch.positions, rotations, attention, batch.delta) for attention in batch.attention]
+        wanted, last, kept = batch.logits_index, len(self.layers) - 1, cache.of_layers
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None
             context = contexts[self.config.cache_groups.of_layer[index]]
-            hidden = layer(hidden, cache.layers[index], context, rows)
+            hidden = layer(hidden, kept[index], context, rows)
             if after_layer is not None:
                 after_layer(index)
             if index < self.config.num_deepstack_layers:

@@ -4,42 +4,39 @@ The references are ``Qwen3Attention``, ``Gemma2Attention``, ``GptOssAttention`` 
 transformers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from triptych.layers.attention.base import AttentionBackend, AttentionBatch, AttentionOptions
+from triptych.layers.attention.base import AttentionBackend, AttentionOptions
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.delta_net import GatedDeltaNet
+from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate
-from triptych.layers.specs import QueryScaling
+from triptych.layers.specs import AttentionSpec, DeltaNetSpec, QueryScaling
 from triptych.layers.weights import WeightReader
-
-
-@dataclass(frozen=True)
-class LayerContext:
-    """What all layers of one forward pass share."""
-
-    positions: Tensor
-    """float64 [3, T]: temporal, height and width."""
-    rotations: Sequence[tuple[Tensor, Tensor]]
-    """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
-    attention: AttentionBatch
 
 
 class Attention(nn.Module):
     """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
     the layer applies to the tokens it needs."""
 
-    def __init__(self, config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> None:
+    def __init__(  # noqa: PLR0917
+        self,
+        spec: AttentionSpec,
+        config: DecoderConfig,
+        reader: WeightReader,
+        prefix: str,
+        backend: AttentionBackend,
+    ) -> None:
         super().__init__()
-        prefix, spec = f"layers.{index}.self_attn", config.layers[index].mixer
         shard, head_dim = spec.shard(reader.group.size), spec.head_dim
         heads, kv_heads = shard.num_heads, shard.num_kv_heads
         self.head_counts = [heads, kv_heads, kv_heads]
+        self.num_gates = heads if spec.output_gate else 0
         self.head_dim = head_dim
         self.backend = backend
         sinks = None
@@ -51,9 +48,10 @@ class Attention(nn.Module):
         self.rope_index = config.ropes.index(spec.rotary)
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
         order = spec.rope.order(head_dim)
+        projected = replace(queries, order=order) if not spec.output_gate else gated_queries(queries, order)
         self.qkv = reader.column_parallel(
             {
-                f"{prefix}.q_proj": replace(queries, order=order),
+                f"{prefix}.q_proj": projected,
                 f"{prefix}.k_proj": replace(keys, order=order),
                 f"{prefix}.v_proj": keys,
             },
@@ -77,13 +75,23 @@ class Attention(nn.Module):
         keys, values = cache
         heads, kv_heads, _ = self.head_counts
         # a new tensor, in which queries and keys are rotated in place
-        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, gates + heads + 2 kv_heads, head_dim]
+        gates, qk, value = qkv.split((self.num_gates, heads + kv_heads, kv_heads), dim=1)
         query, key = rotate(self.qk_norm(qk), *context.rotations[self.rope_index]).split((heads, kv_heads), dim=1)
         if self.query_scaling is not None:
             query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
         attended = self.backend(query, key, value, keys, values, context.attention, self.options)
+        if self.num_gates:
+            attended = attended * gates.sigmoid()
         return attended.flatten(1)  # from [T, heads, head_dim]
+
+
+def gated_queries(queries: ShardedDimension, order: tuple[int, ...] | None) -> ShardedDimension:
+    """Return the outputs of a projection to heads' queries, each followed by its gate: all gates, then all ``queries``
+    in ``order``."""
+    dim = queries.width
+    reordered = range(dim) if order is None else order
+    return ShardedDimension(queries.units, 2 * dim, order=(*range(dim, 2 * dim), *reordered), parts=(dim, dim))
 
 
 def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
@@ -92,6 +100,12 @@ def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
     return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)
 
 
-def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> Attention:
+def load_mixer(
+    config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend
+) -> Attention | GatedDeltaNet:
     """Load the mixer of layer ``index``."""
-    return Attention(config, reader, index, backend)
+    match config.layers[index].mixer:
+        case DeltaNetSpec() as spec:
+            return GatedDeltaNet(spec, config, reader, f"layers.{index}.linear_attn")
+        case AttentionSpec() as spec:
+            return Attention(spec, config, reader, f"layers.{index}.self_attn", backend)

@@ -14,7 +14,7 @@ from triptych.layers.decoder_config import OWN_NAMES, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
-from triptych.layers.parallel import AllReduce, GatherLogits, Group, ShardedDimension
+from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, ShardedDimension
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
@@ -48,7 +48,7 @@ class DecoderKeys:
 
     def owns(self, key: str) -> bool:
         """Return whether the checkpoint's tensor ``key`` belongs to the decoder; those that it ignores do, too."""
-        return key == self.head or key.startswith(self.prefix)
+        return key == self.head or key.startswith((self.prefix, *self.names.ignored_modules))
 
     def ignores(self, key: str) -> bool:
         """Return whether the decoder doesn't need the checkpoint's tensor ``key``."""
@@ -92,7 +92,7 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
-    def column_parallel(self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False) -> Linear:
+    def column_parallel(self, layers: Mapping[str, ShardedDimension | Segments], in_features: int, bias: bool = False) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
         stored = self._stored(layers)
         biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
@@ -105,14 +105,11 @@ class WeightReader:
         weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
         return self.linear(concatenate(weights), vector)
 
-    def _stored(self, layers: Mapping[str, ShardedDimension]) -> list[tuple[str, int, slice | Tensor]]:
+    def _stored(self, layers: Mapping[str, ShardedDimension | Segments]) -> list[tuple[str, int, slice | Tensor]]:
         """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
         fused = self._keys.fused_name(list(layers))
         if fused is None:
-            return [
-                (name, out.size, out.part(self.group) if out.order is None else out.index(self.group))
-                for name, out in layers.items()
-            ]
+            return [(name, out.size, out.stored(self.group)) for name, out in layers.items()]
         ends = list(accumulate(out.size for out in layers.values()))
         rows = [end - out.size + out.index(self.group) for end, out in zip(ends, layers.values(), strict=True)]
         return [(fused, ends[-1], torch.cat(rows))]

@@ -1,0 +1,22 @@
+"""What the layers of a decoder share in one forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.delta_rule.base import DeltaBatch
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of one forward pass share."""
+
+    positions: Tensor
+    """float64 [3, T]: temporal, height and width."""
+    rotations: Sequence[tuple[Tensor, Tensor]]
+    """Cosines and sines of the angles of each of the decoder's ``ropes``: [T, 1, head_dim], contiguous."""
+    attention: AttentionBatch
+    delta: DeltaBatch | None = None
+    """Slots of the sequences' states; None in a decoder without state."""
