@@ -15,7 +15,7 @@ from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
 from triptych.layers.state_spec import record_bytes
-from triptych.layers.state_tensors import StateTensors
+from triptych.layers.state_tensors import StateBatch, StateTensors
 from triptych.models.base import EncoderInput
 
 PAGE_SIZE = 4
@@ -141,7 +141,7 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
     ends = list(accumulate(counts))
     slots: list[int] = []
     media_index, media_embeddings, parts = [], [], []
-    fresh = [sequence.done == 0 for sequence, _ in work]
+    starts = [sequence.done for sequence, _ in work]
     for (sequence, count), end in zip(work, ends, strict=True):
         slots += sequence.grow(pool, count)
         prompt, chunk = sequence.prompt, slice(sequence.done, sequence.done + count)
@@ -168,9 +168,15 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
             "odd": torch.arange(1, ends[-1], 2),
         }[logits],
         attention=[attention] * pool.num_groups,
-        delta=DeltaBatch(counts, [one.slot for one, _ in work], fresh) if pool.cache.states else None,
+        state=states_of(work, counts, starts) if pool.cache.states else None,
     )
     return pool.decoder(batch, pool.cache)
+
+
+def states_of(work: Sequence[tuple[Running, int]], counts: list[int], starts: list[int]) -> StateBatch:
+    """The sequences' states in a step."""
+    delta = DeltaBatch(counts, [one.slot for one, _ in work], [start == 0 for start in starts])
+    return StateBatch(delta, starts, [], [])
 
 
 TOWER_TOLERANCE = 5e-5

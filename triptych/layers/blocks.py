@@ -6,8 +6,8 @@ from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.ffns import load_ffn
-from triptych.layers.linear import RMSNorm
 from triptych.layers.layer_context import LayerContext
+from triptych.layers.linear import RMSNorm
 from triptych.layers.mixers import Attention, load_mixer
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.weights import WeightReader

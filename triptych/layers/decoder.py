@@ -11,12 +11,12 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
 from triptych.layers.blocks import DecoderLayer
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.delta_rule.base import DeltaBatch
 from triptych.layers.devices import attention_for
-from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.layer_context import LayerContext
+from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.rope import Rope
+from triptych.layers.state_tensors import StateBatch
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch"]
@@ -42,8 +42,8 @@ class ForwardBatch:
     """[L]: how many of a token's largest logits are needed, 0 for all; the others may be minus infinity. Empty if all
     logits of all tokens are needed."""
 
-    delta: DeltaBatch | None = None
-    """Slots of the sequences' states, for a decoder that has any."""
+    state: StateBatch | None = None
+    """Slots of the sequences' states; None for a decoder without state."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks copy the bits, whatever the dtype
@@ -119,7 +119,8 @@ class Decoder(nn.Module):
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        contexts = [LayerContext(batch.positions, rotations, attention, batch.delta) for attention in batch.attention]
+        delta = None if batch.state is None else batch.state.delta
+        contexts = [LayerContext(batch.positions, rotations, attention, delta) for attention in batch.attention]
         wanted, last, kept = batch.logits_index, len(self.layers) - 1, cache.of_layers
         for index, layer in enumerate(self.layers):
             rows = self._last_rows(batch) if index == last else None

@@ -1,7 +1,6 @@
 """Gated delta nets (arXiv:2412.06464), as mixers of layers. The references are ``Qwen3_5GatedDeltaNet`` and
 ``Qwen3NextGatedDeltaNet`` in transformers."""
 
-import torch
 from torch import Tensor, nn
 
 from triptych.layers.decoder_config import DecoderConfig

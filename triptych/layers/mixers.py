@@ -24,7 +24,7 @@ class Attention(nn.Module):
     """Grouped-query attention over the paged cache. ``forward`` ends before the output projection, ``output``, which
     the layer applies to the tokens it needs."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         spec: AttentionSpec,
         config: DecoderConfig,

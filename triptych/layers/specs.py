@@ -12,7 +12,6 @@ from triptych.layers.cache_spec import CacheFormat, CacheSpec
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.state_spec import StatePart, StateSpec
 
-
 STATE_FORMAT = CacheFormat("float32", 4)
 """Of recurrent states, whatever the weights' format: rounding would add up over all tokens."""
 

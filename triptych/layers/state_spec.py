@@ -1,4 +1,4 @@
-"""What layers keep of a request as a whole, however long it is: its *state*. Memory, slots and transfers follow from it.
+"""What layers keep of a request as a whole, however long it is: its *state*. Slots and transfers follow from it.
 
 The state of all layers, one after the other, is a request's *record*. Without torch, like ``cache_spec``.
 """

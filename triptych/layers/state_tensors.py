@@ -7,7 +7,22 @@ import torch
 from torch import Tensor
 
 from triptych.layers.attention.kv_format import dtype_of
+from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.parallel import Group, ShardedDimension
 from triptych.layers.state_spec import StateSpec
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """What one step does with the states of its S sequences."""
+
+    delta: DeltaBatch
+    starts: list[int]
+    """[S]: tokens that each sequence's state includes before the step."""
+    loads: list[tuple[int, int, int]]
+    """Before the step: a snapshot, the slot that it is copied to, and the tokens that it includes."""
+    saves: list[tuple[int, int]]
+    """After the step: a snapshot, and the slot that it is copied from."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,16 @@ class StateTensors:
                 taken += part.num_bytes
             layers.append(tuple(parts))
         return cls(records, layers)
+
+    def heads(self, group: Group) -> "StateTensors":
+        """Return the same records, and views of this rank's heads of each layer. The convolution's inputs stay those of
+        all heads: a rank's channels are three ranges of them."""
+        own = []
+        for recurrent, *rest in filter(None, self.layers):
+            part = ShardedDimension(recurrent.shape[1]).part(group)
+            own.append((recurrent[:, part], *rest))
+        taken = iter(own)
+        return StateTensors(self.records, [next(taken) if parts else () for parts in self.layers])
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot's record."""

@@ -92,7 +92,9 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
-    def column_parallel(self, layers: Mapping[str, ShardedDimension | Segments], in_features: int, bias: bool = False) -> Linear:
+    def column_parallel(
+        self, layers: Mapping[str, ShardedDimension | Segments], in_features: int, bias: bool = False
+    ) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them."""
         stored = self._stored(layers)
         biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
