@@ -53,9 +53,8 @@ class GpuRunner(Runner):
         for chunk in chunks:
             following = Chunk(chunk.request, chunk.start + chunk.length, 1)
             tables = [table.copy() for table in chunk.request.tables]
-            if chunk.samples and all(
-                following.start < table.end * self._page_size for table in self.page_tables(following.request)
-            ):
+            ends = [table.end * self._page_size for table in self.page_tables(chunk.request)]
+            if chunk.samples and all(following.start < end for end in ends):
                 inputs = super().chunk_inputs(following)
                 self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, tables, inputs)
 

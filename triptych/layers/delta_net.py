@@ -44,8 +44,8 @@ class GatedDeltaNet(nn.Module):
         self.rule = delta_rule_for(reader.device)
 
     def forward(self, hidden: Tensor, cache: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        """Return the input of ``output``, [T, value_heads * value_dim], for ``hidden`` [T, hidden]; update the states of
-        the batch's slots in ``cache``: the heads' matrices, and the convolution's last inputs."""
+        """Return the input of ``output``, [T, value_heads * value_dim], for ``hidden`` [T, hidden]. Updates the batch's
+        slots in ``cache``: the heads' matrices, and the convolution's last inputs."""
         recurrent, conv = cache
         batch, mine = context.delta, self.own_channels
         assert batch is not None, "a decoder with state needs slots"
