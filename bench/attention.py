@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bench.language_limits import decoder_config
+from bench.language_limits import attention_of, decoder_config
 from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.checkpoint.config_files import load_config
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
@@ -71,7 +71,7 @@ def seconds_per_layer(
     step: Step, decoder: DecoderConfig, ways: dict[str, Way], rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Return the median over ``rounds`` by method."""
-    mixer, pages = decoder.layers[0].mixer, pages_needed(step.kv_len, PAGE_SIZE)
+    mixer, pages = attention_of(decoder), pages_needed(step.kv_len, PAGE_SIZE)
     tables = torch.arange(step.sequences * pages).split(pages)
     new = torch.arange(step.kv_len - step.new, step.kv_len)
     slots = torch.cat([table[0] * PAGE_SIZE + new for table in tables])

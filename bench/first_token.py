@@ -40,6 +40,7 @@ from triptych.layers.blocks import DecoderLayer
 from triptych.layers.compiled_layer import compiled
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
+from triptych.layers.mixers import Attention
 from triptych.layers.parallel import SINGLE_RANK
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import EncoderInput
@@ -194,16 +195,15 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         num_largest=[1],
     )
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)
-    layer = layers[0]
-    products = products_ms([layer.mixer.qkv, layer.mixer.output, *layer.mlp.children()], tokens, rounds)
+    layer, mixer = layers[0], layers[0].mixer
+    assert isinstance(mixer, Attention)
+    products = products_ms([mixer.qkv, mixer.output, *layer.mlp.children()], tokens, rounds)
     # the last layer computes little after attention, and its first product as the others do
-    first = products_ms([layer.mixer.qkv], tokens, rounds)
-    heads, kv_heads, _ = layer.mixer.head_counts
-    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, layer.mixer.head_dim).split(
-        (heads, kv_heads, kv_heads), 1
-    )
+    first = products_ms([mixer.qkv], tokens, rounds)
+    heads, kv_heads, _ = mixer.head_counts
+    query, key, value = torch.randn(tokens, heads + 2 * kv_heads, mixer.head_dim).split((heads, kv_heads, kv_heads), 1)
     keys, values = cache.layers[0]
-    own = partial(layer.mixer.backend, query, key, value, keys, values, attention)
+    own = partial(mixer.backend, query, key, value, keys, values, attention)
     alone = 1e3 * median_seconds(own, rounds)
     shares = {
         "products of layers": products * (len(layers) - 1) + first,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.language_limits import attention_of
 from bench.measuring import like_an_instance, report
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
@@ -73,9 +74,7 @@ class Model:
         pages = max(-(-PREFILL // PAGE_SIZE), max(BATCHES) * -(-CONTEXT // PAGE_SIZE))
         cache = KVTensors.allocate(self.decoder.config.cache_specs(cache_format(dtype)), [pages], PAGE_SIZE, CPU)
         for tensor in cache.tensors:
-            tensor.copy_(
-                to_stored(torch.randn(*tensor.shape[:-1], self.decoder.config.layers[0].mixer.head_dim), dtype)
-            )
+            tensor.copy_(to_stored(torch.randn(*tensor.shape[:-1], attention_of(self.decoder.config).head_dim), dtype))
         return cache
 
     def encode(self) -> Tensor:

@@ -8,6 +8,7 @@ from bench.measuring import median_seconds
 from triptych.checkpoint.config_files import load_config
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.linear import WeightFormat
+from triptych.layers.specs import AttentionSpec
 from triptych.models.registry import family_of, resolve
 
 READ_BYTES = 2**30
@@ -41,10 +42,17 @@ def decoder_config(folder: Path) -> DecoderConfig:
     return decoder
 
 
+def attention_of(decoder: DecoderConfig) -> AttentionSpec:
+    """The first layer's attention."""
+    mixer = decoder.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return mixer
+
+
 def decoder_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the first layer's linear layers, by name."""
     decoder = decoder_config(folder)
-    mixer, ffn = decoder.layers[0].mixer, decoder.layers[0].ffn
+    mixer, ffn = attention_of(decoder), decoder.layers[0].ffn
     heads = mixer.num_heads + 2 * mixer.num_kv_heads
     return {
         "qkv": (heads * mixer.head_dim, decoder.hidden_size),

@@ -9,6 +9,7 @@ import torch
 from tests.support.checkpoints import load_adapter, make_checkpoint
 from triptych.cli import main
 from triptych.layers import devices, native
+from triptych.layers.specs import AttentionSpec
 from triptych.models.registry import identity_of
 
 
@@ -43,6 +44,7 @@ def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     """In int8, a byte per value and four per scale."""
     decoder = load_adapter(folder).decoder_config
     mixer = decoder.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
     heads = 2 * decoder.num_layers * mixer.num_kv_heads
     for dtype, head in (("float16", 2 * mixer.head_dim), ("int8", mixer.head_dim + 4)):
         _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--kv-cache-dtype", dtype)

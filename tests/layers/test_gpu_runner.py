@@ -26,6 +26,7 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.layers.parallel import Group
+from triptych.layers.specs import AttentionSpec
 from triptych.messages.work import SamplingParams
 
 pytest.importorskip("triton", reason="Triton isn't installed")
@@ -177,6 +178,7 @@ def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
 
 def test_layers_with_page_tables_of_their_own_are_not_recorded(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, (first, *others) = cache_of(plain), plain.config.layers
+    assert isinstance(first.mixer, AttentionSpec)
     windowed = dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, window=5))
     monkeypatch.setattr(plain, "config", dataclasses.replace(plain.config, layers=(windowed, *others)))
     assert record_graphs(plain, cache, 2, 64) is None

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from tests.support.checkpoints import DENSE, MOE, edit_config, load_adapter, load_reference, make_checkpoint
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
+from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.linear import WEIGHT_FORMATS, PackedLinear, PlainFormat, WeightFormat
 from triptych.models.base import EncoderInput
 
@@ -73,7 +74,8 @@ def test_halves(checkpoint_folder: Callable[..., Path], moe: bool, tied: bool, l
     assert num_parameters(tower.module) == num_parameters(reference.model.visual)
     assert all(not tensor.is_meta for tensor in (*tower.module.parameters(), *tower.module.buffers()))
     # The fused query-key norm repeats its weight per head: 6 heads instead of 2 weights, in each layer.
-    repeated = model.decoder_config.num_layers * (6 - 2) * model.decoder_config.layers[0].mixer.head_dim
+    (_, cached_dim), *_ = (spec.dims for spec in model.decoder_config.cache_specs(cache_format(torch.float32)))
+    repeated = model.decoder_config.num_layers * (6 - 2) * cached_dim
     head = model.decoder_config.vocab_size * model.decoder_config.hidden_size
     decoder = model.load_decoder(checkpoint, FP32, CPU)
     assert num_parameters(decoder) == num_parameters(reference.model.language_model) + head + repeated

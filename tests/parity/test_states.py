@@ -143,7 +143,7 @@ def test_lost_instances_are_replaced(model: Model) -> None:
 
 def test_a_failed_step_is_computed_again_from_the_beginning(model: Model) -> None:
     """A step that has changed several states can't be repeated as it was."""
-    failed = []
+    failed: list[ForwardBatch] = []
 
     async def ask(service: Running) -> None:
         (loop,) = service.engine_loops()

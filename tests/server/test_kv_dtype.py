@@ -14,6 +14,7 @@ from triptych.config import EngineConfig, MemorySize, ServeConfig
 from triptych.errors import StartError
 from triptych.layers.attention.kv_format import SCALE_BYTES
 from triptych.layers.parallel import SINGLE_RANK
+from triptych.layers.specs import AttentionSpec
 from triptych.messages.rows import RowKind
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
@@ -47,7 +48,9 @@ def test_the_same_memory_holds_twice_as_much(folder: Path) -> None:
         asyncio.run(pages(replace(limited, kv_cache_dtype=name))) for name in ("float16", "float32", "int8")
     )
     assert half == 2 * single
-    dim = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.layers[0].mixer.head_dim
+    mixer = ModelBundle(Checkpoint(folder), limited).adapter.decoder_config.layers[0].mixer
+    assert isinstance(mixer, AttentionSpec)
+    dim = mixer.head_dim
     assert int8 == pytest.approx(half * 2 * dim / (dim + SCALE_BYTES), abs=1), "but for the scales, twice as much"
 
 

@@ -10,7 +10,7 @@ from triptych.engine.cache_manager import PageTables
 from triptych.engine.request import Request
 from triptych.engine.runner import ChunkInputs, Forward, Runner
 from triptych.engine.scheduler import Chunk
-from triptych.engine.state_slots import SlotStates
+from triptych.engine.slot_states import SlotStates
 from triptych.layers.attention.base import KVTensors
 
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from triptych.engine.active_request import ActiveRequest, IncomingKV
 from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.kv_rows import CacheRows, KVRows
-from triptych.engine.state_slots import SlotStates, slot_of
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import slot_of
 from triptych.errors import ErrorKind
 from triptych.messages.work import Prefilled, PrefillNeeded
 from triptych.observe.timeline import Interval

@@ -14,7 +14,8 @@ from triptych.engine.request import Request
 from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
 from triptych.engine.scheduler import Chunk
-from triptych.engine.state_slots import NUM_TABLES, SlotStates, StateTables
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import NUM_TABLES, StateTables
 from triptych.errors import TriptychError
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch

@@ -39,21 +39,19 @@ class DecoderLayer(nn.Module):
         mixer, mlp = self.mixer, self.mlp
         attend, finish = None, None
         if isinstance(mixer, Attention) and mixer.query_scaling is None and not mixer.num_gates:
-            attend = self._compiled_attention(mixer)
+            attend = self._compiled_attend(mixer)
         if isinstance(mlp, GatedMLP) and self.mixed_norm is None and self.finished_norm is None:
             output, gate_up, down = (compiled(linear) for linear in (mixer.output, mlp.gate_up, mlp.down))
             if output is not None and gate_up is not None and down is not None:
                 finish = FinishLayer(self.mlp_norm, output, gate_up, down, mlp.activation)
         return attend, finish
 
-    def _compiled_attention(self, attention: Attention) -> AttendLayer | None:
+    def _compiled_attend(self, attention: Attention) -> AttendLayer | None:
         kernel, (heads, kv_heads, _) = getattr(attention.backend, "kernel", None), attention.head_counts
-        if kernel is None or not kernel.suits_heads(heads, kv_heads, attention.head_dim):
-            return None
-        if (qkv := compiled(attention.qkv)) is None or qkv.library is not kernel.library:
+        shape, qkv = (heads, kv_heads, attention.head_dim), compiled(attention.qkv)
+        if kernel is None or qkv is None or qkv.library is not kernel.library or not kernel.suits_heads(*shape):
             return None
         heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
-        shape = heads, kv_heads, attention.head_dim
         return AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, shape, attention.options)
 
     def forward(

@@ -142,7 +142,7 @@ class DeltaNetSpec:
 
 
 MixerSpec = AttentionSpec | DeltaNetSpec
-"""The part of a layer in which tokens see each other."""
+"""The part of a layer that mixes tokens."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from triptych.engine.kv_size import KVSize, gib, kv_size
 from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
-from triptych.engine.state_slots import SlotStates, StateSlots
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import StateSlots
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
