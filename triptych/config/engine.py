@@ -93,8 +93,8 @@ class EngineConfig(Settings):
     )
     state_snapshot_interval: int = setting(
         1024,
-        "for models with recurrent state: the prefix cache keeps the state after every so many tokens, besides the one "
-        "at a prompt's end",
+        "for models with recurrent state: tokens between two states that the prefix cache keeps, besides the one at a "
+        "prompt's end",
         ge=1,
     )
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1)
