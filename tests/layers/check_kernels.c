@@ -4,11 +4,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "delta_rule.h"
 #include "kv_cache.h"
 #include "products.h"
 
 int linear(const Linear *linear, const float *input, int64_t stride, float *output, int64_t tokens);
 int paged_attention(const Step *step);
+int delta_rule(const DeltaStep *step);
 extern const int float_outputs, bf16_outputs, int8_outputs, int4_outputs, attention_rows;
 extern const int float_multiple, bf16_multiple, int8_multiple; /* of inputs, padded with zeros */
 
@@ -199,6 +201,67 @@ static void check_attention(int format, int with_options, const char *name) {
         }
 }
 
+/* Two sequences, of several new tokens and of one, with two value heads that share a key head. */
+enum { KEY = 20, VALUE = 12, CHANNELS = 2 * KEY + 2 * VALUE, NEW = 38, SEVERAL = 37 };
+
+/* Divides a query or key by its length. */
+static void shorten(double *values, double scale) {
+    double sum = 1e-6;
+    for (int i = 0; i < KEY; i++) sum += values[i] * values[i];
+    for (int i = 0; i < KEY; i++) values[i] *= scale / sqrt(sum);
+}
+
+static void check_delta_rule(void) {
+    static float mixed[NEW][CHANNELS], a[NEW][2], b[NEW][2], taps[4][CHANNELS], output[NEW][2][VALUE];
+    static float recurrent[2][2][KEY][VALUE], conv[2][PAST][CHANNELS];
+    static double state[2][2][KEY][VALUE], history[2][PAST + NEW][CHANNELS];
+    float rates[] = {0.5f, 2}, biases[] = {-1, 0.25f};
+    for (int i = 0; i < NEW * CHANNELS; i++) mixed[0][i] = whole(16) / 8;
+    for (int i = 0; i < 4 * CHANNELS; i++) taps[0][i] = whole(8) / 8;
+    for (int i = 0; i < NEW * 2; i++) a[0][i] = whole(16) / 4, b[0][i] = whole(16) / 4;
+    for (int i = 0; i < 4 * KEY * VALUE; i++) (&state[0][0][0][0])[i] = (&recurrent[0][0][0][0])[i] = whole(8) / 8;
+    for (int i = 0; i < 2 * PAST * CHANNELS; i++) conv[0][0][i] = whole(8) / 8;
+    for (int slot = 0; slot < 2; slot++)
+        for (int i = 0; i < PAST * CHANNELS; i++) history[slot][0][i] = conv[slot][0][i];
+    int64_t starts[] = {0, SEVERAL}, lens[] = {SEVERAL, 1}, slots[] = {1, 0}, fresh[] = {0, 0}, which[] = {0, 1};
+    DeltaStep step = {
+        .mixed = mixed[0], .a = a[0], .b = b[0], .taps = taps[0], .rates = rates, .dt_bias = biases,
+        .recurrent = &recurrent[0][0][0][0], .conv = conv[0][0], .output = output[0][0],
+        .starts = starts, .lens = lens, .slots = slots, .fresh = fresh, .several = which, .singles = which + 1,
+        .num_tokens = NEW, .num_sequences = 2, .num_singles = 1, .num_several = 1, .num_slots = 2,
+        .key_heads = 1, .value_heads = 2, .key_dim = KEY, .value_dim = VALUE, .mixed_stride = CHANNELS,
+        .a_stride = 2, .b_stride = 2, .recurrent_stride = 2 * KEY * VALUE, .conv_stride = PAST * CHANNELS,
+        .past_stride = CHANNELS,
+    };
+    expect(delta_rule(&step) == 1, "the delta rule's result", 0, 1);
+    for (int token = 0; token < NEW; token++) {
+        int slot = token < SEVERAL, place = token < SEVERAL ? token : 0;
+        double own[CHANNELS];
+        for (int i = 0; i < CHANNELS; i++) {
+            double sum = 0;
+            history[slot][place + PAST][i] = mixed[token][i];
+            for (int tap = 0; tap < 4; tap++) sum += taps[tap][i] * history[slot][place + tap][i];
+            own[i] = sum / (1 + exp(-sum));
+        }
+        shorten(own, 1 / sqrt(KEY));
+        shorten(own + KEY, 1);
+        for (int head = 0; head < 2; head++) {
+            double decay = exp(-rates[head] * log1p(exp(a[token][head] + biases[head])));
+            double beta = 1 / (1 + exp(-b[token][head])), (*rows)[VALUE] = state[slot][head];
+            for (int i = 0; i < VALUE; i++) {
+                double change = own[2 * KEY + head * VALUE + i], sum = 0, found = output[token][head][i];
+                for (int row = 0; row < KEY; row++) change -= (rows[row][i] *= decay) * own[KEY + row];
+                for (int row = 0; row < KEY; row++) sum += (rows[row][i] += beta * change * own[KEY + row]) * own[row];
+                expect(fabs(found - sum) < 1e-5, "delta rule", found, sum);
+            }
+        }
+    }
+    for (int i = 0; i < 4 * KEY * VALUE; i++) {
+        double found = (&recurrent[0][0][0][0])[i], expected = (&state[0][0][0][0])[i];
+        expect(fabs(found - expected) < 1e-5, "state", found, expected);
+    }
+}
+
 int main(void) {
     const char *names[] = {[HALF] = "half", [FLOAT] = "float", [INT8] = "int8", [BF16] = "bf16", [INT4] = "int4"};
     const int64_t shapes[][3] = {{64, 64, 1}, {41, 37, 3}, {5, 3, 13}, {1, 1, 2}, {70, 130, 24}};
@@ -213,5 +276,6 @@ int main(void) {
     check_attention(KV_INT8, 0, "attention, int8");
     check_attention(KV_FLOAT, 1, "attention with a window, a cap and sinks");
     check_attention(KV_INT8, 1, "attention with a window, a cap and sinks, int8");
+    check_delta_rule();
     return failures != 0;
 }

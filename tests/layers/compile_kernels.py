@@ -9,19 +9,24 @@ from triton.compiler import ASTSource
 
 from triptych.layers.attention import triton_kernels
 from triptych.layers.attention.triton_backend import MIN_ROWS, constants, tile_tokens
+from triptych.layers.delta_rule import triton_backend as delta_backend
+from triptych.layers.delta_rule import triton_kernels as delta_kernels
+from triptych.layers.delta_rule.base import BLOCK, DeltaHeads
 
 SHAPES = [(16, 8, 128, 16), (64, 4, 128, 16), (16, 16, 256, 32), (6, 2, 80, 4)]
 """Heads, kv heads, head_dim, page size."""
+DELTA_SHAPES = [DeltaHeads(16, 32, 128, 128), DeltaHeads(2, 2, 256, 80)]
 TARGETS = [80, 89, 90]
-POINTERS = {"query", "key", "value", "key_cache", "value_cache", "output"}
-"""In the query's dtype; those of ``partial_…`` are fp32."""
+POINTERS = {"query", "key", "value", "key_cache", "value_cache", "output", "mixed", "taps", "conv", "a", "b"}
+"""In the activations' dtype."""
+FLOATS = {"partial_sums", "partial_maxima", "partial_totals", "sinks", "convolved", "rates", "dt_bias", "recurrent"}
+"""Pointers to fp32."""
 LIMIT = 99 * 2**10
 """Bytes of shared memory that a program may have on the smallest of these GPUs."""
 
 
-def compiled(name: str, target: int, dtype: str, **values: float) -> Any:
+def compiled(kernel: Any, target: int, dtype: str, **values: float) -> Any:
     """A kernel for a target, with these constants."""
-    kernel = getattr(triton_kernels, name)
     names = kernel.arg_names
     signature = {}
     for argument in names:
@@ -29,12 +34,12 @@ def compiled(name: str, target: int, dtype: str, **values: float) -> Any:
             signature[argument] = "constexpr"
         elif argument in POINTERS:
             signature[argument] = f"*{dtype}"
-        elif argument.startswith("partial") or argument == "sinks":
+        elif argument in FLOATS:
             signature[argument] = "*fp32"
-        elif argument == "scale":
+        elif argument.endswith("scale"):
             signature[argument] = "fp32"
         else:
-            signature[argument] = "i32" if argument.endswith("stride") else "*i64"
+            signature[argument] = "i32" if argument.endswith(("stride", "channels")) else "*i64"
     aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind[0] in "*i"}
     source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in values.items()}, aligned)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": 4, "num_stages": 2})
@@ -59,9 +64,20 @@ def main() -> None:
                     ("reduce_kernel", reduced),
                     ("write_kernel", written),
                 ):
-                    shared = compiled(name, target, dtype, **values).metadata.shared
+                    shared = compiled(getattr(triton_kernels, name), target, dtype, **values).metadata.shared
                     print(name, target, dtype, heads, kv_heads, dim, shared)
                     assert shared <= LIMIT, name
+        for delta_heads in DELTA_SHAPES:
+            several = delta_backend.constants(delta_heads)
+            convolution = delta_backend.convolution_constants(delta_heads)
+            for name, values in (
+                ("convolve_kernel", convolution | {"TOKENS": BLOCK}),
+                ("several_kernel", several | {"TOKENS": BLOCK}),
+                ("single_kernel", several),
+            ):
+                shared = compiled(getattr(delta_kernels, name), target, "bf16", **values).metadata.shared
+                print(name, target, delta_heads, shared)
+                assert shared <= LIMIT, name
 
 
 if __name__ == "__main__":

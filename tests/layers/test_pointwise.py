@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from triptych.layers import pointwise
 from triptych.layers.pointwise import Activation, argmax_rows, gate_and_mul, layer_norm, rms_norm, rotate
@@ -30,6 +31,21 @@ def test_rms_norm(num_tokens: int, shape: tuple[int, ...]) -> None:
     expected = weight * (activations * torch.rsqrt(activations.pow(2).mean(-1, keepdim=True) + 1e-6))
     torch.testing.assert_close(rms_norm(activations, weight, 1e-6), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rms_norm(torch.zeros(1, *shape), weight, 1e-6), torch.zeros(1, *shape))
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize(("heads", "dim"), [(4, 128), (3, 20)])
+def test_gated_norm(num_tokens: int, heads: int, dim: int) -> None:
+    """Gates are part of a wider tensor; some are so negative that their exponentials overflow."""
+    torch.manual_seed(0)
+    theirs = Qwen3_5RMSNormGated(dim, eps=1e-6)
+    weight, values = theirs.weight.data.normal_(), 5 * torch.randn(num_tokens, heads, dim)
+    gates = 50 * torch.randn(num_tokens, heads * dim + 7)[:, :-7]
+    expected = theirs(values.view(-1, dim), gates.reshape(-1, dim)).view(num_tokens, -1)
+    found = pointwise.gated_norm(values, gates, weight, 1e-6)
+    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-5)
+    by_pytorch = pointwise.gated_norm(values.bfloat16(), gates.bfloat16(), weight.bfloat16(), 1e-6)
+    assert (by_pytorch - expected).norm() < 2e-2 * expected.norm()
 
 
 def test_rotate_by_strided_tables() -> None:

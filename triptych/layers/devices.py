@@ -14,7 +14,6 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.delta_rule.base import DeltaRule
 from triptych.layers.delta_rule.compiled import cpu_delta_rule
-from triptych.layers.delta_rule.reference import PyTorchDeltaRule
 from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
 from triptych.layers.parallel import rank_device
@@ -152,8 +151,14 @@ def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBacke
 
 
 def delta_rule_for(device: torch.device) -> DeltaRule:
-    """Return the backend of the gated delta rule for a device."""
-    return cpu_delta_rule() if device.type == "cpu" else PyTorchDeltaRule()
+    """Return the backend of the gated delta rule for a device. Raises ConfigError for a GPU without Triton."""
+    if device.type == "cpu":
+        return cpu_delta_rule()
+    try:
+        from triptych.layers.delta_rule.triton_backend import TritonDeltaRule
+    except ImportError as error:
+        raise ConfigError(f"the gated delta rule on {device} needs Triton: {error}") from None
+    return TritonDeltaRule()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -29,23 +29,27 @@ class PyTorchDeltaRule:
         check_slots(batch, state)
         heads = weights.heads
         output = mixed.new_empty((len(mixed), heads.value_heads, heads.value_dim))
-        log_decays = -weights.rates * F.softplus(a.float() + weights.dt_bias)  # [T, value_heads]
-        betas = b.float().sigmoid()
-        lens = batch.query_lens
-        parts = zip(*(tensor.split(lens) for tensor in (mixed, log_decays, betas, output)), strict=True)
-        for slot, fresh, (own, log_decay, beta, result) in zip(batch.slots, batch.fresh, parts, strict=True):
+        parts = zip(*(tensor.split(batch.query_lens) for tensor in (mixed, a, b, output)), strict=True)
+        for slot, fresh, sequence in zip(batch.slots, batch.fresh, parts, strict=True):
             recurrent, past = state.recurrent[slot], state.conv[slot]
             if fresh:
                 recurrent.zero_()
                 past.zero_()
-            query, key, value = _split(convolved(own, weights.taps, past).float(), heads)
-            for first in range(0, len(own), BLOCK):
-                some = slice(first, first + BLOCK)
-                gates = log_decay[some].T, beta[some].T
-                advance = _one if len(own[some]) == 1 else _several
-                done = advance(query[:, some], key[:, some], value[:, some], *gates, recurrent)
-                result[some] = done.transpose(0, 1)
+            # block by block from the start: elementwise operations, too, may round by where a value is in a tensor
+            for block in zip(*(tensor.split(BLOCK) for tensor in sequence), strict=True):
+                own, own_a, own_b, result = block
+                _advance(own, own_a, own_b, result, weights, past, recurrent)
         return output
+
+
+def _advance(  # noqa: PLR0917
+    mixed: Tensor, a: Tensor, b: Tensor, output: Tensor, weights: DeltaWeights, past: Tensor, state: Tensor
+) -> None:
+    """Advance a sequence's state by a block of tokens, and write their outputs, [c, value_heads, value_dim]."""
+    operands = _split(convolved(mixed, weights.taps, past).float(), weights.heads)
+    log_decays = -weights.rates * F.softplus(a.float() + weights.dt_bias)  # [c, value_heads]
+    advance = _one if len(mixed) == 1 else _several
+    output.copy_(advance(*operands, log_decays.T, b.float().sigmoid().T, state).transpose(0, 1))
 
 
 def convolved(mixed: Tensor, taps: Tensor, past: Tensor) -> Tensor:

@@ -13,9 +13,10 @@
 #include "delta_rule.h"
 #include "pointwise.h"
 
-#define AT_ONCE 4     /* vectors of a state's columns that a single token reads at a time: they stay in the L1 cache */
-#define L2_EPS 1e-6f  /* added to the sum of squares of a query, and of a key */
-#define PREFETCHED 4  /* tokens */
+#define AT_ONCE (LANES / 2) /* vectors of a state's columns whose sums are in registers, for a single token */
+#define L2_EPS 1e-6f /* added to the sum of squares of a query, and of a key */
+#define PREFETCHED 4 /* tokens */
+#define ROWS_AHEAD 8 /* rows of a state that are prefetched; beyond a head's last row they are the next head's */
 
 /* Divides a query or key by its length. */
 inlined void normalise_length(float *values, int64_t dim, float scale) {
@@ -92,21 +93,22 @@ inlined void advance_columns(const DeltaHead *head, int64_t first, int64_t dim, 
     float *state = head->state + first, decay = *head->decays, beta = *head->betas;
     for (int64_t row = 0; row < dim; row++) {
         floats key = splat(head->keys[row]), query = splat(head->queries[row]);
-#pragma GCC unroll 4
+        for (int i = 0; i < vectors; i++) __builtin_prefetch(state + (row + ROWS_AHEAD) * width + i * LANES);
+#pragma GCC unroll 8
         for (int i = 0; i < vectors; i++) {
             floats own = load(state + row * width + i * LANES, left);
             by_key[i] = multiply_add(key, own, by_key[i]);
             by_query[i] = multiply_add(query, own, by_query[i]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < vectors; i++) {
         change[i] = beta * (load(head->values + first + i * LANES, left) - decay * by_key[i]);
         store(head->output + first + i * LANES, multiply_add(splat(product), change[i], decay * by_query[i]), left);
     }
     for (int64_t row = 0; row < dim; row++) {
         floats key = splat(head->keys[row]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < vectors; i++) {
             float *own = state + row * width + i * LANES;
             store(own, multiply_add(key, change[i], decay * load(own, left)), left);
