@@ -381,3 +381,26 @@ def test_damaged_configs_are_rejected(name: str, changes: dict[str, object], mes
     """Before anything of a size they claim is allocated."""
     with pytest.raises(CheckpointError, match=message):
         TextAdapter(BACKBONES[name].config | changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"linear_num_key_heads": 5}, "5 key heads don't divide 12 value heads"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim must be 4, not 3"),
+        ({"linear_key_head_dim": 2**30}, "can't be served"),
+        ({"layer_types": ["linear_attention"] * 5}, "a model without a layer of full_attention"),
+        ({"layer_types": ["sliding_attention"] * 5}, "must name full_attention or linear_attention"),
+        ({"attn_output_gate": False}, "attn_output_gate must be true"),
+    ],
+)
+def test_delta_nets_that_are_not_served(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        TextAdapter(BACKBONES["qwen3_5"].config | settings)
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, BACKBONES["qwen3_5"])
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(3, 3)}, path / "model.safetensors", metadata={"format": "pt"})
+    load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
