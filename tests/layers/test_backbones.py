@@ -25,6 +25,7 @@ from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.compiled_layer import RunExperts
 from triptych.layers.latent import LatentAttention
 from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.layers.mixers import Attention
 from triptych.layers.mixture import DenseAndExperts, MixtureOfExperts
 from triptych.layers.parallel import SingleRank
 from triptych.layers.rope import Rope, inverse_frequencies
@@ -68,13 +69,15 @@ def test_logits(folder: Folder, name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", BACKBONES)
 def test_plain_layers_run_in_compiled_calls(folder: Folder, name: str) -> None:
-    """Latents and scaled queries need the kernels one by one; experts have a call of their own."""
+    """Latents, gates and scaled queries need the kernels one by one; experts have a call of their own."""
     path = folder(name, "published")
     decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
-    if not isinstance(backend := layers_of(decoder)[0].mixer.backend, CpuAttention) or backend.kernel is None:
+    backends = [layer.mixer.backend for layer in layers_of(decoder) if isinstance(layer.mixer, Attention)]
+    if not isinstance(backend := backends[0], CpuAttention) or backend.kernel is None:
         pytest.skip("there are no compiled kernels")
+    has_delta_nets = name in {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
     for index, layer in enumerate(layers_of(decoder)):
-        is_plain = name != "ministral3" and (name, index) != ("llama4", 2)
+        is_plain = name != "ministral3" and not has_delta_nets and (name, index) != ("llama4", 2)
         assert (layer.compiled_attend is not None) == (is_plain and not isinstance(layer.mixer, LatentAttention))
         assert not isinstance(layer.mixer, LatentAttention) or layer.mixer.to_latent.in_one_call is not None
         mixture = layer.mlp.experts if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
@@ -427,3 +430,26 @@ def test_damaged_configs_are_rejected(name: str, changes: dict[str, object], mes
     """Before anything of a size they claim is allocated."""
     with pytest.raises(CheckpointError, match=message):
         TextAdapter(BACKBONES[name].config | changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"linear_num_key_heads": 5}, "5 key heads don't divide 12 value heads"),
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim must be 4, not 3"),
+        ({"linear_key_head_dim": 2**30}, "can't be served"),
+        ({"layer_types": ["linear_attention"] * 5}, "a model without a layer of full_attention"),
+        ({"layer_types": ["sliding_attention"] * 5}, "must name full_attention or linear_attention"),
+        ({"attn_output_gate": False}, "attn_output_gate must be true"),
+    ],
+)
+def test_delta_nets_that_are_not_served(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        TextAdapter(BACKBONES["qwen3_5"].config | settings)
+
+
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, BACKBONES["qwen3_5"])
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(3, 3)}, path / "model.safetensors", metadata={"format": "pt"})
+    load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)

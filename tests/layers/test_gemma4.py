@@ -138,6 +138,7 @@ def test_attention_without_new_keys_by_triton() -> None:
 
 def check_without_new_keys(backend: Callable[..., torch.Tensor], batch: str) -> None:
     case = make_case(SHAPES[-1], *BATCHES[batch], torch.float32, torch.float32, CPU)
+    assert case.value is not None
     expected = backend(case.query, case.key, case.value, *case.caches, case.batch)
     before = case.caches.clone()
     found = backend(case.query, case.key[:0], case.value[:0], *case.caches, case.batch)

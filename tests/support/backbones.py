@@ -67,6 +67,24 @@ EXPERTS = {
 GEMMA4 = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 16, "final_logit_softcapping": 30.0}
 GEMMA4_LAST = ["sliding_attention", "full_attention"]
 
+DELTA_NETS = {
+    "head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,
+}
+"""A head's output may be near zero, and its norm then enlarges rounding: epsilon bounds by how much."""
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_interleaved": True, "mrope_section": [1, 1, 1]}
+
 BACKBONES: dict[str, Tiny] = {
     "llama": _tiny("Llama", "llama", rope_theta=5e5, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True),
     "llama-gelu": _tiny(
@@ -228,6 +246,34 @@ BACKBONES: dict[str, Tiny] = {
         sliding_window=16,
         rope_theta=150_000.0,
         rope_scaling=YARN | {"truncate": False},
+    ),
+    "qwen3_next": _tiny(
+        "Qwen3Next",
+        "qwen3_next",
+        **DELTA_NETS | {"linear_num_key_heads": 2},
+        num_hidden_layers=6,
+        full_attention_interval=3,
+        attention_bias=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+        **SHARED_EXPERT,
+    ),
+    "qwen3_5": _tiny(
+        "Qwen3_5",
+        "qwen3_5_text",
+        **DELTA_NETS,
+        num_hidden_layers=5,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=MROPE,
+    ),
+    "qwen3_5_moe": _tiny(
+        "Qwen3_5Moe",
+        "qwen3_5_moe_text",
+        **DELTA_NETS,
+        num_hidden_layers=4,
+        rope_parameters=MROPE,
+        **SHARED_EXPERT,
     ),
     "glm": _tiny("Glm", "glm", head_dim=24, tie_word_embeddings=True),
     "glm4": _tiny("Glm4", "glm4", head_dim=24, attention_bias=False),

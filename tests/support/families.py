@@ -12,7 +12,9 @@ from triptych.models.registry import FAMILIES
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
 """Model types of ``tests/support/backbones.py``."""
-ANSWERED_BACKBONES = ("phi3", "glm4", "glm4_moe", "deepseek_v3", "gemma2", "gemma3", "gemma4-e", "gpt_oss")
+ANSWERED_BACKBONES = (
+    *("phi3", "glm4", "glm4_moe", "deepseek_v3", "gemma2", "gemma3", "gemma4-e", "gpt_oss", "qwen3_5", "qwen3_next"),
+)
 """Backbones whose answers are compared in every run. The others differ from Qwen's by what the tests of ``layers``
 compare, and are left to the slow suite."""
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]

@@ -1,7 +1,7 @@
 """Drives our decoder and tower by hand, as the engine will, and transformers' model as the reference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
+from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.state_spec import record_bytes
+from triptych.layers.state_tensors import StateBatch, StateTensors
 from triptych.models.base import EncoderInput
 
 PAGE_SIZE = 4
@@ -95,6 +98,11 @@ class Pool:
         self.num_groups = len(self.decoder.config.cache_groups.windows)  # which all have the same pages here
         specs = self.decoder.config.cache_specs(cache_format(self.dtype))
         self.cache = KVTensors.allocate(specs, [self.num_pages] * self.num_groups, PAGE_SIZE, device)
+        self.slots = list(range(self.num_pages))
+        if self.decoder.config.has_state:
+            states = self.decoder.config.state_specs(cache_format(self.decoder.dtype))
+            num_bytes = record_bytes(states, 4)
+            self.cache = replace(self.cache, states=StateTensors.allocate(states, self.num_pages, num_bytes, device))
         self.free = self.free or list(range(self.num_pages))
 
 
@@ -105,6 +113,8 @@ class Running:
     prompt: Prompt
     done: int = 0
     pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Of its state, in a decoder that has any."""
 
     @property
     def left(self) -> int:
@@ -116,6 +126,8 @@ class Running:
 
     def grow(self, pool: Pool, count: int) -> list[int]:
         """Takes pages for ``count`` more tokens and returns those tokens' slots."""
+        if self.slot < 0:
+            self.slot = pool.slots.pop()
         while len(self.pages) * PAGE_SIZE < self.done + count:
             self.pages.append(pool.free.pop(0))
         places = range(self.done, self.done + count)
@@ -129,6 +141,7 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
     ends = list(accumulate(counts))
     slots: list[int] = []
     media_index, media_embeddings, parts = [], [], []
+    starts = [sequence.done for sequence, _ in work]
     for (sequence, count), end in zip(work, ends, strict=True):
         slots += sequence.grow(pool, count)
         prompt, chunk = sequence.prompt, slice(sequence.done, sequence.done + count)
@@ -155,8 +168,15 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
             "odd": torch.arange(1, ends[-1], 2),
         }[logits],
         attention=[attention] * pool.num_groups,
+        state=states_of(work, counts, starts) if pool.cache.states else None,
     )
     return pool.decoder(batch, pool.cache)
+
+
+def states_of(work: Sequence[tuple[Running, int]], counts: list[int], starts: list[int]) -> StateBatch:
+    """The sequences' states in a step."""
+    delta = DeltaBatch(counts, [one.slot for one, _ in work], [start == 0 for start in starts])
+    return StateBatch(delta, starts, [], [])
 
 
 TOWER_TOLERANCE = 5e-5

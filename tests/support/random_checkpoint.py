@@ -190,6 +190,8 @@ def random_weight(name: str, shape: tuple[int, ...], sizes: Sizes, seed: int, dt
         noise *= 0.5
     elif name.endswith(".bias"):
         noise *= 0.1
+    elif name.endswith((".A_log", ".dt_bias")):
+        noise -= 2  # states decay slowly, so that what a delta net says depends on many tokens
     elif len(shape) == 1:
         noise = 1 + 0.1 * noise
     else:

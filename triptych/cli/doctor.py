@@ -20,6 +20,7 @@ from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeCo
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.state_spec import state_bytes
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
@@ -175,17 +176,23 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
 
 def _kv_cache(config: ServeConfig, decoder: DecoderConfig, tensors: Mapping[str, TensorInfo]) -> str:
     """Return its format and a token's bytes in it. Raises ConfigError for a dtype that the device doesn't support."""
+    from triptych.engine.kv_size import num_slots
     from triptych.layers.attention.kv_format import cache_format
     from triptych.layers.devices import dtype_name, find_device, kv_dtype, weight_format
 
     device = find_device(config.engine.device)
-    dtype = kv_dtype(config.engine, device, weight_format(config.engine, device, tensors))
+    weights = weight_format(config.engine, device, tensors)
+    dtype = kv_dtype(config.engine, device, weights)
     specs = decoder.cache_specs(cache_format(dtype))
     shown = f"{dtype_name(dtype)}, {bytes_per_token(specs) / 2**10:.1f} KiB per token"
     for window in filter(None, CacheGroups.of(spec.window for spec in specs).windows):
         num_bytes = bytes_per_token(spec for spec in specs if spec.window == window)
         kept = f"a chunk of {window.length:,}" if isinstance(window, ChunkWindow) else f"the last {window:,}"
         shown += f", {num_bytes / 2**10:.1f} KiB of them only for {kept}"
+    if decoder.has_state:
+        num_bytes = state_bytes(decoder.state_specs(cache_format(weights.activations)))
+        count = num_slots(config.engine)
+        shown += f"; {num_bytes / 2**20:.2f} MiB of state per request, for {count} requests and snapshots"
     return shown
 
 

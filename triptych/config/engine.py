@@ -85,6 +85,18 @@ class EngineConfig(Settings):
         choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")
+    state_snapshots: int = setting(
+        16,
+        "for models with recurrent state, such as Qwen3.5: how many states the prefix cache keeps; a prompt reuses a "
+        "prefix only where a state was kept",
+        ge=0,
+    )
+    state_snapshot_interval: int = setting(
+        1024,
+        "for models with recurrent state: tokens between two states that the prefix cache keeps, besides the one at a "
+        "prompt's end",
+        ge=1,
+    )
     receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1)
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance", ge=1)
     kv_receive_blocks: int = setting(
@@ -102,6 +114,11 @@ class EngineConfig(Settings):
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} doesn't fit in --kv-cache-tokens {self.kv_cache_tokens}"
             )
+
+    @property
+    def num_state_snapshots(self) -> int:
+        """How many snapshots of states there is room for, in a model with state."""
+        return self.state_snapshots if self.enable_prefix_caching else 0
 
     def threads_per_process(self, num_processes: int) -> int:
         """Return ``--threads``, or an even share of the cores that this process may use, at least one."""

@@ -7,10 +7,14 @@ that no later token reads are released while the request goes on. They stay in t
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import TYPE_CHECKING
 
 from triptych.engine.kv_cache import PagePool
 from triptych.errors import BlockError
 from triptych.layers.cache_spec import KEY_BLOCK, ChunkWindow, Window, first_read, first_sent
+
+if TYPE_CHECKING:
+    from triptych.engine.state_slots import StateSlots
 
 
 @dataclass
@@ -41,7 +45,8 @@ class PageTable:
 
 
 PageTables = list[PageTable]
-"""A request's page table in each group."""
+"""A request's page table in each group. In a model with state, tables of its slot and snapshots follow
+(``engine/state_slots.py``)."""
 
 
 def first_kept(window: Window | None, position: int, page_size: int) -> int:
@@ -70,10 +75,14 @@ def _table_step(window: Window | None, page_size: int) -> int:
 class CacheManager:
     """Allocates pages in all groups, and finds prefixes that are cached in all of them."""
 
-    def __init__(self, pools: Sequence[PagePool], windows: Sequence[Window | None] = (None,)) -> None:
-        """``pools`` and ``windows`` are those of the groups. All pools have the same page size."""
-        self.pools = pools
+    def __init__(
+        self, pools: Sequence[PagePool], windows: Sequence[Window | None] = (None,), states: "StateSlots | None" = None
+    ) -> None:
+        """``pools`` and ``windows`` are those of the groups. All pools have the same page size. ``states`` are for
+        models with state; each request then has further tables, in the pools of these."""
+        self.pools = pools if states is None else [*pools, *states.pools]
         self.windows = windows
+        self.states = states
         self.page_size = pools[0].page_size
         self._has_windows = any(window is not None for window in windows)
 
@@ -89,13 +98,15 @@ class CacheManager:
         those of ``at_once`` tokens, if these are more."""
         return [
             self.pages_for(max(tokens, at_once) if window is None else tokens) - table.end
-            for window, table in zip(self.windows, tables, strict=True)
-        ]
+            for window, table in zip(self.windows, tables, strict=False)
+        ] + ([] if self.states is None else self.states.missing(tables))
 
     def missing_at_most(self, tables: PageTables, tokens: int, step_tokens: int) -> list[int]:
         """Return how many pages a request may lack in each group until ``tokens`` tokens are computed, in steps of at
         most ``step_tokens``."""
-        return [most - len(table.pages) for most, table in zip(self._most(tokens, step_tokens), tables, strict=True)]
+        most = zip(self._most(tokens, step_tokens), tables, strict=False)
+        states = [] if self.states is None else self.states.missing(tables)
+        return [pages - len(table.pages) for pages, table in most] + states
 
     def can_send(self, lengths: Iterable[int], step_tokens: int) -> bool:
         """Whether requests of these lengths can be computed side by side and send their pages, which can't be
@@ -104,7 +115,7 @@ class CacheManager:
         wanted = [self._most(length, step_tokens) for length in lengths]
         return all(
             window is None or sum(most) + pool.num_retained <= pool.num_pages
-            for window, pool, most in zip(self.windows, self.pools, zip(*wanted, strict=True), strict=True)
+            for window, pool, most in zip(self.windows, self.pools, zip(*wanted, strict=True), strict=False)
         )
 
     def fits(self, missing: Sequence[int], releasing: Sequence[PageTables] = ()) -> bool:
@@ -125,7 +136,7 @@ class CacheManager:
         """Release the pages that no token from ``position`` on needs."""
         if not self._has_windows:
             return
-        for pool, window, table in zip(self.pools, self.windows, tables, strict=True):
+        for pool, window, table in zip(self.pools, self.windows, tables, strict=False):
             if window is not None and (first := first_kept(window, position, self.page_size)) > table.first:
                 pool.release(table.between(table.first, min(first, table.end)))
                 table.pages = table.between(first, table.end)
@@ -152,32 +163,39 @@ class CacheManager:
     def note_received(self, tables: PageTables, num_computed: int, num_tokens: int) -> None:
         """Record that tokens ``[num_computed, num_tokens)`` were received, in groups with a window only those that are
         read from now on."""
-        for window, table in zip(self.windows, tables, strict=True):
+        for window, table in zip(self.windows, tables, strict=False):
             if (first := first_sent(window, num_computed, num_tokens)) > num_computed:
                 table.first_whole = self.pages_for(first)
 
     # ── prefixes ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lookup(self, page_hashes: Sequence[bytes]) -> tuple[PageTables, int]:
+    def lookup(self, page_hashes: Sequence[bytes], *, with_state: bool = True) -> tuple[PageTables, int]:
         """Return the tables of the longest cached prefix of pages with these hashes, and its number of pages. A
         reference is added to each.
 
-        Groups without a window must have all pages of the prefix, others those that tokens after it read.
+        Groups without a window must have all pages of the prefix, others those that tokens after it read. A model with
+        state needs a snapshot at its end, unless the state comes from elsewhere (not ``with_state``).
         """
         length = len(page_hashes)
-        for pool, window in zip(self.pools, self.windows, strict=True):
+        for pool, window in zip(self.pools, self.windows, strict=False):
             if window is None:
                 length = pool.count_cached(page_hashes[:length])
+        states = self.states if with_state else None
         length = self._longest_in_windows(page_hashes[:length])
+        while states is not None and length and page_hashes[length - 1] not in states.snapshots:
+            length = self._longest_in_windows(page_hashes[: states.longest(page_hashes[:length])])
         tables = self.new_tables()
-        for pool, window, table in zip(self.pools, self.windows, tables, strict=True):
+        if states is not None and length:
+            states.hold(tables, page_hashes[length - 1])
+        for pool, window, table in zip(self.pools, self.windows, tables, strict=False):
             table.first = first_kept(window, length * self.page_size, self.page_size)
             table.pages = pool.lookup(page_hashes[table.first : length])
         return tables, length
 
     def _longest_in_windows(self, page_hashes: Sequence[bytes]) -> int:
         """Return the length of the longest prefix that groups with a window have cached, as far as it is needed."""
-        windowed = [(pool, window) for pool, window in zip(self.pools, self.windows, strict=True) if window is not None]
+        groups = zip(self.pools, self.windows, strict=False)
+        windowed = [(pool, window) for pool, window in groups if window is not None]
         if not windowed:
             return len(page_hashes)
         longest, begins = 0, [0] * len(windowed)  # by group, where the cached pages before this one begin
@@ -190,7 +208,7 @@ class CacheManager:
 
     def cache(self, tables: PageTables, page_hashes: Sequence[bytes], first: int, end: int) -> None:
         """Add the pages with the numbers ``[first, end)``, as far as they are held and whole, to the prefix cache."""
-        for pool, table in zip(self.pools, tables, strict=True):
+        for pool, _, table in zip(self.pools, self.windows, tables, strict=False):
             for number in range(max(first, table.first, table.first_whole), min(end, table.end)):
                 pool.cache(table.pages[number - table.first], page_hashes[number])
 
@@ -198,15 +216,19 @@ class CacheManager:
 
     @property
     def num_pages(self) -> int:
-        return sum(pool.num_pages for pool in self.pools)
+        return sum(pool.num_pages for pool in self._page_pools)
 
     @property
     def num_used(self) -> int:
-        return sum(pool.num_used for pool in self.pools)
+        return sum(pool.num_used for pool in self._page_pools)
 
     @property
     def num_cached(self) -> int:
-        return sum(pool.num_cached for pool in self.pools)
+        return sum(pool.num_cached for pool in self._page_pools)
+
+    @property
+    def _page_pools(self) -> Sequence[PagePool]:
+        return self.pools[: len(self.windows)]
 
     def check_all_free(self) -> None:
         """Raise BlockError with the number of leaked pages, if any."""

@@ -37,7 +37,7 @@ class DecodeGraphs:
         self._cache = cache
         self._sizes = sizes
         self._max_pages = max_pages + sizes[-1]  # one for each padding row
-        num_pages, self._page_size = cache.layers[0][0].shape[:2]
+        num_pages, self._page_size = cache.tensors[0].shape[:2]
         self._scratch_page = num_pages - 1
         self._device = cache.device
         largest = self._inputs(sizes[-1])
@@ -122,6 +122,9 @@ def record_graphs(decoder: Decoder, cache: KVTensors, max_num_seqs: int, context
     can't be recorded. Raises StartError if memory runs out."""
     if decoder.config.has_experts:
         log.info("no CUDA graphs: which experts run is decided on the host")
+        return None
+    if decoder.config.has_state:
+        log.info("no CUDA graphs: layers keep state")
         return None
     if len(decoder.config.cache_groups.windows) > 1:
         log.info("no CUDA graphs: layers don't share page tables")

@@ -38,4 +38,4 @@ def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         [*inputs, *(attention.slots for attention in batch.attention)], device
     )
     attention = [replace(one, slots=own) for one, own in zip(batch.attention, slots, strict=True)]
-    return ForwardBatch(tokens, positions, media_index, media_embeddings, logits_index, attention)
+    return ForwardBatch(tokens, positions, media_index, media_embeddings, logits_index, attention, state=batch.state)

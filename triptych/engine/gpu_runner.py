@@ -10,6 +10,7 @@ from triptych.engine.cache_manager import PageTables
 from triptych.engine.request import Request
 from triptych.engine.runner import ChunkInputs, Forward, Runner
 from triptych.engine.scheduler import Chunk
+from triptych.engine.slot_states import SlotStates
 from triptych.layers.attention.base import KVTensors
 
 
@@ -27,9 +28,16 @@ class GpuRunner(Runner):
     """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass, prepares sampling meanwhile, and
     synchronizes once, for the sampled tokens."""
 
-    def __init__(self, forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        cache: KVTensors,
+        page_size: int,
+        device: torch.device,
+        states: SlotStates | None = None,
+    ) -> None:
         """``forward``: a ``GpuForward``, which takes steps in host memory."""
-        super().__init__(forward, cache, page_size)
+        super().__init__(forward, cache, page_size, states)
         self._device = device
         self._prepared: dict[int, _Prepared] = {}
 
@@ -45,7 +53,8 @@ class GpuRunner(Runner):
         for chunk in chunks:
             following = Chunk(chunk.request, chunk.start + chunk.length, 1)
             tables = [table.copy() for table in chunk.request.tables]
-            if chunk.samples and all(following.start < table.end * self._page_size for table in tables):
+            ends = [table.end * self._page_size for table in self.page_tables(chunk.request)]
+            if chunk.samples and all(following.start < end for end in ends):
                 inputs = super().chunk_inputs(following)
                 self._prepared[id(chunk.request)] = _Prepared(chunk.request, following.start, tables, inputs)
 

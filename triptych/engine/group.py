@@ -2,7 +2,7 @@
 allocates its cache. A single process is a group of one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from triptych.config import EngineConfig
 from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.runner import Forward
+from triptych.errors import ConfigError
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.cache_spec import cache_bytes
@@ -17,6 +18,8 @@ from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import free_bytes, used_bytes
 from triptych.layers.parallel import Group, ShardedDimension
+from triptych.layers.state_spec import ALIGNMENT, StateSpec
+from triptych.layers.state_tensors import StateTensors
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class CacheSize:
     """Pages of each group of layers, including a last one that no request uses."""
     context_length: int
     """Longest request, in tokens."""
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Size of the slots for states."""
+
+    specs: Sequence[StateSpec]
+    """Of the layers."""
+    slots: int
+    """Of requests and snapshots."""
+    record_bytes: int
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,11 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
     path: str,
+    states: StateSize | None = None,
 ) -> GroupCache:
     """Allocate a rank's KV cache on its device. Called by all ranks. ``config`` is the whole decoder's; ``path`` names
-    a file in memory, the same for all ranks.
+    a file in memory, the same for all ranks; ``states`` is None for a decoder without state. Raises ConfigError for
+    states on several GPUs.
 
     Ranks on CPUs share one cache. In it a token's keys in a layer are contiguous whichever ranks compute them, as in a
     single process, and so are its values. So rank 0 sends and receives whole rows, and the number of ranks doesn't
@@ -85,11 +101,22 @@ def make_cache(
     stored = cache_format(dtype)
     if group.size == 1 or device.type != "cpu":
         cache = KVTensors.allocate(config.shard(group.size).cache_specs(stored), num_pages, page_size, device)
+        if states is not None:
+            if group.size > 1:
+                raise ConfigError("--tensor-parallel-size: on GPUs, models with recurrent state are served by one")
+            slots = StateTensors.allocate(states.specs, states.slots, states.record_bytes, device)
+            cache = replace(cache, states=slots)
         return GroupCache(cache, cache)
     specs = config.cache_specs(stored)
-    memory = torch.from_file(path, shared=True, size=cache_bytes(specs, num_pages, page_size), dtype=torch.uint8)
+    paged = -(-cache_bytes(specs, num_pages, page_size) // ALIGNMENT) * ALIGNMENT
+    of_states = 0 if states is None else states.slots * states.record_bytes
+    memory = torch.from_file(path, shared=True, size=paged + of_states, dtype=torch.uint8)
     whole = KVTensors.within(memory, specs, num_pages, page_size)
-    return GroupCache(own=whole.heads([ShardedDimension(spec.heads).part(group) for spec in specs]), whole=whole)
+    own = whole.heads([ShardedDimension(spec.heads).part(group) for spec in specs])
+    if states is not None:
+        in_slots = StateTensors.within(memory[paged:], states.specs, states.slots)
+        whole, own = replace(whole, states=in_slots), replace(own, states=in_slots.heads(group))
+    return GroupCache(own, whole)
 
 
 def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, context_length: int) -> Forward:

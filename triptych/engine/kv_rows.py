@@ -7,6 +7,9 @@ Tokens are transferred in groups, so that the first computed ones go first. A gr
 values of layer 0, of layer 1, and so on, each token by token. So a layer produces two runs of rows for a group, which
 are sent while the next layer is computed. In a layer with a sliding window only the tokens that a decode step can
 still read have rows.
+
+The state of a request, in models that have any, follows as the last rows, since it is complete only after the last
+step.
 """
 
 from bisect import bisect_right
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from triptych.engine.cache_manager import PageTables
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, first_sent
+from triptych.layers.state_spec import StateSpec, record_rows
 
 GROUP = 512
 """Tokens in a group. Larger groups make longer runs, but with a receive pool smaller than a group most parts are
@@ -45,10 +49,13 @@ class KVRun:
 class TokenRows:
     """The rows of a token in each layer."""
 
-    def __init__(self, specs: Sequence[CacheSpec]) -> None:
+    def __init__(self, specs: Sequence[CacheSpec], states: Sequence[StateSpec] = ()) -> None:
+        """``states`` are those of a request, whose rows follow its tokens'."""
         self.row_bytes = gcd(*chain.from_iterable(spec.part_bytes for spec in specs))
         self.parts = [tuple(size // self.row_bytes for size in spec.part_bytes) for spec in specs]
         """Rows in each part of each layer."""
+        self.of_state = record_rows(states, self.row_bytes)
+        """Rows of a request's state in all layers."""
         self.layer_groups = CacheGroups.of(spec.window for spec in specs)
         self.before = [
             list(accumulate((sum(parts) * (group == own) for parts, own in self._by_layer), initial=0))
@@ -90,7 +97,8 @@ class KVRows:
         self.end_token = end_token
         self.first_tokens = [first_sent(window, first_token, end_token) for window in of_token.layer_groups.windows]
         """By group of layers, the first token that has rows."""
-        self.num_rows = self._rows_before(end_token)
+        self.num_token_rows = self._rows_before(end_token)
+        self.num_rows = self.num_token_rows + of_token.of_state
 
     def of_layer(self, layer: int, token: int, end_token: int) -> Iterator[KVRun]:
         """Yield the rows of tokens ``[token, end_token)`` in one layer."""
@@ -106,7 +114,8 @@ class KVRows:
             token = until
 
     def between(self, row: int, end_row: int) -> Iterator[KVRun]:
-        """Yield what the rows ``[row, end_row)`` contain, in order."""
+        """Yield what the rows ``[row, end_row)`` contain, in order, without those of the state."""
+        end_row = min(end_row, self.num_token_rows)
         group = self._group_of_row(row) if row < end_row else self.end_token
         while group < self.end_token:
             _, group_end = self._group(group)
@@ -157,6 +166,7 @@ class CacheRows:
         self.of_token = of_token
         self._parts = [[_rows(part, of_token.row_bytes) for part in parts] for parts in cache.layers]
         self._page_size = cache.page_size
+        self._records = None if cache.states is None else cache.states.records.numpy()
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +189,12 @@ class CacheRows:
             place = pages[index] * page_rows + offset
             yield rows[place : place + count]
             start += count
+
+    def of_state(self, slot: int) -> NDArray[np.uint8]:
+        """Return the rows of the state in a slot: uint8 of shape (n, row_bytes)."""
+        assert self._records is not None, "the model has no state"
+        size = self.of_token.of_state, self.of_token.row_bytes
+        return self._records[slot, : size[0] * size[1]].reshape(size)
 
 
 def _rows(cache: torch.Tensor, row_bytes: int) -> NDArray[np.uint8]:

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
-from triptych.engine.cache_manager import CacheManager, PageTable
+from triptych.engine.cache_manager import CacheManager, PageTables
 from triptych.engine.kv_rows import CacheRows, KVRows
+from triptych.engine.state_slots import slot_of
 from triptych.errors import BlockError, TransferError
 from triptych.layers.decoder import AfterLayer
 from triptych.messages.rows import RowLayout
@@ -50,7 +51,7 @@ class KVSink:
             rows=rows,
             provided=[prefill.first_token] * self._cache.num_layers,
             timeout=prefill.generate.timeout,
-            tables=[PageTable(first // self._manager.page_size) for first in rows.first_tokens],
+            tables=self._kept_tables(rows),
         )
 
     def __contains__(self, transfer: TransferId) -> bool:
@@ -87,8 +88,11 @@ class KVSink:
                     self._provide(outgoing, layer, chunk.start + chunk.length)
 
     def complete(self, active: ActiveRequest) -> None:
-        """Record that all of the request's KV has been provided. The sender does the rest."""
-        self._forget(active)
+        """Record that all of the request's KV has been provided, and provide its state. The sender does the rest."""
+        outgoing = self._forget(active)
+        if outgoing is not None and not outgoing.over and self._cache.of_token.of_state:
+            record = self._cache.of_state(slot_of(outgoing.tables))
+            self._sender.provide(outgoing.transfer, record, outgoing.rows.num_token_rows)
 
     def abort(self, active: ActiveRequest, reason: str) -> None:
         """Abort a request's transfer, if it has one."""
@@ -115,6 +119,13 @@ class KVSink:
         if outgoing is not None:
             self._expected.remove(outgoing.transfer)
         return outgoing
+
+    def _kept_tables(self, rows: KVRows) -> PageTables:
+        """Return the tables of what the transfer retains, which is nothing yet."""
+        tables = self._manager.new_tables()
+        for table, first in zip(tables, rows.first_tokens, strict=False):
+            table.first = first // self._manager.page_size
+        return tables
 
     def _provide(self, outgoing: OutgoingKV, layer: int, end_token: int) -> None:
         """Provide a layer's tokens below ``end_token``, unless the transfer is over."""

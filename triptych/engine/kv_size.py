@@ -24,13 +24,16 @@ class KVSize:
     context_length: int
     """Longest request that the model, the settings and the pages allow, in tokens."""
     num_bytes: int
+    """With the states of requests and snapshots."""
+    state_bytes: int = 0
+    """Of these, the bytes of states."""
 
     def __str__(self) -> str:
         pages = " and ".join(f"{pages:,}" for pages in self.num_pages)
         return (
             f"KV cache: {self.capacity:,} tokens in {pages} pages, {gib(self.num_bytes)} "
             f"when full; requests of up to {self.context_length:,} tokens"
-        )
+        ) + (f"; {gib(self.state_bytes)} of it are states" if self.state_bytes else "")
 
 
 class _Sizes:
@@ -39,8 +42,9 @@ class _Sizes:
     A group of layers with a window has no more pages than ``max_num_seqs`` requests can hold at a time.
     """
 
-    def __init__(self, engine: EngineConfig, specs: Sequence[CacheSpec]) -> None:
+    def __init__(self, engine: EngineConfig, specs: Sequence[CacheSpec], state_bytes: int) -> None:
         self._specs = specs
+        self._state_bytes = state_bytes
         self._page_size = engine.page_size
         self._most = [
             None
@@ -54,23 +58,37 @@ class _Sizes:
         return tuple(pages if most is None else min(pages, most) for most in self._most)
 
     def num_bytes(self, pages: int) -> int:
-        return cache_bytes(self._specs, self.num_pages(pages), self._page_size)
+        return cache_bytes(self._specs, self.num_pages(pages), self._page_size) + self._state_bytes
 
     def capacity(self, num_bytes: int, most: int) -> int:
         """Return the largest number of pages, at most ``most``, that take no more than ``num_bytes``."""
-        return bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1
+        return max(0, bisect_right(range(most + 1), num_bytes, key=self.num_bytes) - 1)
 
 
-def kv_size(engine: EngineConfig, *, specs: Sequence[CacheSpec], model_context: int, available: int) -> KVSize:
+def num_slots(engine: EngineConfig) -> int:
+    """Return the number of slots for states, in a model with state: those of requests, then those of snapshots."""
+    return engine.max_num_seqs + engine.num_state_snapshots
+
+
+def kv_size(
+    engine: EngineConfig,
+    *,
+    specs: Sequence[CacheSpec],
+    model_context: int,
+    available: int,
+    record_bytes: int = 0,
+) -> KVSize:
     """Return the size of an instance's KV cache. ``specs``: what the layers keep; ``model_context``: the longest
-    request that the model supports, in tokens; ``available``: bytes of free memory.
+    request that the model supports, in tokens; ``available``: bytes of free memory; ``record_bytes``: those of a
+    request's state.
 
     Raises StartError if the settings exceed the memory, or ask for requests that wouldn't fit.
     """
     if engine.max_model_len > model_context:
         raise StartError(f"--max-model-len {engine.max_model_len} exceeds the {model_context} tokens of the model")
     longest = engine.max_model_len or model_context
-    sizes = _Sizes(engine, specs)
+    state_bytes = num_slots(engine) * record_bytes
+    sizes = _Sizes(engine, specs, state_bytes)
     pages = _capacity(engine, sizes, longest, available)
     capacity, num_bytes = pages * engine.page_size, sizes.num_bytes(pages)
     room = f"{_amount(engine)} ({gib(num_bytes)}) holds {capacity:,} tokens"
@@ -80,11 +98,17 @@ def kv_size(engine: EngineConfig, *, specs: Sequence[CacheSpec], model_context: 
             f"--max-model-len {engine.max_model_len} takes {gib(wanted)} of KV cache, but {room}: give it more, or "
             "shorten the requests"
         )
+    if not pages and state_bytes:
+        raise StartError(
+            f"{_amount(engine)}: the states of --max-num-seqs {engine.max_num_seqs} requests and --state-snapshots "
+            f"{engine.num_state_snapshots} take {gib(state_bytes)} of it, which leaves too little for pages: give it "
+            "more, or lower these"
+        )
     if not pages:
         raise StartError(f"{room}; a page of {engine.page_size} takes {gib(sizes.num_bytes(1))}")
     if num_bytes > available:
         raise StartError(f"{_amount(engine)} takes {gib(num_bytes)}, but only {gib(available)} of memory are free")
-    return KVSize(sizes.num_pages(pages), engine.page_size, capacity, min(longest, capacity), num_bytes)
+    return KVSize(sizes.num_pages(pages), engine.page_size, capacity, min(longest, capacity), num_bytes, state_bytes)
 
 
 def _capacity(engine: EngineConfig, sizes: _Sizes, longest: int, available: int) -> int:

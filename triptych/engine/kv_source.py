@@ -3,9 +3,14 @@
 import time
 from collections.abc import Collection
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.engine.active_request import ActiveRequest, IncomingKV
 from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.kv_rows import CacheRows, KVRows
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import slot_of
 from triptych.errors import ErrorKind
 from triptych.messages.work import Prefilled, PrefillNeeded
 from triptych.observe.timeline import Interval
@@ -16,11 +21,15 @@ from triptych.types import Address, TransferId
 class KVSource:
     """KV transfers of an instance that only decodes."""
 
-    def __init__(self, incoming: IncomingTransfers, cache: CacheRows, address: Address) -> None:
+    def __init__(
+        self, incoming: IncomingTransfers, cache: CacheRows, address: Address, states: SlotStates | None = None
+    ) -> None:
+        """``states`` are those of the cache, in a model that has any."""
         self._incoming = incoming
         self._receiver = incoming.receiver
         self._cache = cache
         self._address = address
+        self._states = states
 
     def expect(self, active: ActiveRequest) -> PrefillNeeded | None:
         """Start, or restart, a request's transfer once it has pages. Returns the message that asks for its prefill."""
@@ -104,12 +113,21 @@ class KVSource:
         for run in kv.rows.between(kv.copied, landed):
             row = run.first_row
             for target in self._cache.of(run, kv.tables):
-                offset = 0
-                for source in self._receiver.read(kv.transfer, row, len(target)):
-                    target[offset : offset + len(source)] = source
-                    offset += len(source)
+                self._read(kv, row, target)
                 row += len(target)
+        if self._states is not None and landed > (first := kv.rows.num_token_rows):
+            row = max(kv.copied, first)
+            self._read(kv, row, self._cache.of_state(slot_of(kv.tables))[row - first : landed - first])
+            if landed == kv.rows.num_rows:
+                self._states.received(slot_of(kv.tables), kv.rows.end_token)
         if landed > kv.copied:
             kv.copied = landed
             self._receiver.consume(kv.transfer, landed)
         return kv.complete
+
+    def _read(self, kv: IncomingKV, row: int, target: NDArray[np.uint8]) -> None:
+        """Copy landed rows from ``row`` on to ``target``."""
+        offset = 0
+        for source in self._receiver.read(kv.transfer, row, len(target)):
+            target[offset : offset + len(source)] = source
+            offset += len(source)

@@ -29,6 +29,7 @@ from triptych.engine.request import Request, make_request
 from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
+from triptych.engine.state_slots import can_restart
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
@@ -184,7 +185,7 @@ class EngineLoop:
     def add_stats(self, stats: InstanceStats) -> None:
         running = [request for request in self.scheduler if request.running]
         decoding = sum(request.num_generated > 0 for request in running)
-        cache = self.scheduler.cache
+        cache, states = self.scheduler.cache, self.scheduler.cache.states
         stats.received = self.incoming.stats()
         stats.language = LanguageStats(
             waiting=len(self.scheduler) - len(running),
@@ -197,6 +198,10 @@ class EngineLoop:
             prefix_queries=self.scheduler.num_prefix_queries,
             prefix_hits=self.scheduler.num_prefix_hits,
             preemptions=self.scheduler.num_preemptions,
+            state_slots=0 if states is None else states.slots.num_pages,
+            state_slots_used=0 if states is None else states.slots.num_used,
+            state_snapshots=0 if states is None else states.snapshots.num_pages,
+            state_snapshots_cached=0 if states is None else states.snapshots.num_cached,
             steps=self.num_steps,
             computed_tokens=self.num_computed_tokens,
         )
@@ -355,6 +360,9 @@ class EngineLoop:
         if active is not None and message.token >= self._vocab_size:
             reason = f"the prefill instance sampled token {message.token} of a vocabulary of {self._vocab_size}"
             self._fail(active, ErrorKind.INTERNAL_ERROR, reason)
+        elif active is not None and message.position != len(active.request.tokens):
+            reason = f"the prefill instance sent {message.position} tokens, not {len(active.request.tokens)}"
+            self._fail(active, ErrorKind.INTERNAL_ERROR, reason)
 
     def _handle_first_token(self, active: ActiveRequest) -> None:
         """Send a first token to the frontend, whether its KV has arrived or not."""
@@ -390,7 +398,7 @@ class EngineLoop:
         if (
             matching is None
             or not (self.prefills or request.only_newest_left)
-            or matching.mask_expected_soon
+            or (matching.mask_expected_soon and self.runner.states is None)  # a state can't go back if it is late
             or matching.ready
         ):
             return ready
@@ -451,9 +459,23 @@ class EngineLoop:
         if not done or (result := self._executor.collect()) is None:
             return
         if result.output is None:
-            self._fail_with(result.chunks[0].request, InternalError("the model failed on this request"))
+            self._handle_failed(result.chunks)
             return
         self._handle_output(result.chunks, result.output, result.began)
+
+    def _handle_failed(self, chunks: Sequence[Chunk]) -> None:
+        """Fail the only request of a failed step. Of several, whose states have changed, compute each again by itself,
+        up to where it failed; those whose pages are being sent can't be, and fail unless they had just begun."""
+        for request in [chunk.request for chunk in chunks]:
+            is_intact = len(chunks) > 1 and can_restart(request.tables, request.num_computed)
+            if len(chunks) == 1 or (request.sends_pages and not is_intact):
+                self._fail_with(request, InternalError("the model failed on this request"))
+        if len(chunks) > 1:
+            for chunk in chunks:
+                chunk.request.alone_until = chunk.start + chunk.length
+                if (active := self._active_for(chunk.request)) and not can_restart(active.request.tables, chunk.start):
+                    self.scheduler.preempt(active.request)
+                    self._expect_rows(active)
 
     def _handle_output(self, chunks: Sequence[Chunk], output: StepOutput, began: float) -> None:
         self.scheduler.mark_computed(SchedulerOutput(computed_chunks(chunks, output)))
@@ -495,6 +517,7 @@ class EngineLoop:
             timings.reused,
             [msgspec.structs.replace(one, engine=self._name) for one in timings.until_first_token()],
             joined(active.request.prompt_logprobs),
+            position=active.request.num_computed,
         )
         self._send(active.prefill.consumer, prefilled)
         sink.complete(active)

@@ -58,6 +58,9 @@ class Request:
     tables: PageTables = field(default_factory=list)
     """The request's pages in each group of layers; empty before it is scheduled."""
     page_hashes: list[bytes] = field(default_factory=list)
+    alone_until: int = 0
+    """Number of tokens up to which it is computed in steps of its own, since a step with its state failed. Set by the
+    loop."""
 
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's computed chunks, if requested. Set by the loop."""
@@ -106,6 +109,11 @@ class Request:
     def blocked(self) -> bool:
         """Whether nothing can be computed before media embeddings, KV or a grammar mask arrive."""
         return self.num_ready <= self.num_computed if self.prefilled_here else not self.fully_ready
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether its next step must have no other requests."""
+        return self.num_computed < self.alone_until
 
     @property
     def samples_alone(self) -> bool:

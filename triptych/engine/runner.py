@@ -8,14 +8,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from triptych.engine.cache_manager import PageTable
+from triptych.engine.cache_manager import PageTable, PageTables
 from triptych.engine.prompt_logprobs import PromptLogprobsQuery, score
+from triptych.engine.request import Request
 from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
 from triptych.engine.scheduler import Chunk
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import NUM_TABLES, StateTables
 from triptych.errors import TriptychError
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
+from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.state_tensors import StateBatch
 from triptych.messages.work import PromptLogprobs
 
 Forward = Callable[[ForwardBatch, KVTensors, AfterLayer | None], Tensor]
@@ -75,9 +80,11 @@ class StepOutput:
 class Runner:
     """Runs steps on a decoder and its KV tensors. Only ``run`` takes long."""
 
-    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int) -> None:
+    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int, states: SlotStates | None = None) -> None:
+        """``states`` are those of the cache, which may belong to several ranks; None for a model without state."""
         self.decoder = decoder
         self.cache = cache
+        self.states = states
         self._page_size = page_size
 
     def batch(self, chunks: Sequence[Chunk], media: MediaEmbeddings) -> ForwardBatch:
@@ -104,8 +111,9 @@ class Runner:
                     page_tables=[one.page_tables[group] for one in inputs],
                     slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
                 )
-                for group in range(len(chunks[0].request.tables))
+                for group in range(len(inputs[0].page_tables))
             ],
+            state=None if self.states is None else state_batch(chunks),
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
         )
 
@@ -123,7 +131,12 @@ class Runner:
         """Run a step. ``sampling_inputs`` are those of the chunks that sample, in order; ``queries`` is what
         ``prompt_logprobs_queries`` returns for the chunks; ``after_layer`` is passed to the decoder."""
         with self._device_context(), torch.inference_mode():
-            logits = self.logits(batch, after_layer)
+            if self.states is not None and batch.state is not None:
+                self.states.begin(batch.state)
+                logits = self.logits(batch, after_layer)
+                self.states.end(batch.state)
+            else:
+                logits = self.logits(batch, after_layer)
             scored = score(logits, queries) if queries else []
             if queries:
                 taken = {row for one in queries for row in range(one.first_row, one.first_row + len(one.tokens))}
@@ -140,7 +153,7 @@ class Runner:
 
     def chunk_inputs(self, chunk: Chunk) -> ChunkInputs:
         """Return a chunk's positions, page tables and slots."""
-        tables, size = chunk.request.tables, self._page_size
+        tables, size = self.page_tables(chunk.request), self._page_size
         tokens = range(chunk.start, chunk.start + chunk.length)
         return ChunkInputs(
             positions=chunk.request.positions_of(chunk.start, chunk.length),
@@ -148,6 +161,22 @@ class Runner:
             released=[table.first * size for table in tables],
             slots=[_slots(table, tokens, size) for table in tables],
         )
+
+    def page_tables(self, request: Request) -> PageTables:
+        """Return the request's tables in groups of layers, without those of its state."""
+        return request.tables if self.states is None else request.tables[:-NUM_TABLES]
+
+
+def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
+    """Return what a step of these chunks does with their requests' states."""
+    own = [StateTables.of(chunk.request.tables) for chunk in chunks]
+    slots = [tables.slot.pages[0] for tables in own]
+    starts = [chunk.start for chunk in chunks]
+    delta = DeltaBatch([chunk.length for chunk in chunks], slots, [start == 0 for start in starts])
+    entries = list(zip(own, slots, starts, strict=True))
+    loads = [(snapshot, slot, start) for tables, slot, start in entries for snapshot in tables.loading.pages]
+    saves = [(snapshot, slot) for tables, slot, _ in entries for snapshot in tables.saving.pages]
+    return StateBatch(delta, starts, loads, saves)
 
 
 def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:

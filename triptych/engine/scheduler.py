@@ -24,6 +24,9 @@ many pages as they may need at a time.
 A request starts with the cached pages of its prefix. It retains them from its arrival on, because they decide which
 items need an encoder. A request for prompt log probabilities reuses no prefix: the cache holds keys and values, not
 logits.
+
+A model with state adds a slot to what a request needs (``engine/state_slots.py``). A step ends where a snapshot is
+taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ from dataclasses import dataclass, field
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.prefix import extend_page_hashes
 from triptych.engine.request import Request
+from triptych.engine.state_slots import StateSlots
 from triptych.types import RequestId
 
 MAX_SCORED = 64
@@ -168,6 +172,8 @@ class Scheduler:
             if self._requests.get(chunk.request.id) is chunk.request:
                 chunk.request.num_computed = chunk.start + chunk.length
                 self._cache_full_pages(chunk.request)
+                if self.cache.states is not None:
+                    self._keep_snapshot(self.cache.states, chunk.request)
 
     def mark_received(self, request: Request, num_tokens: int) -> None:
         """Record that the first ``num_tokens`` tokens of a request that another instance prefills are in its pages."""
@@ -265,6 +271,8 @@ class Scheduler:
         them."""
         if request.blocked or step.num_tokens >= self._budget or not (request.running or self._has_free_slot):
             return True
+        if step.chunks and (request.runs_alone or step.chunks[0].request.runs_alone):
+            return True
         keeps_pages = request.sends_pages or (not request.decoded_here and request.fully_ready)
         begins = not request.running and request.num_computed == request.num_reused
         if (begins or (keeps_pages and not request.sends_pages)) and not self._can_start(step, request):
@@ -279,6 +287,8 @@ class Scheduler:
             length = min(length, MAX_SCORED - step.num_scored)
         if length <= 0:
             return True
+        if takes_snapshots := self._takes_snapshots(request):
+            length = min(length, self._next_snapshot(request) - request.num_computed)
         self.cache.trim(request.tables, request.num_computed)
         at_once = len(request.tokens) if keeps_pages else 0
         can_send = not keeps_pages or request.sends_pages or self._can_send(request)
@@ -286,6 +296,8 @@ class Scheduler:
             request.running = False  # a request that holds pages may need the slot
             return False
         request.running, request.sends_pages = True, keeps_pages
+        if takes_snapshots and request.num_computed + length == self._next_snapshot(request):
+            self._plan_snapshot(request, request.num_computed + length)
         step.chunks.append(Chunk(request, request.num_computed, length))
         return True
 
@@ -356,9 +368,14 @@ class Scheduler:
         """Start with the cached pages of the first ``num_tokens`` tokens."""
         if not self._can_reuse(request):
             return
+        if self.cache.states is not None and not request.prefilled_here:
+            # a state comes with the last token's keys and values, so at least these have to come
+            num_tokens = max(0, min(num_tokens, len(request.tokens) - 2))
         num_pages = num_tokens // self.cache.page_size
         extend_page_hashes(request, self.cache.page_size, num_pages, self._layout)
-        request.tables, request.num_cached_pages = self.cache.lookup(request.page_hashes[:num_pages])
+        request.tables, request.num_cached_pages = self.cache.lookup(
+            request.page_hashes[:num_pages], with_state=request.prefilled_here
+        )
         request.num_computed = request.num_reused = request.num_cached_pages * self.cache.page_size
 
     def _reuse_text_prefix(self, request: Request) -> None:
@@ -366,6 +383,28 @@ class Scheduler:
         progress: it waited for pages, or was preempted."""
         media = request.items[0].placement.start if request.items else len(request.tokens)
         self._reuse_prefix(request, min(media, len(request.tokens) - 1))
+
+    def _takes_snapshots(self, request: Request) -> bool:
+        """Whether steps end where snapshots of the request's state are taken."""
+        return self.cache.states is not None and self._reuse_prefixes and request.prefilled_here
+
+    def _next_snapshot(self, request: Request) -> int:
+        """Return the number of tokens after which the next snapshot is taken."""
+        assert self.cache.states is not None
+        return self.cache.states.next_position(request.num_computed, request.num_prompt)
+
+    def _plan_snapshot(self, request: Request, position: int) -> None:
+        """Have the next step end with a snapshot of the state after ``position`` tokens, which are whole pages."""
+        assert self.cache.states is not None
+        num_pages = position // self.cache.page_size
+        extend_page_hashes(request, self.cache.page_size, num_pages, self._layout)
+        self.cache.states.plan(request.tables, request.page_hashes[num_pages - 1])
+
+    def _keep_snapshot(self, states: StateSlots, request: Request) -> None:
+        """Cache the snapshot that the request's step has taken, if any."""
+        num_pages, rest = divmod(request.num_computed, self.cache.page_size)
+        is_planned = states.planned(request.tables) and not rest
+        states.computed(request.tables, request.page_hashes[num_pages - 1] if is_planned else None)
 
     def _cache_full_pages(self, request: Request) -> None:
         """Add newly filled pages to the prefix cache."""

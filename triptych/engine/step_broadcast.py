@@ -5,10 +5,13 @@ from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
+from triptych.layers.delta_rule.base import DeltaBatch
 from triptych.layers.parallel import Group
+from triptych.layers.state_tensors import StateBatch
 
-_HEADER = 6
-"""Counts of tokens, media rows, logits, requests and groups of layers, and the total length of the page tables."""
+_HEADER = 7
+"""Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
+requests have states."""
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
@@ -19,8 +22,9 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     tables = [table for one in attention for table in one.page_tables]
     kv_lens, table_lens = [length for one in attention for length in one.kv_lens], [len(table) for table in tables]
     sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
-    group.broadcast(torch.tensor([*sizes, sum(table_lens)]))
-    lens = torch.tensor([*query_lens, *kv_lens, *table_lens])
+    group.broadcast(torch.tensor([*sizes, sum(table_lens), batch.state is not None]))
+    states = [] if batch.state is None else [*batch.state.delta.slots, *batch.state.starts]
+    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     slots = [one.slots for one in attention]
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *tables)
@@ -32,11 +36,13 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
-    tokens, media, logits, requests, num_groups, pages = _receive(group, _HEADER).tolist()
+    tokens, media, logits, requests, num_groups, pages, has_state = _receive(group, _HEADER).tolist()
     lens = num_groups * requests
-    sizes = [tokens, 3 * tokens, media, logits, requests, lens, lens, num_groups * tokens, pages]
+    states = requests * has_state
+    sizes = [tokens, 3 * tokens, media, logits, requests, lens, lens, states, states, num_groups * tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
-    token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, slots, tables = integers
+    token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, *rest = integers
+    state_slots, starts, slots, tables = rest
     page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
@@ -54,7 +60,14 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
             )
             for one in range(num_groups)
         ],
+        state=_states(query_lens, state_slots, starts) if has_state else None,
     )
+
+
+def _states(query_lens: Tensor, slots: Tensor, starts: Tensor) -> StateBatch:
+    """Return a step without snapshots: rank 0 copies them, in the memory of all ranks."""
+    delta = DeltaBatch(query_lens.tolist(), slots.tolist(), (starts == 0).tolist())
+    return StateBatch(delta, starts.tolist(), [], [])
 
 
 def _receive(group: Group, length: int) -> Tensor:

@@ -34,7 +34,7 @@ class StepResult:
     began: float
     """In seconds since the epoch."""
     output: StepOutput | None
-    """None if the model failed on this chunk, the only one."""
+    """None if the model failed on this chunk, the only one, or, where requests have states, on any of these."""
 
 
 class StepExecutor:
@@ -87,6 +87,9 @@ class StepExecutor:
         if error is None:
             return StepResult(running.step_batch.chunks, running.began, running.future.result())
         chunks = running.step_batch.chunks
+        if len(chunks) > 1 and self._runner.states is not None:
+            log.warning("a step of %d requests failed (%r); computing each by itself", len(chunks), error)
+            return StepResult(chunks, running.began, None)  # states have changed: the halves can't be repeated
         if len(chunks) > 1:
             log.warning("a step of %d requests failed (%r); trying its halves", len(chunks), error)
             self._retries.extendleft(reversed(running.step_batch.halves()))

@@ -8,6 +8,7 @@ from triptych.layers.attention.base import AttentionBackend
 from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, compiled
 from triptych.layers.compiled_layers import RunLayers
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.delta_net import GatedDeltaNet
 from triptych.layers.ffns import load_ffn
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
@@ -33,7 +34,8 @@ class DecoderLayer(nn.Module):
         self.mixed_norm = None if after_mixer is None else norm(after_mixer)
         self.finished_norm = None if after_ffn is None else norm(after_ffn)
         self.mixer = load_mixer(config, reader, index, backend)
-        self.rope_index = self.mixer.rope_index  # a submodule's takes longer to look up
+        # a submodule's takes longer to look up
+        self.rope_index = 0 if isinstance(self.mixer, GatedDeltaNet) else self.mixer.rope_index
         self.mlp = load_ffn(config, reader, index)
         self.per_layer = None if config.per_layer is None else PerLayerInput(config, reader, prefix)
         self.factor = None if spec.factor is None else float(reader.tensor(f"{prefix}.{spec.factor}", (1,)))
@@ -42,10 +44,10 @@ class DecoderLayer(nn.Module):
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
         """Return the layer's two halves as compiled calls, each None if the kernels don't support it: they are for
-        attention whose queries aren't scaled, and for gated MLPs."""
+        attention whose queries and outputs aren't scaled, and for gated MLPs."""
         mixer, mlp, extras = self.mixer, self.mlp, self.extras_of_finish()
         attend, finish = None, None
-        if isinstance(mixer, Attention) and mixer.query_scaling is None:
+        if isinstance(mixer, Attention) and mixer.query_scaling is None and not mixer.num_gates:
             attend = self._compiled_attend(mixer)
         if isinstance(mlp, GatedMLP) and extras is not None:
             output, gate_up, down = (compiled(linear) for linear in (mixer.output, mlp.gate_up, mlp.down))
@@ -55,7 +57,12 @@ class DecoderLayer(nn.Module):
 
     def _compiled_attend(self, attention: Attention) -> AttendLayer | None:
         kernel, qkv = getattr(attention.backend, "kernel", None), compiled(attention.qkv)
-        if kernel is None or qkv is None or qkv.library is not kernel.library or not kernel.suits_heads(*attention.shape):
+        if (
+            kernel is None
+            or qkv is None
+            or qkv.library is not kernel.library
+            or not kernel.suits_heads(*attention.shape)
+        ):
             return None
         heads_norm = attention.qk_norm if isinstance(attention.qk_norm, RMSNorm) else None
         return AttendLayer(kernel, self.mixer_norm, qkv, heads_norm, attention.shape, attention.options)

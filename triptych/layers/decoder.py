@@ -17,6 +17,7 @@ from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.rope import Rope
+from triptych.layers.state_tensors import StateBatch
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch"]
@@ -41,6 +42,9 @@ class ForwardBatch:
     num_largest: Sequence[int] = ()
     """[L]: how many of a token's largest logits are needed, 0 for all; the others may be minus infinity. Empty if all
     logits of all tokens are needed."""
+
+    state: StateBatch | None = None
+    """Slots of the sequences' states; None for a decoder without state."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks copy the bits, whatever the dtype
@@ -119,8 +123,12 @@ class Decoder(nn.Module):
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         per_layer = None if self.per_layer is None else self.per_layer(batch.tokens, hidden)
-        contexts = [LayerContext(batch.positions, rotations, attention, per_layer) for attention in batch.attention]
-        wanted, last, place = batch.logits_index, self.config.caching_layers[-1], self.config.caches
+        delta = None if batch.state is None else batch.state.delta
+        contexts = [
+            LayerContext(batch.positions, rotations, attention, per_layer, delta) for attention in batch.attention
+        ]
+        wanted, last = batch.logits_index, self.config.caching_layers[-1]
+        place, kept = self.config.caches, cache.of_layers
         together = self._together(batch, cache, after_layer)
         for index, layer in enumerate(self.layers):
             if index in together:
@@ -129,7 +137,7 @@ class Decoder(nn.Module):
                 continue
             rows = self._last_rows(batch) if index == last else None
             context = contexts[self.config.cache_groups.of_layer[place[index]]]
-            hidden = layer(hidden, cache.layers[place[index]], context, rows)
+            hidden = layer(hidden, kept[place[index]], context, rows)
             if after_layer is not None and self.config.layers[index].cache_of is None:
                 after_layer(place[index])
             if index < self.config.num_deepstack_layers:

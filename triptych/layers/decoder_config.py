@@ -5,7 +5,8 @@ from functools import cached_property
 
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import RopeConfig
-from triptych.layers.specs import DenseAndExpertsSpec, LayerSpec, MoESpec, check_divides
+from triptych.layers.specs import DeltaNetSpec, DenseAndExpertsSpec, LayerSpec, MoESpec, check_divides
+from triptych.layers.state_spec import StateSpec
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,6 @@ class TensorNames:
     in transformers (``layers.0.self_attn.q_proj.weight``). A part of a name is what stands between the layer's number
     and ``.weight``."""
 
-    ffn: str = "mlp"
-    """Part of a layer's name for its ffn."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Parts that hold several parts' outputs, one after the other, and those parts."""
     fused_by_kv_head: bool = False
@@ -77,7 +76,8 @@ class DecoderConfig:
     @cached_property
     def ropes(self) -> tuple[tuple[int, RopeConfig], ...]:
         """The distinct rotary embeddings of the layers, each with the values per head that it covers."""
-        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+        rotary = (layer.mixer.rotary for layer in self.layers)
+        return tuple(dict.fromkeys(one for one in rotary if one is not None))
 
     @cached_property
     def caching_layers(self) -> tuple[int, ...]:
@@ -112,6 +112,15 @@ class DecoderConfig:
     def cache_specs(self, stored: CacheFormat) -> tuple[CacheSpec, ...]:
         """Return what each of ``caching_layers`` keeps in a KV cache of this format."""
         return tuple(self.layers[index].mixer.cache_spec(stored) for index in self.caching_layers)
+
+    def state_specs(self, activations: CacheFormat) -> tuple[StateSpec, ...]:
+        """Return what each layer keeps of a request as a whole, in a decoder with activations of this format."""
+        return tuple(layer.mixer.state_spec(activations) for layer in self.layers)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any layer keeps something of a request as a whole."""
+        return any(isinstance(layer.mixer, DeltaNetSpec) for layer in self.layers)
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.

@@ -14,8 +14,8 @@ def load_ffn(config: DecoderConfig, reader: WeightReader, index: int) -> nn.Modu
     layer, hidden_size, spec = f"layers.{index}", config.hidden_size, config.layers[index].ffn
     match spec:
         case GatedMLPSpec():
-            return reader.all_reduced(load_mlp(spec, reader, f"{layer}.{config.names.ffn}", hidden_size))
+            return reader.all_reduced(load_mlp(spec, reader, f"{layer}.mlp", hidden_size))
         case MoESpec():
-            return reader.all_reduced(load_mixture(spec, reader, f"{layer}.{config.names.ffn}", hidden_size))
+            return reader.all_reduced(load_mixture(spec, reader, f"{layer}.mlp", hidden_size))
         case DenseAndExpertsSpec():
             return load_dense_and_experts(spec, reader, layer, hidden_size, config.rms_norm_eps)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
+from triptych.layers.delta_rule.base import DeltaBatch
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class LayerContext:
     attention: AttentionBatch
     per_layer: Tensor | None = None
     """[T, layers, values]: the tokens' embeddings for each layer, if the decoder has them."""
+    delta: DeltaBatch | None = None
+    """Slots of the sequences' states; None in a decoder without state."""
 
     def of_tokens(self, rows: Tensor) -> "LayerContext":
         """Return the context of some of the T tokens, int64 [R], once the cache holds the keys and values of all."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from triptych.layers.attention.base import AttentionBackend, AttentionOptions
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.delta_net import GatedDeltaNet
 from triptych.layers.latent import LatentAttention
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate
-from triptych.layers.specs import AttentionSpec, MLASpec, QueryScaling
+from triptych.layers.specs import AttentionSpec, DeltaNetSpec, MLASpec, QueryScaling
 from triptych.layers.weights import WeightReader
 
 
@@ -31,14 +32,17 @@ class Attention(nn.Module):
         reader: WeightReader,
         prefix: str,
         backend: AttentionBackend,
+        *,
+        reads_other_cache: bool,
     ) -> None:
         super().__init__()
         shard, head_dim = spec.shard(reader.group.size), spec.head_dim
         self.shape = heads, kv_heads, _ = shard.num_heads, shard.num_kv_heads, head_dim
-        self.reads_other_cache = config.layers[index].cache_of is not None
-        if self.reads_other_cache:
+        self.reads_other_cache = reads_other_cache
+        if reads_other_cache:
             kv_heads = 0
         self.head_counts = [heads, kv_heads, kv_heads]
+        self.num_gates = heads if spec.output_gate else 0
         self.head_dim = head_dim
         self.backend = backend
         sinks = None
@@ -50,7 +54,8 @@ class Attention(nn.Module):
         self.rope_index = config.ropes.index(spec.rotary)
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)
         order = spec.rope.order(head_dim)
-        projections = {f"{prefix}.q_proj": replace(queries, order=order)}
+        projected = gated_queries(queries, order) if spec.output_gate else replace(queries, order=order)
+        projections = {f"{prefix}.q_proj": projected}
         if not self.reads_other_cache:
             projections[f"{prefix}.k_proj"] = replace(keys, order=order)
             if not spec.k_is_v:
@@ -85,7 +90,8 @@ class Attention(nn.Module):
         keys, values = cache
         heads, kv_heads, _ = self.head_counts
         # a new tensor, in which queries and keys are rotated in place
-        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
+        qkv = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))  # [T, gates + heads + 2 kv_heads, head_dim]
+        gates, qkv = qkv.tensor_split((self.num_gates,), dim=1)
         if self.normalises_values:
             qkv = self.qk_norm(qkv)
         qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
@@ -97,7 +103,17 @@ class Attention(nn.Module):
         if self.query_scaling is not None:
             query = query * query_scales(context.positions, self.query_scaling).to(query.dtype)
         attended = self.backend(query, key, value, keys, values, context.attention, self.options)
+        if self.num_gates:
+            attended = attended * gates.sigmoid()
         return attended.flatten(1)  # from [T, heads, head_dim]
+
+
+def gated_queries(queries: ShardedDimension, order: tuple[int, ...] | None) -> ShardedDimension:
+    """Return the outputs of a projection to heads' queries, each followed by its gate: all gates, then all ``queries``
+    in ``order``."""
+    dim = queries.width
+    reordered = range(dim) if order is None else order
+    return ShardedDimension(queries.units, 2 * dim, order=(*range(dim, 2 * dim), *reordered), parts=(dim, dim))
 
 
 def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
@@ -106,7 +122,7 @@ def query_scales(positions: Tensor, scaling: QueryScaling) -> Tensor:
     return (1 + scaling.beta * torch.log(1 + lengths)).view(-1, 1, 1)
 
 
-Mixer = Attention | LatentAttention
+Mixer = Attention | LatentAttention | GatedDeltaNet
 
 
 def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend: AttentionBackend) -> Mixer:
@@ -114,6 +130,9 @@ def load_mixer(config: DecoderConfig, reader: WeightReader, index: int, backend:
     prefix = f"layers.{index}.self_attn"
     match config.layers[index].mixer:
         case AttentionSpec() as spec:
-            return Attention(spec, config, reader, prefix, backend)
+            reads_other_cache = config.layers[index].cache_of is not None
+            return Attention(spec, config, reader, prefix, backend, reads_other_cache=reads_other_cache)
         case MLASpec() as spec:
             return LatentAttention(spec, config, reader, prefix, backend)
+        case DeltaNetSpec() as spec:
+            return GatedDeltaNet(spec, config, reader, f"layers.{index}.linear_attn")

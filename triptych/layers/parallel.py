@@ -7,6 +7,7 @@ all-reduce.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -161,6 +162,8 @@ class ShardedDimension:
     """Values per unit."""
     order: tuple[int, ...] | None = None
     """Which of a unit's values, as stored, stands where; None: all stand as stored."""
+    parts: tuple[int, ...] = ()
+    """Sizes of a unit's parts: the first parts of all units stand before all second ones. Empty: units are whole."""
 
     @property
     def size(self) -> int:
@@ -175,4 +178,29 @@ class ShardedDimension:
         """Return the indices of the stored values that belong to a rank, int64, in the order in which they stand."""
         part = self.part(group)
         units = torch.arange(part.start, part.stop).view(-1, self.width)
-        return (units if self.order is None else units[:, list(self.order)]).flatten()
+        units = units if self.order is None else units[:, list(self.order)]
+        return torch.cat([one.flatten() for one in units.split(self.parts or (self.width,), dim=1)])
+
+    def stored(self, group: Group) -> slice | Tensor:
+        """Return which of the stored values belong to a rank, as a range if they are one and stand as stored."""
+        return self.part(group) if self.order is None and not self.parts else self.index(group)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Dimensions that are stored as one, one after the other. Each is divided among the ranks by itself."""
+
+    dimensions: tuple[ShardedDimension, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(one.size for one in self.dimensions)
+
+    def index(self, group: Group) -> Tensor:
+        """Return the indices of the stored values that belong to a rank, int64, in the order in which they stand."""
+        starts = accumulate((one.size for one in self.dimensions), initial=0)
+        return torch.cat([start + one.index(group) for start, one in zip(starts, self.dimensions, strict=False)])
+
+    def stored(self, group: Group) -> Tensor:
+        """As ``index``."""
+        return self.index(group)

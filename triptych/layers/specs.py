@@ -10,6 +10,10 @@ from enum import Enum
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.cache_spec import CacheFormat, CacheSpec, Window
 from triptych.layers.rope_config import RopeConfig
+from triptych.layers.state_spec import StatePart, StateSpec
+
+STATE_FORMAT = CacheFormat("float32", 4)
+"""Of recurrent states, whatever the weights' format: rounding would add up over all tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class AttentionSpec:
     has_sinks: bool = False
     """Whether each query head has a logit that takes part in the softmax's sum, without a value."""
     query_scaling: QueryScaling | None = None
+    output_gate: bool = False
+    """Whether the sigmoid of a gate scales the output. The query projection yields each head's query, then its gate."""
 
     @property
     def rotary(self) -> tuple[int, RopeConfig]:
@@ -76,10 +82,14 @@ class AttentionSpec:
         """Return what a layer keeps in a cache of this format."""
         return CacheSpec(self.num_kv_heads, (self.head_dim, self.head_dim), stored, self.window)
 
+    def state_spec(self, activations: CacheFormat) -> StateSpec:
+        """Return no parts: attention keeps nothing of a request as a whole."""
+        return ()
+
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: three copies of queries, keys and values and, without compiled
         kernels, a mask, the scores of a head if PyTorch's fused attention can't be used, and gathered pages."""
-        heads = self.num_heads + 2 * self.num_kv_heads
+        heads = self.num_heads * (2 if self.output_gate else 1) + 2 * self.num_kv_heads
         mask = tokens * context_length * (4 if self.has_sinks or self.softcap is not None else 1)
         gathered = 3 * context_length * self.num_kv_heads * self.head_dim
         return 3 * tokens * heads * self.head_dim + mask + gathered
@@ -133,6 +143,10 @@ class MLASpec:
         """Return what a layer keeps in a cache of this format."""
         return CacheSpec(1, (self.cached_dim,), stored)
 
+    def state_spec(self, activations: CacheFormat) -> StateSpec:
+        """Return no parts: attention keeps nothing of a request as a whole."""
+        return ()
+
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: queries and their projections, attention's output and, without
         compiled kernels, a mask and gathered pages."""
@@ -141,7 +155,61 @@ class MLASpec:
         return tokens * (per_token + context_length) + 3 * context_length * self.cached_dim
 
 
-MixerSpec = AttentionSpec | MLASpec
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """A gated delta net (arXiv:2412.06464): a convolution over the last tokens, and a matrix per head that each token
+    changes. Names are those of its projections."""
+
+    key_heads: int
+    """Heads of queries and keys; consecutive value heads share one."""
+    value_heads: int
+    key_dim: int
+    """Values of a query, and of a key."""
+    value_dim: int
+    is_grouped: bool = False
+    """Whether two projections yield, for each key head in turn, what belongs to it (``in_proj_qkvz`` and
+    ``in_proj_ba``), instead of one each for all heads' queries, keys and values (``in_proj_qkv``), and gates."""
+
+    CONV_TOKENS = 3
+    """Earlier tokens that the convolution sees."""
+
+    window = None
+    rotary = None
+    """It has no positions."""
+
+    @property
+    def channels(self) -> int:
+        """Values of a token's queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.output_size
+
+    @property
+    def output_size(self) -> int:
+        """Values per token that the output projection takes."""
+        return self.value_heads * self.value_dim
+
+    def shard(self, size: int) -> "DeltaNetSpec":
+        """Return one of ``size`` ranks' share of the heads. Raises ConfigError if there is none."""
+        check_divides("key heads of delta nets", self.key_heads, size)
+        return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)
+
+    def cache_spec(self, stored: CacheFormat) -> CacheSpec:
+        """Return that nothing is kept of each token."""
+        return CacheSpec(0, (), stored)
+
+    def state_spec(self, activations: CacheFormat) -> StateSpec:
+        """Return what a layer keeps of a request: the heads' matrices, and the convolution's last inputs in the
+        activations' format."""
+        heads = self.value_heads, self.key_dim, self.value_dim
+        return StatePart(heads, STATE_FORMAT), StatePart((self.CONV_TOKENS, self.channels), activations)
+
+    def step_values(self, tokens: int, context_length: int) -> int:
+        """Return how many values a step holds at most: what is projected and convolved, and, without compiled kernels,
+        a sequence's queries, keys and values for each value head in several forms."""
+        heads = self.value_heads * (2 * self.key_dim + self.value_dim)
+        return tokens * (2 * self.channels + 3 * self.output_size + 4 * heads)
+
+
+MixerSpec = AttentionSpec | MLASpec | DeltaNetSpec
 """The part of a layer that mixes tokens."""
 
 

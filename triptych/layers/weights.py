@@ -14,7 +14,7 @@ from triptych.layers.decoder_config import OWN_NAMES, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
-from triptych.layers.parallel import AllReduce, GatherLogits, Group, ShardedDimension
+from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, ShardedDimension
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
@@ -52,7 +52,7 @@ class DecoderKeys:
 
     def owns(self, key: str) -> bool:
         """Return whether the checkpoint's tensor ``key`` belongs to the decoder; those that it ignores do, too."""
-        return key == self.head or key.startswith(self.prefix)
+        return key == self.head or key.startswith((self.prefix, *self.names.ignored_modules))
 
     def ignores(self, key: str) -> bool:
         """Return whether the decoder doesn't need the checkpoint's tensor ``key``."""
@@ -97,7 +97,12 @@ class WeightReader:
         return self._checkpoint.read([key])[key]
 
     def column_parallel(
-        self, layers: dict[str, ShardedDimension], in_features: int, bias: bool = False, *, repeats_last: bool = False
+        self,
+        layers: Mapping[str, ShardedDimension | Segments],
+        in_features: int,
+        bias: bool = False,
+        *,
+        repeats_last: bool = False,
     ) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them;
         ``repeats_last``: those of the last one come twice."""
@@ -114,15 +119,13 @@ class WeightReader:
         weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
         return self.linear(concatenate(weights), vector)
 
-    def _stored(self, layers: Mapping[str, ShardedDimension]) -> list[tuple[str, int, slice | Tensor]]:
+    def _stored(self, layers: Mapping[str, ShardedDimension | Segments]) -> list[tuple[str, int, slice | Tensor]]:
         """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
         fused = self._keys.fused_name(list(layers))
         if fused is None:
-            return [
-                (name, out.size, out.part(self.group) if out.order is None else out.index(self.group))
-                for name, out in layers.items()
-            ]
-        runs = min(out.units for out in layers.values()) if self._keys.names.fused_by_kv_head else 1
+            return [(name, out.size, out.stored(self.group)) for name, out in layers.items()]
+        units = [out.units for out in layers.values() if isinstance(out, ShardedDimension)]
+        runs = min(units) if self._keys.names.fused_by_kv_head else 1
         ends = list(accumulate(out.size // runs for out in layers.values()))
         rows = []
         for end, out in zip(ends, layers.values(), strict=True):

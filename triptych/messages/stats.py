@@ -123,6 +123,13 @@ class LanguageStats(Struct):
     preemptions: Count
     steps: Count
     computed_tokens: Count
+    state_slots: Count = 0
+    """Slots for requests' states; 0 for a model without state."""
+    state_slots_used: Count = 0
+    state_snapshots: Count = 0
+    """Snapshots of states that have room."""
+    state_snapshots_cached: Count = 0
+    """Snapshots kept for the prefix cache, without those that requests hold."""
 
 
 class InstanceStats(Struct):
@@ -151,6 +158,8 @@ class InstanceStats(Struct):
             groups = language.kv_cache
             pages, used = sum(group.pages for group in groups), sum(group.used for group in groups)
             pools.append(PoolUsage("kv_pages", pages, used, sum(group.cached for group in groups)))
+            if language.state_slots:
+                pools.append(PoolUsage("state_slots", language.state_slots, language.state_slots_used))
         if (received := self.received) is not None:
             pools.append(PoolUsage(f"{received.kind}_blocks", received.blocks, received.used))
         return Load(running, waiting, pools)

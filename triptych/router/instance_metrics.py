@@ -87,6 +87,15 @@ SERIES = [
     Series(
         "prefix_cache_hits", "prompt tokens found in the prefix cache", True, _language(lambda one: one.prefix_hits)
     ),
+    Series(
+        "state_slots", "slots for the states of requests, in models with state", False,
+        _language(lambda one: one.state_slots),
+    ),
+    Series("state_slots_used", "slots that hold a request's state", False, _language(lambda one: one.state_slots_used)),
+    Series(
+        "state_snapshots_cached", "snapshots of states in the prefix cache", False,
+        _language(lambda one: one.state_snapshots_cached),
+    ),
     Series("num_preemptions", "requests preempted", True, _language(lambda one: one.preemptions)),
     Series("engine_steps", "forward passes", True, _language(lambda one: one.steps)),
     Series(

@@ -8,13 +8,14 @@ from triptych.config import EngineConfig
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.grammar.service import GrammarService
-from triptych.engine.group import CacheSize, agree_on_size, gather_memory, make_forward
+from triptych.engine.group import CacheSize, GroupCache, agree_on_size, gather_memory, make_forward
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_size import KVSize, gib, kv_size
 from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
-from triptych.layers.attention.base import KVTensors
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import StateSlots
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
@@ -67,7 +68,9 @@ def build_engine(
     instance.at_end(grammars.close)
     scheduler = Scheduler(
         CacheManager(
-            [PagePool(pages, engine.page_size) for pages in size.num_pages], model.kv_rows.layer_groups.windows
+            [PagePool(pages, engine.page_size) for pages in size.num_pages],
+            model.kv_rows.layer_groups.windows,
+            _state_slots(engine) if decoder.config.has_state else None,
         ),
         engine.max_num_seqs,
         engine.max_num_batched_tokens,
@@ -78,7 +81,7 @@ def build_engine(
     return EngineComponents(
         engine=EngineCore(
             scheduler=scheduler,
-            runner=_runner(broadcasting, cache.own, engine.page_size, device),
+            runner=_runner(broadcasting, cache, engine, device),
             compute=instance.compute,
             grammars=grammars,
             no_media=MediaEmbeddings.none(model.adapter.embedding_width, model.weights.activations),
@@ -107,6 +110,7 @@ def _agreed_size(
         specs=cached.cache_specs(cache_format(model.kv_dtype)),
         model_context=model.planner.context_length,
         available=memory.free,
+        record_bytes=model.state_size.record_bytes,
     )
     logits = engine.max_num_seqs + min(MAX_SCORED, engine.max_num_batched_tokens)
     ranks_sharing_memory = group.size if device.type == "cpu" else 1
@@ -131,8 +135,16 @@ def _warn_of_slow_kv(activations: torch.dtype, kv: torch.dtype, device: torch.de
         )
 
 
-def _runner(forward: Forward, cache: KVTensors, page_size: int, device: torch.device) -> Runner:
+def _state_slots(engine: EngineConfig) -> StateSlots:
+    """Return the slots of a model with state."""
+    interval = engine.state_snapshot_interval
+    return StateSlots(engine.max_num_seqs, engine.num_state_snapshots, interval, engine.page_size)
+
+
+def _runner(forward: Forward, cache: GroupCache, engine: EngineConfig, device: torch.device) -> Runner:
     """Return the runner for a device. ``forward`` computes a step on all ranks."""
+    tensors = cache.whole.states
+    states = None if tensors is None else SlotStates(tensors, engine.max_num_seqs)
     if device.type == "cpu":
-        return Runner(forward, cache, page_size)
-    return GpuRunner(forward, cache, page_size, device)
+        return Runner(forward, cache.own, engine.page_size, states)
+    return GpuRunner(forward, cache.own, engine.page_size, device, states)

@@ -103,7 +103,7 @@ class Components:
         incoming = IncomingTransfers(receiver, instance.name)
         embedding_source = kv_source = kv_sink = None
         if role.takes_kv:
-            kv_source = KVSource(incoming, cache, address)
+            kv_source = KVSource(incoming, cache, address, parts.engine.runner.states)
         else:
             embedding_source = EmbeddingSource(incoming, address, parts.embedding_dtype, parts.embedding_width)
         if role.sends_kv:

@@ -7,14 +7,16 @@ from triptych.checkpoint.config_files import load_config, load_preprocessor_conf
 from triptych.checkpoint.quantization import read_quantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
-from triptych.engine.group import GroupCache, make_cache
+from triptych.engine.group import GroupCache, StateSize, make_cache
 from triptych.engine.kv_rows import TokenRows
+from triptych.engine.kv_size import num_slots
 from triptych.errors import CheckpointError
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_format, weight_format
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
+from triptych.layers.state_spec import StateSpec, record_bytes
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import ModelConfig, Planner
@@ -40,6 +42,7 @@ class ModelBundle:
         self.tower_weights = tower_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)
         self.page_size = engine.page_size
+        self._num_slots = num_slots(engine)
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -73,6 +76,7 @@ class ModelBundle:
             dtype=self.kv_dtype,
             device=rank_device(self.device, group.rank),
             path=path,
+            states=self.state_size if self.adapter.decoder_config.has_state else None,
         )
 
     @property
@@ -92,7 +96,17 @@ class ModelBundle:
     @cached_property
     def kv_rows(self) -> TokenRows:
         """The rows of a token in each layer, as the KV cache holds them."""
-        return TokenRows(self.adapter.decoder_config.cache_specs(cache_format(self.kv_dtype)))
+        return TokenRows(self.adapter.decoder_config.cache_specs(cache_format(self.kv_dtype)), self._state_specs)
+
+    @cached_property
+    def state_size(self) -> StateSize:
+        """The size of the slots for requests' states; records are empty for a model without state."""
+        specs = self._state_specs
+        return StateSize(specs, self._num_slots, record_bytes(specs, self.kv_rows.row_bytes))
+
+    @property
+    def _state_specs(self) -> tuple[StateSpec, ...]:
+        return self.adapter.decoder_config.state_specs(cache_format(self.weights.activations))
 
     @property
     def kv_layout(self) -> RowLayout:

@@ -16,6 +16,7 @@ from triptych.layers.attention.tables import PagedTables
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, Window, first_read
 from triptych.layers.large_pages import LargePages
 from triptych.layers.pinned import to_device
+from triptych.layers.state_tensors import StateTensors
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,16 @@ class KVTensors:
 
     layers: list[tuple[Tensor, ...]]
     """The parts of each layer, such as keys and values: [pages, page_size, heads, stored_dim], as ``kv_format`` stores
-    them. ``stored_dim`` differs between parts."""
+    them. ``stored_dim`` differs between parts. Empty for a layer that keeps nothing of each token."""
+    states: StateTensors | None = None
+    """What layers keep of each request as a whole; None if none keeps anything."""
+
+    @cached_property
+    def of_layers(self) -> list[tuple[Tensor, ...]]:
+        """What each layer keeps: its pages or its states."""
+        if self.states is None:
+            return self.layers
+        return [pages or states for pages, states in zip(self.layers, self.states.layers, strict=True)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -148,11 +158,11 @@ class KVTensors:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self.layers[0][0].shape[1]
+        return self.tensors[0].shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self.layers[0][0].device
+        return self.tensors[0].device
 
     @classmethod
     def allocate(

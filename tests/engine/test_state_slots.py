@@ -1,0 +1,169 @@
+"""Slots of states, and snapshots. A "state" here is a number that follows from all tokens up to a position."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.generation import request
+from triptych.engine.cache_manager import CacheManager
+from triptych.engine.kv_cache import PagePool
+from triptych.engine.request import Request
+from triptych.engine.runner import state_batch
+from triptych.engine.scheduler import Scheduler, SchedulerOutput
+from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_slots import StateSlots
+from triptych.errors import InternalError
+from triptych.layers.cache_spec import CacheFormat
+from triptych.layers.state_spec import StatePart, record_bytes, record_rows
+from triptych.layers.state_tensors import StateTensors
+from triptych.messages.work import SamplingParams
+
+PAGE = 4
+NUMBER = ((StatePart((1,), CacheFormat("int64", 8)),),)
+
+
+def after(state: int, tokens: Sequence[int]) -> int:
+    return reduce(lambda number, token: (number * 31 + token + 1) % 1_000_003, tokens, state)
+
+
+class Engine:
+    """A scheduler whose steps compute numbers."""
+
+    def __init__(self, pages: int, slots: int, snapshots: int, interval: int = 8, budget: int = 12) -> None:
+        self.states = StateSlots(slots, snapshots, interval, PAGE)
+        self.cache = CacheManager([PagePool(pages, PAGE)], states=self.states)
+        self.scheduler = Scheduler(self.cache, slots, budget)
+        size = record_bytes(NUMBER, 8)
+        self.tensors = StateTensors.allocate(NUMBER, slots + snapshots, size, torch.device("cpu"))
+        self.held = SlotStates(self.tensors, slots)
+
+    def add(self, name: str, tokens: list[int], max_tokens: int = 1) -> Request:
+        added = request(name, tokens, SamplingParams(max_tokens=max_tokens))
+        self.scheduler.add(added)
+        return added
+
+    def step(self) -> SchedulerOutput:
+        """Schedules a step and runs it. What requests' states were before it is checked."""
+        step = self.scheduler.schedule(lambda one: len(one.tokens))
+        assert step.chunks
+        batch = state_batch(step.chunks)
+        self.held.begin(batch)
+        (numbers,) = self.tensors.layers[0]
+        for chunk, slot in zip(step.chunks, batch.delta.slots, strict=True):
+            tokens, start = chunk.request.tokens, chunk.start
+            state = 0 if start == 0 else int(numbers[slot])
+            assert state == after(0, tokens[:start])
+            numbers[slot] = after(state, tokens[start : start + chunk.length])
+        self.held.end(batch)
+        self.scheduler.mark_computed(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                chunk.request.tokens.append(len(chunk.request.tokens) % 7)
+                if chunk.request.finish_reason():
+                    self.scheduler.remove(chunk.request.id)
+        return step
+
+    def run(self) -> None:
+        while self.scheduler:
+            self.step()
+        self.cache.check_all_free()
+
+
+@pytest.mark.parametrize(
+    ("position", "num_prompt", "expected"),
+    [
+        (0, 3, 8),  # shorter than a page
+        (0, 4, 8),  # its last token is computed in any case
+        (0, 5, 4),
+        (4, 5, 8),
+        (0, 30, 8),
+        (24, 30, 28),
+        (28, 30, 32),
+        (50, 30, 56),
+    ],
+)
+def test_where_snapshots_are_taken(position: int, num_prompt: int, expected: int) -> None:
+    assert StateSlots(1, 1, 7, PAGE).next_position(position, num_prompt) == expected
+
+
+def test_a_hit_needs_pages_and_a_snapshot() -> None:
+    engine, tokens = Engine(20, 2, 4, interval=12), list(range(30))
+    engine.add("cold", tokens)
+    engine.run()
+    assert engine.states.snapshots.num_cached == 3  # after 12, 24 and 28 tokens
+    assert engine.add("longer", [*tokens, *tokens]).num_reused == 28
+    assert engine.add("shorter", tokens[:20]).num_reused == 12
+    assert engine.add("other", [1, *tokens]).num_reused == 0
+    engine.run()
+    assert engine.add("of a page", tokens[:4]).num_reused == 0
+
+
+def test_snapshots_that_are_waited_for_stay() -> None:
+    engine = Engine(40, 1, 1)
+    engine.add("first", list(range(10)))
+    engine.run()
+    engine.add("other", list(range(50, 70)))
+    waiting = engine.add("again", list(range(10)))
+    assert waiting.num_reused == 8
+    while (chunk := engine.step().chunks[-1]).request is not waiting:
+        pass
+    assert chunk.start == 8
+
+
+def test_the_least_recently_used_snapshot_is_evicted() -> None:
+    engine = Engine(40, 1, 2)
+    for first in (0, 10, 0, 20):
+        engine.add(f"{first}", list(range(first, first + 7)))
+        engine.run()
+    assert [engine.add(f"again {first}", list(range(first, first + 7))).num_reused for first in (0, 10, 20)] == [
+        4,
+        0,
+        4,
+    ]
+
+
+def test_a_state_that_does_not_belong_to_the_tokens_before_is_refused() -> None:
+    engine = Engine(20, 2, 0)
+    engine.add("a", list(range(20)))
+    engine.step()
+    engine.held.received(0, 11)
+    with pytest.raises(InternalError, match="the state after 11 tokens, not"):
+        engine.step()
+
+
+def test_a_failed_step_leaves_no_state() -> None:
+    engine = Engine(20, 2, 0)
+    engine.add("a", list(range(20)))
+    engine.step()
+    step = engine.scheduler.schedule(lambda one: len(one.tokens))
+    engine.held.begin(state_batch(step.chunks))  # and it never ends
+    with pytest.raises(InternalError, match="the state after -1 tokens, not"):
+        engine.held.begin(state_batch(step.chunks))
+
+
+def test_records_are_whole_rows() -> None:
+    specs = ((), (StatePart((3, 5), CacheFormat("float32", 4)),), (StatePart((7,), CacheFormat("float32", 4)),))
+    assert record_rows(specs, 48) == 2
+    assert record_bytes(specs, 48) == 128
+
+
+@given(data=st.data())
+def test_states_follow_from_the_tokens_whatever_is_preempted_or_reused(data: st.DataObject) -> None:
+    """Prompts share beginnings, and pools are small."""
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=8))
+    pages = max(-(-(prompt + answer) // PAGE) for prompt, answer in lengths) + data.draw(st.integers(0, 12))
+    engine = Engine(
+        pages, data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4)), budget=data.draw(st.integers(1, 16))
+    )
+    for number, (prompt, answer) in enumerate(lengths):
+        first = data.draw(st.sampled_from((0, 1)))
+        engine.add(f"{number}", [first, *range(prompt - 1)], answer)
+        if data.draw(st.booleans()):
+            engine.step()
+        if data.draw(st.booleans()) and (victims := [one for one in engine.scheduler if one.holds_pages]):
+            engine.scheduler.preempt(victims[-1])
+    engine.run()

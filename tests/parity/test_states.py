@@ -1,0 +1,176 @@
+"""Models whose layers keep state answer as transformers does, whatever is reused, preempted or lost."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.conftest import Model
+from tests.support.backbones import BACKBONES
+from tests.support.harness import FLOAT32, Messages, Running, at_stake, running, together
+from tests.support.image_cases import Case
+from tests.support.tiny import make_tiny
+from triptych.config import EngineConfig, RankSizes
+from triptych.engine.loop import EngineLoop
+from triptych.layers.decoder import AfterLayer, ForwardBatch
+
+PAGE = FLOAT32.page_size
+START = "The quick brown fox jumps over the lazy dog. " * 3
+CASES = [
+    Case("long", (START + "Pack my box with five dozen liquor jugs. What?",)),
+    Case("with the same beginning", (START + "How vexingly quick daft zebras jump! Who?",)),
+    Case("short", ("Why?",)),
+]
+REQUESTS = [case.messages for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    torch.set_num_threads(1)
+    return Model(make_tiny(tmp_path_factory.mktemp("states"), BACKBONES["qwen3_5"], seed=4), CASES)
+
+
+def served(model: Model, topology: str, engine: EngineConfig, ask: Callable[[Running], Awaitable[object]]) -> None:
+    async def run() -> None:
+        async with running(model.folder, topology, engine) as service:
+            await ask(service)
+
+    asyncio.run(run())
+
+
+async def hits(service: Running, messages: Messages, expected: list[int] | None = None) -> int:
+    """Asks for an answer, and returns how many tokens of the prompt were found in the prefix cache."""
+    scheduler = service.engine_loops()[0].scheduler
+    before = scheduler.num_prefix_hits
+    answer = await service.answer(messages, max_tokens=32 if expected else 8)
+    assert expected is None or answer == expected
+    return scheduler.num_prefix_hits - before
+
+
+def whole(model: Model, case: int) -> int:
+    """Tokens before a prompt's last one in whole pages."""
+    return (len(model.prompts[case].tokens) - 1) // PAGE * PAGE
+
+
+def test_prefixes_are_found_where_a_state_was_kept(model: Model) -> None:
+    """At the end of a prompt, and every 64 tokens; without a snapshot, pages are of no use."""
+
+    async def ask(service: Running) -> None:
+        found = [await hits(service, REQUESTS[case], model.answers[case]) for case in (0, 0, 1, 1, 2, 2)]
+        assert found[:2] == [0, whole(model, 0)]
+        assert found[2] == len(START) // 64 * 64, "the last regular snapshot of the common beginning"
+        assert found[3:] == [whole(model, 1), 0, whole(model, 2)]
+
+    engine = replace(FLOAT32, max_num_batched_tokens=64, state_snapshot_interval=64, state_snapshots=6)
+    served(model, "1PD", engine, ask)
+
+
+def test_every_turn_of_a_conversation_finds_the_last_one(model: Model) -> None:
+    async def ask(service: Running) -> None:
+        turns: Messages = []
+        last = 0
+        for number in range(5):
+            turns.append({"role": "user", "content": [{"type": "text", "text": f"Question {number}, of many? "}]})
+            found = await hits(service, turns)
+            assert found >= last, f"turn {number}"
+            last = (len(service.frontend.service.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
+            turns.append({"role": "assistant", "content": [{"type": "text", "text": "Yes."}]})
+
+    served(model, "1PD", replace(FLOAT32, state_snapshots=3), ask)
+
+
+def test_snapshots_are_evicted_apart_from_pages(model: Model) -> None:
+    async def ask(service: Running) -> None:
+        found = [await hits(service, REQUESTS[case], model.answers[case]) for case in (0, 1, 0, 0)]
+        assert found == [0, 0, 0, whole(model, 0)]
+
+    served(model, "1PD", replace(FLOAT32, state_snapshots=1), ask)
+
+
+def test_decode_reuses_pages_and_receives_the_state(model: Model) -> None:
+    """Also with a single slot, and through a receive pool of one block."""
+
+    async def ask(service: Running) -> None:
+        _, decode = service.engine_loops()
+        rows = [await rows_received(service, decode, case) for case in (0, 0)]
+        assert rows[1] < rows[0] / 2, "decode has the first pages, and prefill a snapshot"
+        assert await service.answers(REQUESTS) == model.answers
+
+    async def rows_received(service: Running, decode: EngineLoop, case: int) -> int:
+        counters = decode.incoming.receiver.counters
+        before = counters.rows
+        assert await service.answer(REQUESTS[case]) == model.answers[case]
+        return counters.rows - before
+
+    engine = replace(FLOAT32, max_num_seqs=1, max_num_batched_tokens=32, kv_receive_blocks=1, receive_block_rows=8)
+    served(model, "1P1D", engine, ask)
+
+
+@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+def test_preempted_requests_start_again(model: Model, topology: str) -> None:
+    longest = len(model.prompts[0].tokens) + 32
+
+    async def run() -> None:
+        engine = replace(FLOAT32, kv_cache_tokens=longest + PAGE, max_num_batched_tokens=64)
+        async with running(model.folder, topology, engine, prepare=together(4)) as service:
+            asked = await service.answers([*REQUESTS, REQUESTS[1]])
+            assert asked == [*model.answers, model.answers[1]]
+            assert service.engine_loops()[-1].scheduler.num_preemptions
+
+    asyncio.run(run())
+
+
+def test_lost_instances_are_replaced(model: Model) -> None:
+    """One prefills when it is lost, another decodes."""
+
+    async def ask(service: Running) -> None:
+        asked = [asyncio.create_task(service.answer(messages)) for messages in 2 * REQUESTS]
+        loops = dict(zip((instance.name for instance in service.instances), service.engine_loops(), strict=True))
+        async with asyncio.timeout(60):
+            while not loops["p0"].num_computed_tokens:
+                await asyncio.sleep(0)
+            await service.end("p0")
+            while not at_stake(service, "d3"):
+                await asyncio.sleep(0)
+            await service.end("d3")
+        assert await asyncio.gather(*asked) == 2 * model.answers
+
+    served(model, "2P2D", replace(FLOAT32, max_num_batched_tokens=16), ask)
+
+
+def test_a_failed_step_is_computed_again_from_the_beginning(model: Model) -> None:
+    """A step that has changed several states can't be repeated as it was."""
+    failed: list[ForwardBatch] = []
+
+    async def ask(service: Running) -> None:
+        (loop,) = service.engine_loops()
+        whole_step = loop.runner.logits
+
+        def failing(batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+            logits = whole_step(batch, after_layer)
+            assert batch.state is not None
+            if len(batch.state.starts) > 1 and min(batch.state.starts) > 100 and not failed:
+                failed.append(batch)
+                raise RuntimeError("after the states have changed")
+            return logits
+
+        loop.runner.logits = failing  # type: ignore[method-assign]
+        assert await service.answers(REQUESTS[:2]) == model.answers[:2]
+        assert failed
+
+    served(model, "1PD", replace(FLOAT32, max_num_batched_tokens=64), ask)
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_ranks(model: Model) -> None:
+    """Which divide the convolution's channels differently."""
+
+    async def ask(service: Running) -> None:
+        assert await service.answers(2 * REQUESTS) == 2 * model.answers
+
+    for sizes in ("P=2,D=1", "P=1,D=2"):
+        engine = replace(FLOAT32, tensor_parallel_size=RankSizes.parse(sizes), max_num_batched_tokens=64)
+        served(model, "1P1D", engine, ask)
