@@ -21,6 +21,7 @@ from triptych.engine.kv_cache import PagePool
 from triptych.errors import CheckpointError
 from triptych.layers.cache_spec import CacheFormat, cache_bytes, layers_of
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.state_spec import state_bytes
 from triptych.models.registry import family_of, resolve
 
 MODELS = ("qwen3", "gemma3", "qwen3.5")
@@ -32,6 +33,7 @@ MIB = 2**20
 def growth(decoder: DecoderConfig, engine: EngineConfig) -> list[dict[str, Any]]:
     """What a request holds at each of ``LENGTHS``."""
     specs, groups = decoder.cache_specs(FORMAT), decoder.cache_groups
+    of_state = state_bytes(decoder.state_specs(FORMAT)) if decoder.has_state else 0
     pools = [PagePool(LENGTHS[-1] // engine.page_size, engine.page_size) for _ in groups.windows]
     manager, found = CacheManager(pools, groups.windows), []
     tables = manager.new_tables()
@@ -43,9 +45,9 @@ def growth(decoder: DecoderConfig, engine: EngineConfig) -> list[dict[str, Any]]
                 {
                     "tokens": end,
                     "pages": {layers_of(window): pages for window, pages in zip(groups.windows, held, strict=True)},
-                    "bytes": cache_bytes(specs, held, engine.page_size),
+                    "bytes": of_state + cache_bytes(specs, held, engine.page_size),
                     "pages_without_freeing": all_pages[0],
-                    "bytes_without_freeing": cache_bytes(specs, all_pages, engine.page_size),
+                    "bytes_without_freeing": of_state + cache_bytes(specs, all_pages, engine.page_size),
                 }
             )
         manager.trim(tables, end)

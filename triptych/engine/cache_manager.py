@@ -216,18 +216,18 @@ class CacheManager:
 
     @property
     def num_pages(self) -> int:
-        return sum(pool.num_pages for pool in self._page_pools)
+        return sum(pool.num_pages for pool in self.page_pools)
 
     @property
     def num_used(self) -> int:
-        return sum(pool.num_used for pool in self._page_pools)
+        return sum(pool.num_used for pool in self.page_pools)
 
     @property
     def num_cached(self) -> int:
-        return sum(pool.num_cached for pool in self._page_pools)
+        return sum(pool.num_cached for pool in self.page_pools)
 
     @property
-    def _page_pools(self) -> Sequence[PagePool]:
+    def page_pools(self) -> Sequence[PagePool]:
         return self.pools[: len(self.windows)]
 
     def check_all_free(self) -> None:

@@ -193,7 +193,7 @@ class EngineLoop:
             decoding=decoding,
             kv_cache=[
                 PageUsage(layers_of(window), pool.num_pages, pool.num_used, pool.num_cached)
-                for window, pool in zip(cache.windows, cache.pools, strict=True)
+                for window, pool in zip(cache.windows, cache.page_pools, strict=True)
             ],
             prefix_queries=self.scheduler.num_prefix_queries,
             prefix_hits=self.scheduler.num_prefix_hits,
