@@ -66,12 +66,10 @@ def build_engine(
         forward = make_forward(decoder, cache.own, engine, size.context_length)
     grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
     instance.at_end(grammars.close)
+    pages = [PagePool(count, engine.page_size) for count in size.num_pages]
+    states = _state_slots(engine) if decoder.config.has_state else None
     scheduler = Scheduler(
-        CacheManager(
-            [PagePool(pages, engine.page_size) for pages in size.num_pages],
-            model.kv_rows.layer_groups.windows,
-            _state_slots(engine) if decoder.config.has_state else None,
-        ),
+        CacheManager(pages, model.kv_rows.layer_groups.windows, states),
         engine.max_num_seqs,
         engine.max_num_batched_tokens,
         reuse_prefixes=engine.enable_prefix_caching,
