@@ -22,7 +22,8 @@
 #include "vectors.h"
 
 #define MAX_GROUP 16 /* query heads per group */
-#define TOGETHER 16  /* maximum number of a sequence's tiles that share gathered keys; limited by the stack */
+#define TOGETHER 16  /* maximum number of a sequence's tiles that share gathered keys */
+#define ON_STACK (1024 * 1024) /* bytes of their queries and sums: threads may have stacks of 2 MiB */
 
 #ifdef __AVX512BF16__
 const int attention_has_bf16 = 1;
@@ -215,9 +216,10 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
 inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t group,
                        const int in_pairs) {
     Tile tiles[TOGETHER];
-    int64_t heads = step->heads / step->groups, sequence = first[0];
+    int64_t heads = step->heads / step->groups, sequence = first[0], bytes = 2 * tile_bytes(step);
+    char memory[num_tiles * bytes] __attribute__((aligned(64)));
     for (int64_t which = 0; which < num_tiles; which++)
-        begin_tile(tiles + which, step, sequence, first[2 * which + 1], group, in_pairs);
+        begin_tile(tiles + which, memory + which * bytes, step, sequence, first[2 * which + 1], group, in_pairs);
     if (in_pairs && tiles_are_granted) attend_by_amx(tiles, num_tiles, step, sequence, group);
     else if (num_tiles * tiles->tokens * heads <= LANES)
         attend_tiles(tiles, num_tiles, step, sequence, group, 1, in_pairs);
@@ -296,7 +298,8 @@ void attend_together(const Step *step, void *room) {
     int64_t shares = (groups + together - 1) / together, ones = num_spans * shares;
     /* likewise, if there are few tiles, threads take them one at a time */
     int64_t tasks = step->num_tiles * groups / omp_get_num_threads();
-    int64_t at_once = most(1, least(TOGETHER, tasks / 8)), num_runs = (step->num_tiles + at_once - 1) / at_once;
+    int64_t at_once = most(1, least(least(TOGETHER, ON_STACK / (2 * tile_bytes(step))), tasks / 8));
+    int64_t num_runs = (step->num_tiles + at_once - 1) / at_once;
 #pragma omp single nowait
     find_spans(step, spans);
 #pragma omp for

@@ -127,7 +127,8 @@ inlined floats brief_exponential(floats x) {
 /* A tile of one group of query heads. Rows are lanes of vectors, so nothing is summed across lanes, and each row processes the same
  * keys in the same order whatever the other tiles are. */
 typedef struct {
-    float queries[MAX_DIM * ROWS], sums[MAX_DIM * ROWS], scores[TILE * ROWS]; /* [dim or TILE, ROWS], or of pairs */
+    float *queries, *sums;     /* [whole(dim), ROWS], or of pairs; multiples of 64 */
+    float scores[TILE * ROWS]; /* or of pairs */
     floats maxima[2], totals[2], shrink[2];
     ints position[2];          /* position of each row's token in the sequence */
     ints from[2];              /* first key that each row's token attends to */
@@ -137,10 +138,16 @@ typedef struct {
     int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
 } __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
 
-inlined void begin_tile(Tile *tile, const Step *step, int64_t sequence, int64_t first_token, int64_t which,
+/* Bytes of a tile's queries, and of its sums. */
+inlined int64_t tile_bytes(const Step *step) { return whole(step->dim) * ROWS * sizeof(float); }
+
+/* ``memory`` is for queries and sums. */
+inlined void begin_tile(Tile *tile, char *memory, const Step *step, int64_t sequence, int64_t first_token, int64_t which,
                         const int in_pairs) {
     int64_t group = step->heads / step->groups, dim = step->dim, kv_len = step->kv_lens[sequence];
     int64_t query_len = step->query_lens[sequence], tokens = least(ROWS / group, query_len - first_token);
+    tile->queries = (float *)memory;
+    tile->sums = (float *)(memory + tile_bytes(step));
     tile->tokens = tokens;
     tile->place = step->query_starts[sequence] + first_token;
     tile->first = step->causal ? kv_len - query_len + first_token : kv_len - 1;
