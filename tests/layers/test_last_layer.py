@@ -67,6 +67,7 @@ class MediaBudget:
 
     def __init__(self, decoder: Decoder) -> None:
         self.rows: dict[tuple[int, str], list[int]] = {}
+        decoder.run_layers = None  # so that each layer is called by itself
         for index, layer in enumerate(layers_of(decoder)):
             if layer.compiled_finish is not None:
                 rows = self.rows.setdefault((index, "both"), [])

@@ -57,7 +57,8 @@ def test_every_metric_is_on_the_dashboard_or_listed_as_omitted() -> None:
     left_out = {
         "engine_computed_tokens", "engine_outstanding", "engine_steps", "kv_cache_pages", "mm_fetched_bytes",
         "mm_items", "mm_items_encoded", "request_generation_tokens",
-        "request_prompt_tokens", "request_time_per_output_token_seconds", "transfer_received", "transfer_revoked",
+        "request_prompt_tokens", "request_time_per_output_token_seconds", "state_slots", "state_slots_used",
+        "state_snapshots_cached", "transfer_received", "transfer_revoked",
         "transfer_sent", "transfer_sent_bytes",
     }  # fmt: skip
     families = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in exposed() if name.startswith(PREFIX)}

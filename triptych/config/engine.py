@@ -87,8 +87,8 @@ class EngineConfig(Settings):
     enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")
     state_snapshots: int = setting(
         16,
-        "for models with recurrent state, such as Qwen3.5: how many states the prefix cache keeps; a prompt reuses a "
-        "prefix only where a state was kept",
+        "for models with recurrent state, such as Qwen3.5: how many requests' states the prefix cache keeps; a prompt "
+        "reuses a prefix only where a state was kept",
         ge=0,
     )
     state_snapshot_interval: int = setting(

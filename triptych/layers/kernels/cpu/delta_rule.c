@@ -148,11 +148,11 @@ static void advance_several(const DeltaStep *step, const Convolved *from, int64_
     memset(states, 0, count * each * sizeof(float));
     if (!step->fresh[sequence])
         for (int64_t i = 0; i < count; i++)
-            copy_state(states + i * each, head_of(step, from, sequence, first_head + i).state, step, 0);
+            copy_state(states + i * each, delta_head(step, from, sequence, first_head + i).state, step, 0);
     for (int64_t token = 0; token < whole; token += SPAN) {
         int64_t some = least(SPAN, whole - token);
         for (int64_t i = 0; i < count; i++) {
-            DeltaHead head = head_of(step, from, sequence, first_head + i);
+            DeltaHead head = delta_head(step, from, sequence, first_head + i);
             move_on(&head, step, token);
             if (i == 0) multiply_keys(block, head.queries, head.keys, some, dim);
             apply_decays(block, head.decays, head.betas, some);
@@ -161,7 +161,7 @@ static void advance_several(const DeltaStep *step, const Convolved *from, int64_
         }
     }
     for (int64_t i = 0; i < count; i++) {
-        DeltaHead head = head_of(step, from, sequence, first_head + i);
+        DeltaHead head = delta_head(step, from, sequence, first_head + i);
         copy_state(states + i * each, head.state, step, 1);
         if (whole == tokens) continue;
         move_on(&head, step, whole); /* a block of one token is a single token, too */
@@ -175,7 +175,7 @@ static void advance_single(const DeltaStep *step, const Convolved *from, int64_t
     int64_t dim = step->key_dim, width = step->value_dim;
     if (step->lens[sequence] > 1) return; /* done in advance_several */
     for (int64_t i = 0; i < count; i++) {
-        DeltaHead head = head_of(step, from, sequence, first_head + i);
+        DeltaHead head = delta_head(step, from, sequence, first_head + i);
         if (step->fresh[sequence]) memset(head.state, 0, dim * width * sizeof(float));
         advance_one(&head, dim, width);
     }

@@ -36,7 +36,7 @@ typedef struct {
     float *output; /* of the first token, value_heads * value_dim floats between tokens */
 } DeltaHead;
 
-inlined DeltaHead head_of(const DeltaStep *step, const Convolved *from, int64_t sequence, int64_t head) {
+inlined DeltaHead delta_head(const DeltaStep *step, const Convolved *from, int64_t sequence, int64_t head) {
     int64_t tokens = step->num_tokens, start = step->starts[sequence];
     int64_t key = head / (step->value_heads / step->key_heads) * tokens + start, value = head * tokens + start;
     float *state = step->recurrent + step->slots[sequence] * step->recurrent_stride;
