@@ -1,6 +1,7 @@
 """Attention in towers: by the compiled kernel and without it, and the module that replaces transformers'."""
 
 import ctypes
+import threading
 from itertools import accumulate
 
 import pytest
@@ -83,6 +84,21 @@ def test_empty_operands_are_rejected(kernels: ctypes.CDLL) -> None:
     nothing = torch.zeros(0, 2, 8)
     with pytest.raises(ValueError, match="0 queries"):
         kernel.over_segments(nothing, nothing, nothing, [0])
+
+
+@pytest.mark.parametrize("dim", [256, 576])
+def test_threads_with_stacks_of_2_mib_suffice(kernels: ctypes.CDLL, dim: int) -> None:
+    """As many have where the stack is unlimited; a larger array on the stack would end the process."""
+    query, key, value = operands(512, 8, dim)
+    kernel, outputs = PagedAttention(kernels), list[Tensor]()
+    before = threading.stack_size(2**21)
+    try:
+        thread = threading.Thread(target=lambda: outputs.append(kernel.over_segments(query, key, value, [512], 0.1)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    torch.testing.assert_close(outputs[0], expected([query, key, value], [512], 0.1), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
