@@ -145,6 +145,14 @@ def test_a_failed_step_leaves_no_state() -> None:
         engine.held.begin(state_batch(step.chunks))
 
 
+def test_a_step_that_is_repeated_takes_one_snapshot() -> None:
+    engine = Engine(20, 2, 4)
+    engine.add("a", list(range(7)))
+    assert engine.scheduler.schedule(lambda one: len(one.tokens)).chunks  # and the step fails
+    engine.run()
+    assert engine.states.snapshots.num_cached == 1
+
+
 def test_records_are_whole_rows() -> None:
     specs = ((), (StatePart((3, 5), CacheFormat("float32", 4)),), (StatePart((7,), CacheFormat("float32", 4)),))
     assert record_rows(specs, 48) == 2

@@ -69,9 +69,11 @@ class StateSlots:
         return min(regular, last) if last > position else regular
 
     def plan(self, tables: PageTables, page_hash: bytes) -> None:
-        """Have the next step end with a snapshot, unless there is one under this hash already or all are held."""
-        if page_hash not in self.snapshots and self.snapshots.num_free:
-            StateTables.of(tables).saving.pages = self.snapshots.allocate(1)
+        """Have the next step end with a snapshot, unless there is one under this hash already or all are held. A
+        request whose last step failed may have one to fill."""
+        saving = StateTables.of(tables).saving
+        if not saving.pages and page_hash not in self.snapshots and self.snapshots.num_free:
+            saving.pages = self.snapshots.allocate(1)
 
     def planned(self, tables: PageTables) -> bool:
         """Whether a step is to end with a snapshot."""
