@@ -1,7 +1,5 @@
 """Models whose layers keep state answer as transformers does, whatever is reused, preempted or lost."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +8,11 @@ from torch import Tensor
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
-from tests.support.harness import FLOAT32, Messages, Running, at_stake, running, together
+from tests.support.disturbed import check_lost_instances, check_preemption, served
+from tests.support.harness import FLOAT32, Messages, Running
 from tests.support.image_cases import Case
 from tests.support.tiny import make_tiny
-from triptych.config import EngineConfig, RankSizes
+from triptych.config import RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.layers.decoder import AfterLayer, ForwardBatch
 
@@ -31,14 +30,6 @@ REQUESTS = [case.messages for case in CASES]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.set_num_threads(1)
     return Model(make_tiny(tmp_path_factory.mktemp("states"), BACKBONES["qwen3_5"], seed=4), CASES)
-
-
-def served(model: Model, topology: str, engine: EngineConfig, ask: Callable[[Running], Awaitable[object]]) -> None:
-    async def run() -> None:
-        async with running(model.folder, topology, engine) as service:
-            await ask(service)
-
-    asyncio.run(run())
 
 
 async def hits(service: Running, messages: Messages, expected: list[int] | None = None) -> int:
@@ -111,34 +102,11 @@ def test_decode_reuses_pages_and_receives_the_state(model: Model) -> None:
 
 @pytest.mark.parametrize("topology", ["1PD", "1P1D"])
 def test_preempted_requests_start_again(model: Model, topology: str) -> None:
-    longest = len(model.prompts[0].tokens) + 32
-
-    async def run() -> None:
-        engine = replace(FLOAT32, kv_cache_tokens=longest + PAGE, max_num_batched_tokens=64)
-        async with running(model.folder, topology, engine, prepare=together(4)) as service:
-            asked = await service.answers([*REQUESTS, REQUESTS[1]])
-            assert asked == [*model.answers, model.answers[1]]
-            assert service.engine_loops()[-1].scheduler.num_preemptions
-
-    asyncio.run(run())
+    check_preemption(model, topology, REQUESTS)
 
 
 def test_lost_instances_are_replaced(model: Model) -> None:
-    """One prefills when it is lost, another decodes."""
-
-    async def ask(service: Running) -> None:
-        asked = [asyncio.create_task(service.answer(messages)) for messages in 2 * REQUESTS]
-        loops = dict(zip((instance.name for instance in service.instances), service.engine_loops(), strict=True))
-        async with asyncio.timeout(60):
-            while not loops["p0"].num_computed_tokens:
-                await asyncio.sleep(0)
-            await service.end("p0")
-            while not at_stake(service, "d3"):
-                await asyncio.sleep(0)
-            await service.end("d3")
-        assert await asyncio.gather(*asked) == 2 * model.answers
-
-    served(model, "2P2D", replace(FLOAT32, max_num_batched_tokens=16), ask)
+    check_lost_instances(model, REQUESTS)
 
 
 def test_a_failed_step_is_computed_again_from_the_beginning(model: Model) -> None:

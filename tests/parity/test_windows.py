@@ -4,8 +4,6 @@ those of transformers.
 The window is 16 tokens, in every second layer; prompts and answers are up to 20 times as long.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -13,10 +11,11 @@ import torch
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
-from tests.support.harness import FLOAT32, Running, at_stake, running, together
+from tests.support.disturbed import check_lost_instances, check_preemption, served
+from tests.support.harness import FLOAT32, Running
 from tests.support.image_cases import Case
 from tests.support.tiny import make_tiny
-from triptych.config import EngineConfig, RankSizes
+from triptych.config import RankSizes
 from triptych.engine.cache_manager import most_pages
 from triptych.layers.cache_spec import ChunkWindow, first_sent
 from triptych.messages.stats import InstanceStats
@@ -40,14 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     made = Model(make_tiny(tmp_path_factory.mktemp("windows"), "qwen2", config=config, seed=4), CASES)
     assert len(made.prompts[0].tokens) > 18 * WINDOW
     return made
-
-
-def served(model: Model, topology: str, engine: EngineConfig, ask: Callable[[Running], Awaitable[object]]) -> None:
-    async def run() -> None:
-        async with running(model.folder, topology, engine) as service:
-            await ask(service)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 512])
@@ -146,31 +137,8 @@ def test_decode_receives_only_an_unfinished_chunk(chunked: Model) -> None:
 
 @pytest.mark.parametrize("topology", ["1PD", "1P1D"])
 def test_preempted_requests_start_again(model: Model, topology: str) -> None:
-    longest = len(model.prompts[0].tokens) + 32
-
-    async def run() -> None:
-        engine = replace(FLOAT32, kv_cache_tokens=longest + PAGE, max_num_batched_tokens=64)
-        async with running(model.folder, topology, engine, prepare=together(4)) as service:
-            asked = await service.answers([*REQUESTS, REQUESTS[1]])
-            assert asked == [*model.answers, model.answers[1]]
-            assert service.engine_loops()[-1].scheduler.num_preemptions
-
-    asyncio.run(run())
+    check_preemption(model, topology, REQUESTS)
 
 
 def test_lost_instances_are_replaced(model: Model) -> None:
-    """One prefills when it is lost, another decodes."""
-
-    async def ask(service: Running) -> None:
-        asked = [asyncio.create_task(service.answer(messages)) for messages in 2 * REQUESTS]
-        loops = dict(zip((instance.name for instance in service.instances), service.engine_loops(), strict=True))
-        async with asyncio.timeout(60):
-            while not loops["p0"].num_computed_tokens:
-                await asyncio.sleep(0)
-            await service.end("p0")
-            while not at_stake(service, "d3"):
-                await asyncio.sleep(0)
-            await service.end("d3")
-        assert await asyncio.gather(*asked) == 2 * model.answers
-
-    served(model, "2P2D", replace(FLOAT32, max_num_batched_tokens=16), ask)
+    check_lost_instances(model, REQUESTS)
