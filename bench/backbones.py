@@ -16,10 +16,8 @@ import argparse
 import asyncio
 import json
 import signal
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from bench.peer_report import (
     summary,
     title,
 )
-from bench.peers import alone, answers, client_of, described, description, free_port, rotated, show
+from bench.peers import alone, answers, client_of, described, description, free_port, rotated, run, show
 from bench.serve import WORDS, Load, request_body
 from triptych.errors import CheckpointError
 from triptych.models.registry import backbone_of
@@ -256,14 +254,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = parse_arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        logs = options.logs or Path(temporary)
-        logs.mkdir(parents=True, exist_ok=True)
-        with suppress(asyncio.CancelledError):
-            print(markdown(asyncio.run(compare(options, logs))))
-            return
-    sys.exit("stopped by a signal")
+    run(parse_arguments(), compare, markdown)
 
 
 if __name__ == "__main__":

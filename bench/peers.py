@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -304,8 +304,12 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def run(
+    options: argparse.Namespace,
+    compare: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, dict[str, Any]]],
+    markdown: Callable[[dict[str, Any]], str],
+) -> None:
+    """Compare engines, with their logs in the folder that the options name or a temporary one, and print the result."""
     with tempfile.TemporaryDirectory() as temporary:
         logs = options.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
@@ -313,6 +317,10 @@ def main() -> None:
             print(markdown(asyncio.run(compare(options, logs))))
             return
     sys.exit("stopped by a signal")
+
+
+def main() -> None:
+    run(parse_arguments(), compare, markdown)
 
 
 if __name__ == "__main__":
