@@ -11,8 +11,8 @@ from triptych.errors import ConfigError
 from triptych.layers import native
 from triptych.layers.float_product import half_product
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, quantize_groups
+from triptych.layers.huge_pages import packed_weights
 from triptych.layers.int8 import MAX_INPUTS, SMALLEST
-from triptych.layers.large_pages import packed_weights
 from triptych.layers.products import AT_ONCE, CompiledProduct, Product, WeightKind
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triptych.layers.large_pages import packed_weights
+from triptych.layers.huge_pages import packed_weights
 from triptych.layers.rounding import saturating_cast
 
 Product = Callable[[Tensor], Tensor]
@@ -97,7 +97,7 @@ class PanelLayout:
     dtype: torch.dtype
 
     def empty(self, shape: torch.Size) -> Tensor:
-        """Return uninitialized panels for weights of this shape."""
+        """Return panels for weights of this shape, zero at first."""
         num_outputs, num_inputs = shape
         depth = -(-num_inputs // self.multiple) * self.multiple
         num_panels = -(-num_outputs // self.outputs)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triptych.layers.attention.kv_format import dtype_of
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, Window, first_read
-from triptych.layers.large_pages import LargePages
+from triptych.layers.huge_pages import HugePages
 from triptych.layers.pinned import to_device
 from triptych.layers.state_tensors import StateTensors
 
@@ -169,8 +169,8 @@ class KVTensors:
         cls, specs: Sequence[CacheSpec], num_pages: Sequence[int], page_size: int, device: torch.device
     ) -> "KVTensors":
         """Allocate ``num_pages`` pages for each group of the layers that ``specs`` describe. They are uninitialised,
-        since no slot is read before it is written; on CPUs memory is committed as it fills, in large pages."""
-        make = LargePages().empty if device.type == "cpu" else partial(_on_device, device)
+        since no slot is read before it is written; on CPUs memory is committed as it fills, in huge pages."""
+        make = HugePages().empty if device.type == "cpu" else partial(_on_device, device)
         return cls._make(specs, num_pages, page_size, make)
 
     @classmethod

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.layers.large_pages import LINE, LargePages
+from triptych.layers.huge_pages import LINE, HugePages
 
 MAPPING = re.compile("([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def test_tensors_share_a_chunk_until_it_is_full() -> None:
-    pages = LargePages(chunk=4096)
+    pages = HugePages(chunk=4096)
     first, second = (pages.empty((10, 20), torch.int8) for _ in range(2))
     assert second.data_ptr() - first.data_ptr() == 256  # the next line after 200 bytes
     first.fill_(1)
@@ -22,7 +22,7 @@ def test_tensors_share_a_chunk_until_it_is_full() -> None:
 
 
 def test_a_large_tensor_takes_a_chunk_of_its_own() -> None:
-    pages = LargePages(chunk=4096)
+    pages = HugePages(chunk=4096)
     small = pages.empty((64,), torch.int8)
     large = pages.empty((2, 4096), torch.float32)
     assert large.untyped_storage().nbytes() == 2**15
@@ -41,8 +41,8 @@ def flags_at(address: int) -> list[str] | None:
     return None
 
 
-def test_large_pages_are_asked_for_and_returned() -> None:
-    pages = LargePages()
+def test_huge_pages_are_asked_for_and_returned() -> None:
+    pages = HugePages()
     tensors = [pages.empty((2**25,), torch.int8) for _ in range(3)]
     address = tensors[0].data_ptr()
     assert "hg" in (flags_at(address) or [])
@@ -52,10 +52,10 @@ def test_large_pages_are_asked_for_and_returned() -> None:
     assert flags_at(address) is None
 
 
-def test_without_large_pages_memory_is_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huge_pages_memory_is_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused(mmap.mmap):
         def madvise(self, *_: int) -> None:
             raise OSError("Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Refused)
-    assert LargePages().empty((3,), torch.float32).tolist() == [0, 0, 0]
+    assert HugePages().empty((3,), torch.float32).tolist() == [0, 0, 0]

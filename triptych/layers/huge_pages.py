@@ -1,4 +1,4 @@
-"""Memory in large pages, for packed weights and the KV cache: a token's step reads all of its memory once.
+"""Memory in huge pages, for packed weights and the KV cache: a token's step reads all of its memory once.
 
 Before it reads memory, a processor looks up where its page is. It keeps that for few pages, so that memory in pages
 of 4 KiB needs a look-up each time it is read, which takes longer in a virtual machine.
@@ -18,8 +18,8 @@ LINE = 64
 """Alignment of tensors in bytes."""
 
 
-class LargePages:
-    """Allocates tensors next to each other, since each of them would leave part of a large page empty. A chunk's memory
+class HugePages:
+    """Allocates tensors next to each other, since each of them would leave part of a huge page empty. A chunk's memory
     is taken as it is written, and returned when none of its tensors is left."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
@@ -45,12 +45,12 @@ class LargePages:
 
 
 def _mapped(size: int) -> Tensor:
-    """Return ``size`` bytes, in large pages if the system has them."""
+    """Return ``size`` bytes, in huge pages if the system has them."""
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size)
 
 
-packed_weights = LargePages()
+packed_weights = HugePages()
 """Of this process."""
