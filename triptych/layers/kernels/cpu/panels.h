@@ -91,7 +91,7 @@ inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t fi
 }
 
 /* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens, and in
- * twos for up to ``twos`` tokens; at most ``block`` tokens, a multiple of ``once``, by all weights before the next ones.
+ * twos for up to ``twos`` tokens; about ``block`` tokens, a multiple of ``once``, by all weights before the next ones.
  * ``task``: bytes of weights per task when there are few tokens. */
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t twos, int64_t once,
                                int64_t block, int64_t task, PanelProduct *multiply_panels) {
