@@ -20,7 +20,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
 from triptych.layers.attention.cpu import CpuAttention
-from triptych.layers.blocks import DecoderLayer, joined
+from triptych.layers.blocks import DecoderLayer, layers_in_one_call
 from triptych.layers.compiled_layer import FinishLayer
 from triptych.layers.compiled_layers import RunLayers
 from triptych.layers.decoder import Decoder
@@ -68,7 +68,7 @@ def load(folder: Path, weights: WeightFormat, backend: CpuAttention | None = Non
     for layer in layers_of(decoder):
         layer.mixer.backend = backend or layer.mixer.backend
         layer.compiled_attend, layer.compiled_finish = layer.in_compiled_calls()
-    decoder.run_layers = joined(decoder.layers, decoder.config.cache_groups.of_layer)
+    decoder.run_layers = layers_in_one_call(decoder.layers, decoder.config.cache_groups.of_layer)
     return decoder
 
 

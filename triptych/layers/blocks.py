@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
         return hidden if self.factor is None else hidden.mul_(self.factor)
 
 
-def joined(layers: Iterable[nn.Module], groups: Sequence[int]) -> RunLayers | None:
+def layers_in_one_call(layers: Iterable[nn.Module], groups: Sequence[int]) -> RunLayers | None:
     """Return a decoder's layers in one compiled call, or None if the kernels don't support it. ``groups`` are the
     layers' numbers of their group in the KV cache."""
     halves, rotations = [], []

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.base import AttentionBackend, AttentionBatch, KVTensors
-from triptych.layers.blocks import DecoderLayer, joined
+from triptych.layers.blocks import DecoderLayer, layers_in_one_call
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.layer_context import LayerContext
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         self.ropes = nn.ModuleList(Rope(head_dim, rope, reader.device) for head_dim, rope in config.ropes)
         self.per_layer = None if config.per_layer is None else PerLayerEmbeddings(config, reader)
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
-        self.run_layers = joined(self.layers, self.config.cache_groups.of_layer)
+        self.run_layers = layers_in_one_call(self.layers, self.config.cache_groups.of_layer)
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
         if config.tie_embeddings:
             reader.ignore(HEAD)  # some tied checkpoints store it anyway
@@ -127,8 +127,7 @@ class Decoder(nn.Module):
         contexts = [
             LayerContext(batch.positions, rotations, attention, per_layer, delta) for attention in batch.attention
         ]
-        wanted, last = batch.logits_index, self.config.caching_layers[-1]
-        place, kept = self.config.caches, cache.of_layers
+        wanted, last, kept = batch.logits_index, self.config.last_keeping_layer, self._kept(cache)
         together = self._together(batch, cache, after_layer)
         for index, layer in enumerate(self.layers):
             if index in together:
@@ -136,10 +135,11 @@ class Decoder(nn.Module):
                     hidden = self.run_layers(together, hidden, cache, rotations, batch.attention)
                 continue
             rows = self._last_rows(batch) if index == last else None
-            context = contexts[self.config.cache_groups.of_layer[place[index]]]
-            hidden = layer(hidden, kept[place[index]], context, rows)
-            if after_layer is not None and self.config.layers[index].cache_of is None:
-                after_layer(place[index])
+            place = self.config.caches[index]
+            context = contexts[0 if place is None else self.config.cache_groups.of_layer[place]]
+            hidden = layer(hidden, kept[index], context, rows)
+            if after_layer is not None and place is not None and self.config.layers[index].keeps_tokens:
+                after_layer(place)
             if index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
             if rows is not None and index < len(self.layers) - 1:
@@ -153,6 +153,11 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
         return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
 
+    def _kept(self, cache: KVTensors) -> list[tuple[Tensor, ...]]:
+        """Return what each layer reads and writes: its own or an earlier layer's pages, or its states."""
+        states = iter([] if cache.states is None else cache.states.layers)
+        return [next(states) if place is None else cache.layers[place] for place in self.config.caches]
+
     def _together(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None) -> range:
         """Return the layers that one call can run: those of the compiled kernels without anything in between."""
         if self.run_layers is None or after_layer is not None or not self.run_layers.takes(cache):
@@ -161,10 +166,10 @@ class Decoder(nn.Module):
         return range(first, len(self.layers) - (self._last_rows(batch) is not None))
 
     def _last_rows(self, batch: ForwardBatch) -> Tensor | None:
-        """Return the tokens, int64, that continue after the attention of the last layer with a cache of its own: those
-        that need logits; None for all. With several ranks there is always at least one, because the layer's all-reduce
+        """Return the tokens, int64, that continue after the mixer of the last layer that keeps something: those that
+        need logits; None for all. With several ranks there is always at least one, because the layer's all-reduce
         also signals that all ranks have written their keys and values."""
-        wanted, last = batch.logits_index, self.config.caching_layers[-1]
+        wanted, last = batch.logits_index, self.config.last_keeping_layer
         adds_features = self.config.num_deepstack_layers > last  # these index all T tokens
         if adds_features or len(wanted) == len(batch.tokens):
             return None

@@ -1,11 +1,20 @@
 """A decoder's parameters, which ``models/backbones`` make of a checkpoint's config. No torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import RopeConfig
-from triptych.layers.specs import DeltaNetSpec, DenseAndExpertsSpec, LayerSpec, MoESpec, check_divides
+from triptych.layers.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    DenseAndExpertsSpec,
+    LayerSpec,
+    MLASpec,
+    MoESpec,
+    check_divides,
+)
 from triptych.layers.state_spec import StateSpec
 
 
@@ -81,19 +90,37 @@ class DecoderConfig:
 
     @cached_property
     def caching_layers(self) -> tuple[int, ...]:
-        """The layers that keep something in the KV cache. Their order is that of cache specs and of ``KVTensors``."""
-        return tuple(index for index, layer in enumerate(self.layers) if layer.cache_of is None)
+        """The layers that keep something of each token. Their order is that of cache specs and of ``KVTensors``."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.keeps_tokens)
 
     @cached_property
-    def caches(self) -> tuple[int, ...]:
-        """The place of each layer's keys and values, its own or an earlier layer's, in that order."""
-        owners = (index if layer.cache_of is None else layer.cache_of for index, layer in enumerate(self.layers))
-        return tuple(self.caching_layers.index(owner) for owner in owners)
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state of each request. Their order is that of state specs and of ``StateTensors``."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNetSpec))
+
+    @cached_property
+    def last_keeping_layer(self) -> int:
+        """The last layer that keeps tokens or a state; later ones read an earlier layer's cache."""
+        return max((*self.caching_layers, *self.state_layers))
+
+    @cached_property
+    def caches(self) -> tuple[int | None, ...]:
+        """The place of each layer's keys and values, its own or an earlier layer's, among those of ``caching_layers``;
+        None for ``state_layers``."""
+        places = {index: place for place, index in enumerate(self.caching_layers)}
+        return tuple(
+            places.get(index if layer.cache_of is None else layer.cache_of) for index, layer in enumerate(self.layers)
+        )
 
     @cached_property
     def cache_groups(self) -> CacheGroups:
         """The groups of ``caching_layers`` that share page tables."""
-        return CacheGroups.of(self.layers[index].mixer.window for index in self.caching_layers)
+        return CacheGroups.of(mixer.window for mixer in self._caching_mixers)
+
+    @property
+    def _caching_mixers(self) -> Iterator[AttentionSpec | MLASpec]:
+        mixers = (self.layers[index].mixer for index in self.caching_layers)
+        return (mixer for mixer in mixers if not isinstance(mixer, DeltaNetSpec))
 
     @property
     def has_experts(self) -> bool:
@@ -111,16 +138,17 @@ class DecoderConfig:
 
     def cache_specs(self, stored: CacheFormat) -> tuple[CacheSpec, ...]:
         """Return what each of ``caching_layers`` keeps in a KV cache of this format."""
-        return tuple(self.layers[index].mixer.cache_spec(stored) for index in self.caching_layers)
+        return tuple(mixer.cache_spec(stored) for mixer in self._caching_mixers)
 
     def state_specs(self, activations: CacheFormat) -> tuple[StateSpec, ...]:
-        """Return what each layer keeps of a request as a whole, in a decoder with activations of this format."""
-        return tuple(layer.mixer.state_spec(activations) for layer in self.layers)
+        """Return what each of ``state_layers`` keeps of a request, in a decoder with activations of this format."""
+        mixers = (self.layers[index].mixer for index in self.state_layers)
+        return tuple(mixer.state_spec(activations) for mixer in mixers if isinstance(mixer, DeltaNetSpec))
 
     @property
     def has_state(self) -> bool:
         """Whether any layer keeps something of a request as a whole."""
-        return any(isinstance(layer.mixer, DeltaNetSpec) for layer in self.layers)
+        return bool(self.state_layers)
 
     def step_bytes(self, tokens: int, logits: int, context_length: int) -> int:
         """Estimate the peak memory of a step in bytes, in fp32, without weights and KV cache.

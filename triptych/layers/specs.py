@@ -82,10 +82,6 @@ class AttentionSpec:
         """Return what a layer keeps in a cache of this format."""
         return CacheSpec(self.num_kv_heads, (self.head_dim, self.head_dim), stored, self.window)
 
-    def state_spec(self, activations: CacheFormat) -> StateSpec:
-        """Return no parts: attention keeps nothing of a request as a whole."""
-        return ()
-
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: three copies of queries, keys and values and, without compiled
         kernels, a mask, the scores of a head if PyTorch's fused attention can't be used, and gathered pages."""
@@ -143,10 +139,6 @@ class MLASpec:
         """Return what a layer keeps in a cache of this format."""
         return CacheSpec(1, (self.cached_dim,), stored)
 
-    def state_spec(self, activations: CacheFormat) -> StateSpec:
-        """Return no parts: attention keeps nothing of a request as a whole."""
-        return ()
-
     def step_values(self, tokens: int, context_length: int) -> int:
         """Return how many values a step holds at most: queries and their projections, attention's output and, without
         compiled kernels, a mask and gathered pages."""
@@ -173,7 +165,6 @@ class DeltaNetSpec:
     CONV_TOKENS = 3
     """Earlier tokens that the convolution sees."""
 
-    window = None
     rotary = None
     """It has no positions."""
 
@@ -191,10 +182,6 @@ class DeltaNetSpec:
         """Return one of ``size`` ranks' share of the heads. Raises ConfigError if there is none."""
         check_divides("key heads of delta nets", self.key_heads, size)
         return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)
-
-    def cache_spec(self, stored: CacheFormat) -> CacheSpec:
-        """Return that nothing is kept of each token."""
-        return CacheSpec(0, (), stored)
 
     def state_spec(self, activations: CacheFormat) -> StateSpec:
         """Return what a layer keeps of a request: the heads' matrices, and the convolution's last inputs in the
@@ -392,6 +379,11 @@ class LayerSpec:
     """Number of an earlier layer whose keys and values this one reads, instead of its own; their heads must match."""
     factor: str | None = None
     """Name of a tensor [1] that multiplies the residual stream after the layer; None: there is none."""
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether it keeps something of each token, in a cache of its own."""
+        return self.cache_of is None and not isinstance(self.mixer, DeltaNetSpec)
 
     def shard(self, size: int) -> "LayerSpec":
         """Return one of ``size`` ranks' share. Raises ConfigError if there is none."""

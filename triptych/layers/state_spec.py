@@ -26,7 +26,7 @@ class StatePart:
 
 
 StateSpec = tuple[StatePart, ...]
-"""What one layer keeps of each request; empty for a layer without state."""
+"""What one layer keeps of each request."""
 
 
 def state_bytes(specs: Iterable[StateSpec]) -> int:

@@ -27,7 +27,8 @@ class StateBatch:
 
 @dataclass(frozen=True)
 class StateTensors:
-    """The states of all layers. A slot's record is contiguous, so copies and transfers know nothing of layers."""
+    """The states of the layers that have any. A slot's record is contiguous, so copies and transfers know nothing of
+    layers."""
 
     records: Tensor
     """uint8 [slots, record bytes]."""
@@ -55,12 +56,11 @@ class StateTensors:
     def heads(self, group: Group) -> "StateTensors":
         """Return the same records, and views of this rank's heads of each layer. The convolution's inputs stay those of
         all heads: a rank's channels are three ranges of them."""
-        own = []
-        for recurrent, *rest in filter(None, self.layers):
+        own: list[tuple[Tensor, ...]] = []
+        for recurrent, *rest in self.layers:
             part = ShardedDimension(recurrent.shape[1]).part(group)
             own.append((recurrent[:, part], *rest))
-        taken = iter(own)
-        return StateTensors(self.records, [next(taken) if parts else () for parts in self.layers])
+        return StateTensors(self.records, own)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot's record."""

@@ -139,16 +139,9 @@ class KVTensors:
 
     layers: list[tuple[Tensor, ...]]
     """The parts of each layer, such as keys and values: [pages, page_size, heads, stored_dim], as ``kv_format`` stores
-    them. ``stored_dim`` differs between parts. Empty for a layer that keeps nothing of each token."""
+    them. ``stored_dim`` differs between parts."""
     states: StateTensors | None = None
     """What layers keep of each request as a whole; None if none keeps anything."""
-
-    @cached_property
-    def of_layers(self) -> list[tuple[Tensor, ...]]:
-        """What each layer keeps: its pages or its states."""
-        if self.states is None:
-            return self.layers
-        return [pages or states for pages, states in zip(self.layers, self.states.layers, strict=True)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -158,11 +151,11 @@ class KVTensors:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self.tensors[0].shape[1]
+        return self.layers[0][0].shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self.tensors[0].device
+        return self.layers[0][0].device
 
     @classmethod
     def allocate(
