@@ -11,7 +11,7 @@ from bench.make_checkpoint import PRESETS
 from tests.support.random_checkpoint import Sizes, model_config, weight_shapes
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
-from triptych.engine.cache_manager import PageTable
+from triptych.engine.page_tables import PageTable
 from triptych.engine.request import Request
 from triptych.engine.sampler import SamplingInput
 from triptych.messages.work import SamplingParams

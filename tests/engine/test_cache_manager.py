@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.engine.cache_manager import CacheManager, PageTable, first_kept, most_pages
+from triptych.engine.cache_manager import CacheManager, first_kept, most_pages
 from triptych.engine.kv_cache import PagePool
+from triptych.engine.page_tables import PageTable
 from triptych.engine.request import Request
 from triptych.engine.scheduler import Scheduler, SchedulerOutput
 from triptych.errors import BlockError

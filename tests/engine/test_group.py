@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.engine.cache_manager import PageTable
 from triptych.engine.group import GroupCache, make_cache
 from triptych.engine.kv_rows import CacheRows, KVRun, TokenRows
+from triptych.engine.page_tables import PageTable
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder_config import DecoderConfig

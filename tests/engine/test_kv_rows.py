@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.engine.cache_manager import PageTable
 from triptych.engine.kv_rows import GROUP, CacheRows, KVRows, KVRun, TokenRows
+from triptych.engine.page_tables import PageTable
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.cache_spec import CacheSpec, ChunkWindow, first_read

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from triptych.engine.active_request import ActiveRequest
-from triptych.engine.cache_manager import CacheManager, PageTable
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_cache import PagePool
 from triptych.engine.kv_rows import CacheRows, TokenRows
 from triptych.engine.kv_sink import KVSink
+from triptych.engine.page_tables import PageTable
 from triptych.engine.request import make_request
 from triptych.engine.scheduler import Chunk
 from triptych.errors import BlockError, TransferError

@@ -14,7 +14,7 @@ from triptych.engine.kv_cache import PagePool
 from triptych.engine.request import Request
 from triptych.engine.runner import state_batch
 from triptych.engine.scheduler import Scheduler, SchedulerOutput
-from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import StateSlots
 from triptych.errors import InternalError
 from triptych.layers.cache_spec import CacheFormat
@@ -39,7 +39,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, slots, budget)
         size = record_bytes(NUMBER, 8)
         self.tensors = StateTensors.allocate(NUMBER, slots + snapshots, size, torch.device("cpu"))
-        self.held = SlotStates(self.tensors, slots)
+        self.held = StateRecords(self.tensors, slots)
 
     def add(self, name: str, tokens: list[int], max_tokens: int = 1) -> Request:
         added = request(name, tokens, SamplingParams(max_tokens=max_tokens))

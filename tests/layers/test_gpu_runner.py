@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.support.generation import PAGE_SIZE, Generating, prompts, request
 from triptych.engine.buckets import bucket_for, bucket_sizes
-from triptych.engine.cache_manager import PageTable
 from triptych.engine.padding import only_decodes, padded
+from triptych.engine.page_tables import PageTable
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.scheduler import Chunk
 from triptych.engine.step_broadcast import send_step

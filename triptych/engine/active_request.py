@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from triptych.engine.cache_manager import PageTables
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.kv_rows import KVRows
+from triptych.engine.page_tables import PageTables
 from triptych.engine.request import Request
 from triptych.engine.scheduler import Chunk
 from triptych.messages.work import Generate, Prefill, Prefilled

@@ -5,48 +5,12 @@ that no later token reads are released while the request goes on. They stay in t
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING
 
 from triptych.engine.kv_cache import PagePool
-from triptych.errors import BlockError
+from triptych.engine.page_tables import PageTable, PageTables
+from triptych.engine.state_slots import StateSlots
 from triptych.layers.cache_spec import KEY_BLOCK, ChunkWindow, Window, first_read, first_sent
-
-if TYPE_CHECKING:
-    from triptych.engine.state_slots import StateSlots
-
-
-@dataclass
-class PageTable:
-    """Consecutive pages of a request in one group of layers."""
-
-    first: int = 0
-    """Number of the first one among all pages of the request's tokens: earlier ones have been released."""
-    pages: list[int] = field(default_factory=list)
-    first_whole: int = 0
-    """Number of the first page all of whose slots have been, or will be, written."""
-
-    @property
-    def end(self) -> int:
-        """Number of the page after the last one."""
-        return self.first + len(self.pages)
-
-    def between(self, first: int, end: int) -> list[int]:
-        """Return the pages with the numbers ``[first, end)``. Raises BlockError if one isn't held."""
-        if first >= end:
-            return []
-        if first < self.first or end > self.end:
-            raise BlockError(f"pages {first}..{end} are wanted, {self.first}..{self.end} are held")
-        return self.pages[first - self.first : end - self.first]
-
-    def copy(self) -> "PageTable":
-        return PageTable(self.first, list(self.pages), self.first_whole)
-
-
-PageTables = list[PageTable]
-"""A request's page table in each group. In a model with state, tables of its slot and snapshots follow
-(``engine/state_slots.py``)."""
 
 
 def first_kept(window: Window | None, position: int, page_size: int) -> int:
@@ -76,7 +40,7 @@ class CacheManager:
     """Allocates pages in all groups, and finds prefixes that are cached in all of them."""
 
     def __init__(
-        self, pools: Sequence[PagePool], windows: Sequence[Window | None] = (None,), states: "StateSlots | None" = None
+        self, pools: Sequence[PagePool], windows: Sequence[Window | None] = (None,), states: StateSlots | None = None
     ) -> None:
         """``pools`` and ``windows`` are those of the groups. All pools have the same page size. ``states`` are for
         models with state; each request then has further tables, in the pools of these."""

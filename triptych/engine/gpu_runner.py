@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from triptych.engine.cache_manager import PageTables
+from triptych.engine.page_tables import PageTables
 from triptych.engine.request import Request
 from triptych.engine.runner import ChunkInputs, Forward, Runner
 from triptych.engine.scheduler import Chunk
-from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_records import StateRecords
 from triptych.layers.attention.base import KVTensors
 
 
@@ -34,7 +34,7 @@ class GpuRunner(Runner):
         cache: KVTensors,
         page_size: int,
         device: torch.device,
-        states: SlotStates | None = None,
+        states: StateRecords | None = None,
     ) -> None:
         """``forward``: a ``GpuForward``, which takes steps in host memory."""
         super().__init__(forward, cache, page_size, states)

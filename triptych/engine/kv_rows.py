@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.engine.cache_manager import PageTables
+from triptych.engine.page_tables import PageTables
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, first_sent
 from triptych.layers.state_spec import StateSpec, record_rows

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
-from triptych.engine.cache_manager import CacheManager, PageTables
+from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_rows import CacheRows, KVRows
+from triptych.engine.page_tables import PageTables
 from triptych.engine.state_slots import slot_of
 from triptych.errors import BlockError, TransferError
 from triptych.layers.decoder import AfterLayer

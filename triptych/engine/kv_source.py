@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from triptych.engine.active_request import ActiveRequest, IncomingKV
 from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.kv_rows import CacheRows, KVRows
-from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import slot_of
 from triptych.errors import ErrorKind
 from triptych.messages.work import Prefilled, PrefillNeeded
@@ -22,7 +22,7 @@ class KVSource:
     """KV transfers of an instance that only decodes."""
 
     def __init__(
-        self, incoming: IncomingTransfers, cache: CacheRows, address: Address, states: SlotStates | None = None
+        self, incoming: IncomingTransfers, cache: CacheRows, address: Address, states: StateRecords | None = None
     ) -> None:
         """``states`` are those of the cache, in a model that has any."""
         self._incoming = incoming

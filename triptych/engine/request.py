@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.engine.cache_manager import PageTables
 from triptych.engine.history import History
+from triptych.engine.page_tables import PageTables
 from triptych.errors import InvalidRequest, PromptTooLong
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId

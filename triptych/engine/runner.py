@@ -8,13 +8,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from triptych.engine.cache_manager import PageTable, PageTables
+from triptych.engine.page_tables import PageTable, PageTables
 from triptych.engine.prompt_logprobs import PromptLogprobsQuery, score
 from triptych.engine.request import Request
 from triptych.engine.sampler import SampleResult, SamplingInput, sample
 from triptych.engine.sampling_batch import num_candidates
 from triptych.engine.scheduler import Chunk
-from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import NUM_TABLES, StateTables
 from triptych.errors import TriptychError
 from triptych.layers.attention.base import AttentionBatch, KVTensors
@@ -80,7 +80,7 @@ class StepOutput:
 class Runner:
     """Runs steps on a decoder and its KV tensors. Only ``run`` takes long."""
 
-    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int, states: SlotStates | None = None) -> None:
+    def __init__(self, decoder: Forward, cache: KVTensors, page_size: int, states: StateRecords | None = None) -> None:
         """``states`` are those of the cache, which may belong to several ranks; None for a model without state."""
         self.decoder = decoder
         self.cache = cache

@@ -12,8 +12,8 @@ them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triptych.engine.cache_manager import PageTable, PageTables
 from triptych.engine.kv_cache import PagePool
+from triptych.engine.page_tables import PageTable, PageTables
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from triptych.engine.kv_size import KVSize, gib, kv_size
 from triptych.engine.loop import EngineCore
 from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
-from triptych.engine.slot_states import SlotStates
+from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import StateSlots
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
@@ -142,7 +142,7 @@ def _state_slots(engine: EngineConfig) -> StateSlots:
 def _runner(forward: Forward, cache: GroupCache, engine: EngineConfig, device: torch.device) -> Runner:
     """Return the runner for a device. ``forward`` computes a step on all ranks."""
     tensors = cache.whole.states
-    states = None if tensors is None else SlotStates(tensors, engine.max_num_seqs)
+    states = None if tensors is None else StateRecords(tensors, engine.max_num_seqs)
     if device.type == "cpu":
         return Runner(forward, cache.own, engine.page_size, states)
     return GpuRunner(forward, cache.own, engine.page_size, device, states)

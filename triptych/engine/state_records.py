@@ -1,4 +1,5 @@
-"""The states in a cache's slots, on the compute thread: their positions, and copies from and to snapshots."""
+"""The records of states in a cache's slots, on the compute thread: their positions, and copies from and to
+snapshots. Which slots and snapshots requests have, ``state_slots`` decides."""
 
 from triptych.errors import InternalError
 from triptych.layers.state_tensors import StateBatch, StateTensors
@@ -7,19 +8,15 @@ LOST = -1
 """Position of a state that a failed step may have changed."""
 
 
-class SlotStates:
-    """The states in slots, with their positions: the number of tokens that each includes. Slots that no step uses may
-    be received while one runs."""
+class StateRecords:
+    """The records in slots, with their positions: the number of tokens that each includes. Slots that no step uses may
+    receive one while a step runs."""
 
     def __init__(self, tensors: StateTensors, num_slots: int) -> None:
         """``num_slots``: those of requests, without snapshots."""
         self._tensors = tensors
         self._num_slots = num_slots
         self._positions = [LOST] * num_slots
-
-    def position(self, slot: int) -> int:
-        """Return the number of tokens that a slot's state includes."""
-        return self._positions[slot]
 
     def received(self, slot: int, position: int) -> None:
         """Record that a state has been copied to the slot."""
