@@ -153,6 +153,17 @@ def test_a_step_that_is_repeated_takes_one_snapshot() -> None:
     assert engine.states.snapshots.num_cached == 1
 
 
+def test_a_request_that_runs_alone_precedes_answers() -> None:
+    engine = Engine(40, 3, 0)
+    engine.add("answer", list(range(5)), max_tokens=20)
+    engine.step()
+    alone = engine.add("alone", list(range(4)), max_tokens=20)
+    alone.alone_until = 4
+    engine.add("later", list(range(5)), max_tokens=20)
+    assert [chunk.request for chunk in engine.step().chunks] == [alone]
+    assert len(engine.step().chunks) == 3
+
+
 def test_records_are_whole_rows() -> None:
     specs = ((), (StatePart((3, 5), CacheFormat("float32", 4)),), (StatePart((7,), CacheFormat("float32", 4)),))
     assert record_rows(specs, 48) == 2

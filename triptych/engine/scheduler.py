@@ -159,8 +159,11 @@ class Scheduler:
             request.running = request.running and not request.blocked
         self._resume_blocked_answers()
         self._update_precedence()
+        for request in self:  # first: beside answers, it would wait for all of them to end
+            if request.runs_alone and (request.prefilled_here or request.decoding):
+                self._add_chunk(step, request)
         for request in self:
-            if request.decoding or request.sends_pages:
+            if (request.decoding or request.sends_pages) and not request.runs_alone:
                 self._add_chunk(step, request)
         while self._schedule_round(step):
             pass
