@@ -11,7 +11,10 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
+from triptych.layers.delta_rule.compiled import cpu_delta_rule
+from triptych.layers.devices import attention_for
 from triptych.layers.kernel_variants import Variant, compiled, find_compiler, processor_features, variants
+from triptych.layers.pointwise import compiled_kernels
 from triptych.user_cache import user_cache
 
 
@@ -22,6 +25,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_kernels() -> None:
+    """What keeps the process's kernels for good gets them before a test puts others in their place."""
+    for in_bf16 in (False, True):
+        attention_for(torch.device("cpu"), in_bf16)
+    compiled_kernels()
+    cpu_delta_rule()
 
 
 @pytest.fixture(scope="session")
