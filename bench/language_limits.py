@@ -25,11 +25,13 @@ def read_bandwidth(threads: int) -> float:
 
 def weight_bytes_read(folder: Path, weights: WeightFormat) -> int | None:
     """Return the bytes of weights that a greedy token's step reads; of the head's those in int8 where it is a
-    ``PrunedHead``. Scales aren't counted. None for a mixture of experts and for unknown formats."""
+    ``PrunedHead``. Scales aren't counted. None for a mixture of experts, for layers that aren't attention's and for
+    unknown formats."""
     decoder = decoder_config(folder)
     sample = weights.head(torch.randn(64, decoder.hidden_size), torch.device("cpu"))
     head = "int8" if sample.pruned_head is not None else weights.high_precision_dtype
-    if decoder.has_experts or not {head, weights.linear_dtype} <= BYTES.keys():
+    has_others = any(not isinstance(layer.mixer, AttentionSpec) for layer in decoder.layers)
+    if decoder.has_experts or has_others or not {head, weights.linear_dtype} <= BYTES.keys():
         return None
     layer = sum(rows * columns for rows, columns in decoder_shapes(folder).values())
     read = BYTES[weights.linear_dtype] * layer * decoder.num_layers
