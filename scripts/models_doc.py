@@ -156,8 +156,10 @@ def page() -> str:
         "Text models are served without an encode instance: `1PD`, `1P1D`, …",
         "All kinds of RoPE scaling in Transformers are served: `linear`, `llama3`, `yarn`, `proportional`, `dynamic` "
         "and `longrope`.",
-        "The last two change their frequencies within a long sequence, so their context ends before that: at "
-        "`max_position_embeddings`, and for `longrope` at `original_max_position_embeddings`.",
+        "`dynamic` is served up to `max_position_embeddings`, from which on it would change with every token.",
+        "`longrope` has two sets of frequencies; a request has one of them from its first token to its last.",
+        "It is the long one if the prompt and `max_tokens` together exceed `original_max_position_embeddings`.",
+        "Without `max_tokens`, the answer to a shorter prompt ends at that length.",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
         "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",

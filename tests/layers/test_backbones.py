@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, LlamaConfig
+from transformers import GptOssConfig, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
@@ -29,10 +30,10 @@ from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.layers.mixture import DenseAndExperts, MixtureOfExperts
 from triptych.layers.parallel import SingleRank
 from triptych.layers.rope import Rope, inverse_frequencies
-from triptych.layers.rope_config import RopeConfig
+from triptych.layers.rope_config import LENGTH_AXIS, RopeConfig
 from triptych.models.backbones.gemma import GEMMA3
 from triptych.models.backbones.gpt_oss import GPT_OSS
-from triptych.models.backbones.rope import context_length, read_rope
+from triptych.models.backbones.rope import context_length, read_rope, short_length
 from triptych.models.text.adapter import TextAdapter
 
 CPU = torch.device("cpu")
@@ -165,6 +166,7 @@ def test_frequencies_in_old_files_are_ignored(folder: Folder, tmp_path: Path) ->
             load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
 
 
+LONGROPE = {"type": "longrope", "short_factor": [2.0] * 6, "long_factor": [3.0] * 6}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 8.0},
     "llama3": {
@@ -260,11 +262,20 @@ def test_dynamic_scaling_needs_nothing_within_its_context() -> None:
     assert context_length(text) == 2048
 
 
-def test_longrope_is_served_up_to_its_original_length() -> None:
-    text = json.loads(json.dumps(BACKBONES["phi3"].config))
-    assert context_length(text) == 1024
-    assert context_length(text | {"original_max_position_embeddings": 8192}) == 4096
-    assert context_length(BACKBONES["llama"].config) == 4096
+def test_longrope_has_frequencies_for_each_length() -> None:
+    text = BACKBONES["phi3"].config
+    assert short_length(text) == 160 and short_length(BACKBONES["llama"].config) is None
+    rope = read_rope(text, RopeConfig(10_000.0))
+    theirs = Phi3RotaryEmbedding(Phi3Config(**text))
+    for length, is_long in ((160, 0.0), (161, 1.0)):
+        positions = torch.arange(length, dtype=torch.float64).repeat(3, 1)
+        positions[LENGTH_AXIS] = is_long
+        ours = Rope(16, rope, CPU)(positions, torch.float32)
+        expected = theirs(torch.zeros(1), torch.arange(length)[None])
+        for one, other in zip(ours, expected, strict=True):
+            still = (one[:, 0] == 1) | (one[:, 0] == 0)
+            rotated = [column for column in range(16) if not still[:, column].all()]
+            torch.testing.assert_close(one[:, 0, rotated], other[0], rtol=0, atol=1e-5)
 
 
 def test_mxfp4_is_refused(folder: Folder, tmp_path: Path) -> None:
@@ -310,7 +321,10 @@ def test_gpt_oss_has_yarn_by_default() -> None:
         ({"rope_theta": 1e4}, "must be settings of full_attention and sliding_attention"),
         ({"full_attention": 3}, "rope settings must be an object"),
         ({"sliding_attention": {"rope_theta": "big"}}, "rope_theta must be a number"),
-        ({"full_attention": {"rope_type": "longrope", "short_factor": [1.0] * 12}}, "'longrope' is not served"),
+        (
+            {"full_attention": {"rope_type": "longrope", "short_factor": [1.0] * 12, "long_factor": [1.0] * 12}},
+            "'longrope' is not served",
+        ),
     ],
 )
 def test_ropes_of_gemma_that_are_not_served(rope: dict[str, Any], message: str) -> None:
@@ -340,6 +354,7 @@ def test_order_of_rotated_values(partial: float, pairs: bool) -> None:
         ({"rope_type": "yarn", "original_max_position_embeddings": "4k"}, "original_max_position_embeddings must be"),
         ({"rope_type": "longrope", "short_factor": [1, 0]}, "short_factor must be positive numbers"),
         ({"rope_type": "longrope", "short_factor": None}, "short_factor must be a list"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [-1]}, "long_factor must be positive"),
         ({"rope_type": "longrope", "short_factor": [1, 10**400]}, "short_factor must be positive numbers"),
         ({"rope_theta": 0}, "rope_theta must be a positive number"),
         ({"rope_theta": 10**400}, "rope_theta must be a number"),
@@ -367,7 +382,8 @@ def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -
         ("ministral", {"layer_types": ["sliding_attention"]}, "layer_types"),
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "with rope type 'yarn' only"),
         ("glm4", {"head_dim": 10}, "5 of 10 values of a head"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 5}}, "5 rope factors for 6 frequencies"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [2.0] * 5}}, "5 rope factors for 6 frequencies"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 7}}, "7 rope factors for 6 frequencies"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not served"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number"),
         ("gemma2", {"query_pre_attn_scalar": -1.0}, "query_pre_attn_scalar must be a positive number"),

@@ -241,7 +241,7 @@ def make_sampling_params(
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each choice; unset fields take the checkpoint's defaults, as in vLLM.
 
-    ``max_tokens`` None means what the context leaves. The first ``num_scoring`` choices of a prompt return
+    ``max_tokens`` None means what ``default_room`` says. The first ``num_scoring`` choices of a prompt return
     ``prompt_logprobs``. Raises InvalidRequest for too many of those or a contradiction, and PromptTooLong, naming
     ``param``, if prompt and answer exceed the context."""
     check_num_logprobs(
@@ -255,14 +255,15 @@ def make_sampling_params(
             f"{service.context_length} tokens",
             param,
         )
+    max_tokens = max_tokens or default_room(room, num_prompt, service.prompt_builder.short_length)
     min_tokens = fields.min_tokens or 0
-    if min_tokens > (max_tokens or room):
-        raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens or room}", "min_tokens")
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
     defaults = service.generation_defaults
     # -1 means no seed, as in vLLM and llama.cpp
     seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
     first = SamplingParams(
-        max_tokens=max_tokens or room,
+        max_tokens=max_tokens,
         temperature=_given(fields.temperature, defaults.temperature),
         top_k=max(0, _given(fields.top_k, defaults.top_k)),
         top_p=_given(fields.top_p, defaults.top_p),
@@ -286,6 +287,17 @@ def make_sampling_params(
         )
         for number in range(fields.n or 1)
     ]
+
+
+def default_room(room: int, num_prompt: int, short_length: int | None) -> int:
+    """Return the tokens that an answer may have if the request doesn't say: ``room``, the rest of the context.
+
+    Where ropes depend on a request's length, a prompt that is short keeps the frequencies of short requests, with
+    which models answer better; a client that names more tokens decides otherwise.
+    """
+    if short_length is None or num_prompt >= short_length:
+        return room
+    return min(room, short_length - num_prompt)
 
 
 def _given(value: N | None, default: N) -> N:

@@ -69,6 +69,8 @@ class EngineCore:
     """Embeddings of a step without media tokens."""
     context_length: int
     vocab_size: int
+    short_length: int | None
+    """As in ``DecoderConfig``."""
 
 
 class EngineLoop:
@@ -93,6 +95,7 @@ class EngineLoop:
         self.incoming = incoming
         self.context_length = engine.context_length
         self._vocab_size = engine.vocab_size
+        self._short_length = engine.short_length
         self._no_media = engine.no_media
         self._embedding_source = embedding_source
         self._kv_source = kv_source
@@ -241,7 +244,7 @@ class EngineLoop:
         """Add a request whose answer begins with the tokens ``generated``. Reports failure if it is invalid."""
         outgoing_kv = None
         try:
-            request = make_request(message, generated, self.context_length, self._vocab_size)
+            request = make_request(message, generated, self.context_length, self._vocab_size, self._short_length)
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:

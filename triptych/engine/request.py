@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from triptych.engine.history import History
 from triptych.engine.page_tables import PageTables
 from triptych.errors import InvalidRequest, PromptTooLong
+from triptych.layers.rope_config import LENGTH_AXIS
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId
 
@@ -27,6 +28,9 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
+    is_long: bool | None = None
+    """Whether prompt and answer may exceed the length from which ropes have other frequencies; None if those don't
+    depend on a request's length."""
     timeout: float = 0.0
     """Seconds between the request's arrival and its deadline."""
     prefilled_here: bool = True
@@ -143,14 +147,19 @@ class Request:
         known = min(max(self.num_prompt - start, 0), count)
         offset = self.next_position - self.num_prompt
         generated = [token + offset for token in range(start + known, start + count)]
-        if not known:
-            return [generated] * 3
-        return [axis + generated for axis in self.positions[:, start : start + known].tolist()]
+        axes = [generated] * 3
+        if known:
+            axes = [axis + generated for axis in self.positions[:, start : start + known].tolist()]
+        if self.is_long is not None:
+            axes[LENGTH_AXIS] = [float(self.is_long)] * count
+        return axes
 
 
-def make_request(message: Generate, generated: list[int], context_length: int, vocab_size: int) -> Request:
-    """Convert a message to a request. Raises RequestError for an invalid one: messages from other processes aren't
-    trusted."""
+def make_request(
+    message: Generate, generated: list[int], context_length: int, vocab_size: int, short_length: int | None = None
+) -> Request:
+    """Convert a message to a request. ``short_length`` is that of ``DecoderConfig``. Raises RequestError for an invalid
+    one: messages from other processes aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")
@@ -185,6 +194,7 @@ def make_request(message: Generate, generated: list[int], context_length: int, v
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
         timeout=message.timeout,
+        is_long=None if short_length is None else num_tokens + message.sampling.max_tokens > short_length,
     )
     request.tokens += generated
     return request

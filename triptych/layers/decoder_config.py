@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
-from triptych.layers.rope_config import RopeConfig
+from triptych.layers.rope_config import LongRopeScaling, RopeConfig
 from triptych.layers.specs import (
     AttentionSpec,
     DeltaNetSpec,
@@ -87,6 +87,12 @@ class DecoderConfig:
         """The distinct rotary embeddings of the layers, each with the values per head that it covers."""
         rotary = (layer.mixer.rotary for layer in self.layers)
         return tuple(dict.fromkeys(one for one in rotary if one is not None))
+
+    @cached_property
+    def short_length(self) -> int | None:
+        """The tokens of prompt and answer up to which a request is short, where a rope depends on that."""
+        scalings = (rope.scaling for _, rope in self.ropes)
+        return min((one.original_length for one in scalings if isinstance(one, LongRopeScaling)), default=None)
 
     @cached_property
     def caching_layers(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ each covers low and high frequencies. The references are ``ROPE_INIT_FUNCTIONS``
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from triptych.errors import CheckpointError
 from triptych.layers.rope_config import (
+    LENGTH_AXIS,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -28,6 +30,7 @@ class Rope(nn.Module):
     rotated have angle 0. Raises CheckpointError unless the sections of ``rope`` add up to its frequencies."""
 
     inverse_frequencies: Tensor  # float32 [head_dim / 2]
+    long_frequencies: Tensor | None  # float32 [head_dim / 2]: of long requests; None if their length doesn't matter
     axes: Tensor  # int64 [head_dim / 2]: the axis of each frequency
     factors: Tensor | None  # float32 [head_dim]: of cosines and sines; None if all are 1
 
@@ -37,14 +40,21 @@ class Rope(nn.Module):
         count, half = len(frequencies), head_dim // 2
         factors = None if factor == 1 else F.pad(torch.full((count,), factor), (0, half - count), value=1.0)
         padded, axes = (F.pad(one, (0, half - count)) for one in (frequencies, _axes(count, rope)))
+        long = _long_frequencies(head_dim, rope)
         self.register_buffer("inverse_frequencies", padded.to(device), persistent=False)
+        self.register_buffer(
+            "long_frequencies", None if long is None else F.pad(long, (0, half - count)).to(device), persistent=False
+        )
         self.register_buffer("axes", axes.to(device), persistent=False)
         self.register_buffer("factors", None if factors is None else factors.repeat(2).to(device), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
         per_frequency = positions[self.axes].T.float()  # [T, head_dim / 2]
-        angles = per_frequency * self.inverse_frequencies
+        frequencies = self.inverse_frequencies
+        if self.long_frequencies is not None:
+            frequencies = torch.where(positions[LENGTH_AXIS, :, None] > 0, self.long_frequencies, frequencies)
+        angles = per_frequency * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, head_dim]
         cos, sin = angles.cos(), angles.sin()
         if self.factors is not None:
@@ -53,8 +63,8 @@ class Rope(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]:
-    """Return the angles per position, float32 [frequencies], and the factor of cosines and sines. Raises
-    CheckpointError for a head that the frequencies don't fit."""
+    """Return the angles per position, float32 [frequencies], and the factor of cosines and sines; of short requests,
+    if they depend on the length. Raises CheckpointError for a head that the frequencies don't fit."""
     count, scaling = rope.num_frequencies(head_dim), rope.scaling
     size = head_dim if isinstance(scaling, ProportionalScaling) else 2 * count
     powers = rope.theta ** (torch.arange(0, 2 * count, 2, dtype=torch.float32) / size)
@@ -68,11 +78,22 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
         case YarnScaling():
             return _yarn(powers, rope.theta, scaling), scaling.attention_factor
         case LongRopeScaling():
-            if len(scaling.short_factors) != count:
-                raise CheckpointError(
-                    f"config.json: {len(scaling.short_factors)} rope factors for {count} frequencies of a head"
-                )
-            return 1.0 / (torch.tensor(scaling.short_factors) * powers), scaling.attention_factor
+            return _divided(powers, scaling.short_factors), scaling.attention_factor
+
+
+def _long_frequencies(head_dim: int, rope: RopeConfig) -> Tensor | None:
+    """Return ``inverse_frequencies`` of long requests; None if they are the same. Raises the same."""
+    if not isinstance(rope.scaling, LongRopeScaling):
+        return None
+    # the same powers, with other factors
+    exchanged = replace(rope.scaling, short_factors=rope.scaling.long_factors)
+    return inverse_frequencies(head_dim, replace(rope, scaling=exchanged))[0]
+
+
+def _divided(powers: Tensor, factors: tuple[float, ...]) -> Tensor:
+    if len(factors) != len(powers):
+        raise CheckpointError(f"config.json: {len(factors)} rope factors for {len(powers)} frequencies of a head")
+    return 1.0 / (torch.tensor(factors) * powers)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -42,9 +42,13 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753), for requests that fit into the original length: a divisor for each frequency."""
+    """LongRoPE (arXiv:2402.13753): a divisor for each frequency, which depends on the request's length."""
 
     short_factors: tuple[float, ...]
+    """For requests of up to ``original_length`` tokens, prompt and answer together."""
+    long_factors: tuple[float, ...]
+    """For longer requests."""
+    original_length: int
     attention_factor: float
     """Of cosines and sines."""
 
@@ -57,6 +61,10 @@ class ProportionalScaling:
     factor: float = 1.0
     """Divisor of all frequencies."""
 
+
+LENGTH_AXIS = 1
+"""The axis of positions that is 1 for the tokens of long requests and 0 for others, where frequencies depend on a
+request's length. Such embeddings have a single axis, the first."""
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
 

@@ -22,8 +22,10 @@ from triptych.errors import (
     UnsupportedMedia,
 )
 from triptych.messages.identity import ModelIdentity, update_with_length
+from triptych.models.backbones.rope import short_length
 from triptych.models.base import Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
+from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
@@ -80,10 +82,10 @@ def media_param(message: int, part: int, field: str) -> str:
 class PromptBuilder:
     """Builds prompts for the model of a checkpoint folder.
 
-    ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter. ``caps``
-    limit the media of a request. ``modalities`` are those that both the model and its template support;
-    ``audio_in_video`` is whether a video's audio track can be used. Raises CheckpointError for a folder that can't be
-    served.
+    ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter.
+    ``short_length`` is ``models.backbones.rope.short_length``. ``caps`` limit the media of a request. ``modalities``
+    are those that both the model and its template support; ``audio_in_video`` is whether a video's audio track can be
+    used. Raises CheckpointError for a folder that can't be served.
     """
 
     def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
@@ -97,6 +99,7 @@ class PromptBuilder:
         self.template = ChatTemplate(folder)
         self.tokenizer = Tokenizer(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
+        self.short_length = short_length(text_section(config))
         self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
         self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")

@@ -85,6 +85,7 @@ def build_engine(
             no_media=MediaEmbeddings.none(model.adapter.embedding_width, model.weights.activations),
             context_length=size.context_length,
             vocab_size=decoder.config.vocab_size,
+            short_length=decoder.config.short_length,
         ),
         cache=cache.whole,
         kv_rows=model.kv_rows,

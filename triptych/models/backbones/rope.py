@@ -41,6 +41,8 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
     found = replace(default, theta=theta, partial=partial, scaling=_scaling(_rope_type(rope, default), rope, text))
     if default.mrope_section is None:
         return found
+    if isinstance(found.scaling, LongRopeScaling):
+        raise CheckpointError("config.json: LongRoPE in three axes is not served")
     if rope.get("mrope_interleaved", default.interleaved) != default.interleaved:
         order = "interleaved" if default.interleaved else "not interleaved"
         raise CheckpointError(f"config.json: mrope_interleaved: only M-RoPE that is {order} is served for this model")
@@ -54,13 +56,17 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
 def context_length(text: Mapping[str, Any]) -> int:
     """Return the longest request that a model of this text config is served with, in tokens.
 
-    Some embeddings depend on a sequence's length, and change in the middle of a longer one: ``dynamic`` beyond
-    ``max_position_embeddings``, LongRoPE beyond the original length. Only what comes before is served.
+    ``dynamic`` changes in the middle of a sequence beyond ``max_position_embeddings``, so only what comes before is
+    served.
     """
-    longest, rope = setting(text, "max_position_embeddings", int), rope_settings(text)
-    if rope.get("rope_type", rope.get("type")) not in LONGROPE:
-        return longest
-    return min(longest, _original_length(rope, text))
+    return setting(text, "max_position_embeddings", int)
+
+
+def short_length(text: Mapping[str, Any]) -> int | None:
+    """Return the tokens of prompt and answer up to which a request is short, where the embedding of its positions
+    depends on that (LongRoPE); otherwise None."""
+    rope = rope_settings(text)
+    return _original_length(rope, text) if rope.get("rope_type", rope.get("type")) in LONGROPE else None
 
 
 def rope_settings(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,11 +128,17 @@ def magnitude(factor: float, mscale: float) -> float:
 
 def _longrope(rope: Mapping[str, Any], text: Mapping[str, Any]) -> LongRopeScaling:
     original = _original_length(rope, text)
-    factor, factors = _factor(rope, text, original), setting(rope, "short_factor", list)
-    if not all(isinstance(one, int | float) and 1 / LARGEST <= one <= LARGEST for one in factors):
-        raise CheckpointError(f"config.json: short_factor must be positive numbers, not {factors!r}")
+    factor = _factor(rope, text, original)
+    short, long = _divisors(rope, "short_factor"), _divisors(rope, "long_factor")
     enlarged = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return LongRopeScaling(tuple(map(float, factors)), positive_number(rope, "attention_factor", enlarged))
+    return LongRopeScaling(short, long, original, positive_number(rope, "attention_factor", enlarged))
+
+
+def _divisors(rope: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    factors = setting(rope, name, list)
+    if not all(isinstance(one, int | float) and 1 / LARGEST <= one <= LARGEST for one in factors):
+        raise CheckpointError(f"config.json: {name} must be positive numbers, not {factors!r}")
+    return tuple(map(float, factors))
 
 
 def _original_length(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int:

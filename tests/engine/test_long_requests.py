@@ -1,0 +1,59 @@
+"""Requests whose length decides on their rotary frequencies (LongRoPE)."""
+
+import numpy as np
+import pytest
+
+from triptych.api.generation import default_room
+from triptych.engine.prefix import extend_page_hashes
+from triptych.engine.request import Request, make_request
+from triptych.layers.rope_config import LENGTH_AXIS
+from triptych.messages.work import Generate, SamplingParams
+from triptych.types import Address, RequestId
+
+SHORT = 8
+
+
+def made(num_prompt: int, max_tokens: int, short_length: int | None = SHORT) -> Request:
+    generate = Generate(
+        request=RequestId("r"),
+        tokens=list(range(num_prompt)),
+        positions=np.broadcast_to(np.arange(num_prompt, dtype="<f8"), (3, num_prompt)).tobytes(),
+        next_position=num_prompt,
+        items=[],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        eos_token_ids=[],
+        reply_to=Address(""),
+    )
+    return make_request(generate, [], 64, 64, short_length)
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "is_long"), [(5, 3, False), (5, 4, True), (9, 1, True)])
+def test_all_tokens_of_a_request_have_one_length(num_prompt: int, max_tokens: int, is_long: bool) -> None:
+    found = made(num_prompt, max_tokens)
+    assert found.is_long is is_long
+    positions = found.positions_of(2, num_prompt + max_tokens - 2)
+    assert positions[LENGTH_AXIS] == [float(is_long)] * (num_prompt + max_tokens - 2)
+    assert positions[0] == positions[2] == list(range(2, num_prompt + max_tokens))
+    assert found.positions_of(num_prompt, 1)[LENGTH_AXIS] == [float(is_long)]
+
+
+def test_axes_are_left_where_the_length_does_not_matter() -> None:
+    found = made(5, 4, short_length=None)
+    assert found.is_long is None
+    assert found.positions_of(3, 4) == [[3, 4, 5, 6]] * 3
+
+
+def test_short_and_long_requests_share_no_pages() -> None:
+    hashes = []
+    for max_tokens in (1, 3, 4):
+        one = made(5, max_tokens)
+        extend_page_hashes(one, 4, 1, "layout")
+        hashes.append(one.page_hashes)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_an_answer_of_unknown_length_keeps_a_short_prompt_short() -> None:
+    assert default_room(60, 4, None) == 60
+    assert default_room(60, 4, SHORT) == 4
+    assert default_room(2, 4, SHORT) == 2, "the context may end before"
+    assert default_room(56, 8, SHORT) == 56, "a long request anyway"
