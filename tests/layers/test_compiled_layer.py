@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
-from tests.support.tiny import TINY, make_tiny
+from tests.support.families import PLAIN
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise
 from triptych.layers.attention.compiled import PagedAttention
@@ -103,7 +104,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     return [*found, *pool.cache.tensors]
 
 
-@pytest.mark.parametrize("name", [*TINY, "qwen2 window"])
+@pytest.mark.parametrize("name", [*PLAIN, "qwen2 window"])
 @pytest.mark.parametrize(
     ("weights", "cache_dtype"),
     [

@@ -52,6 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_logits(tiny: Tiny, name: str, layout: str) -> None:
+    """Of the towers' rows as transformers rounds them: gated delta nets enlarge the difference of ours."""
     folder = tiny(name, layout)
     adapter, checkpoint, reference = load_adapter(folder), Checkpoint(folder), load_reference(folder)
     pool = Pool(adapter.load_decoder(checkpoint, FP32, CPU))
@@ -61,10 +62,13 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
         images, prompt = [], make_prompt_of_text(tokens, adapter.embedding_width)
     else:
         images = IMAGES
-        rows = adapter.load_encoder(checkpoint, FP32, CPU).encode(images)
+        ours = adapter.load_encoder(checkpoint, FP32, CPU).encode(images)
+        theirs = reference_rows(folder, images, [item.grid for item in images])
+        assert_close(torch.cat(ours), theirs, TOWER_TOLERANCE)
+        rows = list(theirs.split([len(part) for part in ours]))
         prompt = make_prompt(reference, list(b"hello"), images, rows, adapter.embedding_width)
         expected = reference_logits(reference, prompt, images)
-    assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 2e-4)
+    assert_close(step(pool, [(Running(prompt), len(prompt.tokens))]), expected, 1e-4)
     assert len(set(expected.argmax(-1).tolist())) > 10
 
 
@@ -130,7 +134,7 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
     assert_close(torch.cat([tower.encode([part])[0] for part in parts]), whole, TOWER_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", WITH_IMAGES)
+@pytest.mark.parametrize("name", [name for name in WITH_IMAGES if TINY[name].published is not str])
 def test_keys_named_as_in_newer_families(tiny: Tiny, name: str, tmp_path: Path) -> None:
     """``model.visual.…`` and ``model.language_model.…``, as the modules of transformers are called."""
     folder = tiny(name, "published")

@@ -130,6 +130,6 @@ def test_int8_reaches_every_product_of_a_decoder_but_head_and_router(name: str, 
     decoder = load_adapter(folder).load_decoder(Checkpoint(folder), INT8, CPU)
     found = dict(int8_layers(decoder))
     ffns = [layer.ffn for layer in decoder.config.layers]
-    experts = [ffn.num_experts if isinstance(ffn, MoESpec) else 1 for ffn in ffns]
+    experts = [ffn.num_experts + bool(ffn.shared) if isinstance(ffn, MoESpec) else 1 for ffn in ffns]
     assert len(found) == sum(2 + 2 * count for count in experts) + 1
     assert [layer for layer, is_int8 in found.items() if not is_int8] == ["head.linear"]

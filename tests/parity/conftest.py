@@ -54,6 +54,8 @@ DENSE_ALONE = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path.parent.name == "parity" and "qwen3_5_moe" in item.name:
+            item.add_marker(pytest.mark.slow)  # the tower of Qwen3.5, and a mixture that test_backbones compares
         if item.path.stem in DENSE_ALONE and item.path.parent.name == "parity" and "moe" in item.name:
             item.add_marker(pytest.mark.slow)
 

@@ -17,18 +17,20 @@ ANSWERED_BACKBONES = (
 )
 """Backbones whose answers are compared in every run. The others differ from Qwen's by what the tests of ``layers``
 compare, and are left to the slow suite."""
+PLAIN = [name for name in TINY if not name.startswith("qwen3_5")]
+"""Families all of whose layers have attention without a gate."""
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
 
 LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]
 """Tiny checkpoints whose logits are compared: family and layout of its keys."""
 
-PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
+PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe"]
 """Patches of images are compared with the Pillow processors'."""
 
 VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 """What transformers' video processors made of seeded videos."""
 
-VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_omni_moe"]
+VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe"]
 """Answers about videos are compared."""
 
 HEARD_VIDEOS = "qwen3_omni_moe"
@@ -39,6 +41,8 @@ ROPE_INDEX = {
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VL"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5"),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5Moe"),
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
 }
 """Positions are compared with ``get_rope_index`` of these: transformers' folder and the prefix of its classes."""

@@ -87,6 +87,42 @@ def _mrope(section: list[int]) -> dict[str, Any]:
     return {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
 
 
+def _qwen3_5(architecture: str, model_type: str, **text: Any) -> Tiny:
+    """One layer with attention among gated delta nets."""
+    config = {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "model_type": model_type,
+        "tie_word_embeddings": False,
+        "text_config": TEXT
+        | {"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+        | {"linear_value_head_dim": 20, "num_hidden_layers": 3, "sliding_window": None}
+        | {"rms_norm_eps": 1e-3}  # a head's output may be near zero: this bounds by how much its norm enlarges rounding
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [3, 3, 2],
+            }
+        }
+        | text,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
+        },
+    }
+    return Tiny(config | MEDIA_TOKENS, preprocessor=PREPROCESSOR, split_experts="num_experts" in text)
+
+
 TINY = {
     "qwen2": Tiny(
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
@@ -154,6 +190,15 @@ TINY = {
         },
         published=_as_qwen2_vl,
         preprocessor=PREPROCESSOR,
+    ),
+    "qwen3_5": _qwen3_5("Qwen3_5", "qwen3_5"),
+    "qwen3_5_moe": _qwen3_5(
+        "Qwen3_5Moe",
+        "qwen3_5_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=56,
     ),
     "qwen3_omni_moe": Tiny(
         {

@@ -78,6 +78,12 @@ QWEN3_VL = Family(
     adapter="triptych.models.qwen3_vl.encoder:Qwen3VL",
     modalities=("text", "image", "video"),
 )
+QWEN3_5 = replace(
+    QWEN3_VL,
+    name="Qwen3.5",
+    backbone=f"{BACKBONES}.qwen3_5:QWEN3_5",
+    adapter="triptych.models.qwen3_5.encoder:Qwen35",
+)
 QWEN3_OMNI = Family(
     name="Qwen3-Omni-MoE (thinker)",
     backbone=f"{BACKBONES}.qwen3:QWEN3_OMNI_MOE",
@@ -117,6 +123,8 @@ FAMILIES = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", backbone=f"{BACKBONES}.qwen3:QWEN3_VL_MOE"),
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
 }
