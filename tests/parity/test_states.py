@@ -1,6 +1,7 @@
 """Models whose layers keep state answer as transformers does, whatever is reused, preempted or lost."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
 from tests.support.disturbed import check_lost_instances, check_preemption, served
 from tests.support.harness import FLOAT32, Messages, Running
-from tests.support.image_cases import Case
+from tests.support.image_cases import Case, picture
 from tests.support.tiny import make_tiny
 from triptych.config import RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.layers.decoder import AfterLayer, ForwardBatch
+from triptych.prompt.prompt import PromptBuilder
 
 PAGE = FLOAT32.page_size
 START = "The quick brown fox jumps over the lazy dog. " * 3
@@ -57,6 +59,26 @@ def test_prefixes_are_found_where_a_state_was_kept(model: Model) -> None:
 
     engine = replace(FLOAT32, max_num_batched_tokens=64, state_snapshot_interval=64, state_snapshots=6)
     served(model, "1PD", engine, ask)
+
+
+def test_states_after_pictures_are_found_for_the_same_pictures(tmp_path: Path) -> None:
+    """Snapshots within images and after them; a further image keeps what is before it."""
+    first, second, other = picture(200, 150, 1), picture(96, 160, 2), picture(96, 160, 3)
+    cases = [
+        Case("one image", (first, "What is this?")),
+        Case("two images", (first, second, "What differs?")),
+        Case("another second one", (first, other, "What differs?")),
+    ]
+    shown = Model(make_tiny(tmp_path, "qwen3_5", seed=4), cases)
+    rows = PromptBuilder(shown.folder).build(cases[0].messages).items[0].placement.rows
+
+    async def ask(service: Running) -> None:
+        found = [await hits(service, cases[case].messages, shown.answers[case]) for case in (0, 1, 2, 0, 1, 2)]
+        assert found[0] == 0 and rows // PAGE * PAGE <= found[1] == found[2] < whole(shown, 0)
+        assert found[3:] == [whole(shown, case) for case in range(3)]
+
+    engine = replace(FLOAT32, max_num_batched_tokens=24, state_snapshot_interval=PAGE, state_snapshots=40)
+    served(shown, "1E1PD", engine, ask)
 
 
 def test_every_turn_of_a_conversation_finds_the_last_one(model: Model) -> None:
