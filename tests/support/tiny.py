@@ -43,6 +43,8 @@ TEXT = {
     "sliding_window": 16,
     "max_window_layers": 2,
 }
+LLAMA_TEXT = {name: value for name, value in TEXT.items() if "window" not in name}
+"""Without windows: transformers' caches have them, though Llama's layers don't."""
 MEDIA_TOKENS = {
     "image_token_id": IDS["<|image_pad|>"],
     "video_token_id": IDS["<|video_pad|>"],
@@ -214,7 +216,7 @@ FIXED_SIZE = {
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
         | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}
         | {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
-        | {"text_config": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4} | TEXT}
+        | {"text_config": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4} | LLAMA_TEXT}
         | {
             "vision_config": {
                 "model_type": "clip_vision_model",

@@ -153,9 +153,7 @@ def _text_backbone(config: ModelConfig) -> str:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or family.backbone is None or family.takes_media:
         served = ", ".join(sorted(name for name, one in FAMILIES.items() if not one.takes_media))
-        raise CheckpointError(
-            f"config.json: text_config.model_type {model_type!r} is not served; served are {served}"
-        )
+        raise CheckpointError(f"config.json: text_config.model_type {model_type!r} is not served; served are {served}")
     return family.backbone
 
 

@@ -111,6 +111,11 @@ class Llava(SplitAdapter):
         self._projector_activation = _activation(name, "projector_hidden_act", PROJECTOR_ACTIVATIONS)
         self._projector_bias = setting(config, "multimodal_projector_bias", bool, default=True)
 
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return "CLIPVisionModel and projector, of our own layers"
+
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Load the tower's used layers and the projector.
 

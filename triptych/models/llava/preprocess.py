@@ -15,7 +15,7 @@ from triptych.models.llava.config import vision_config
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.images import decode_image
-from triptych.models.shared.patches import CLIP_MEAN, normalised_bytes, per_channel, resampling
+from triptych.models.shared.patches import CHANNELS, CLIP_MEAN, normalised_bytes, per_channel, resampling
 from triptych.models.shared.settings import setting
 from triptych.types import ImageHeader, ItemPlan
 
@@ -32,13 +32,7 @@ class LlavaPreprocessor:
         self._resample = resampling(preprocessor_config)
         self._table = normalised_bytes(preprocessor_config)
         self._short_side = _short_side(preprocessor_config, self._side)
-        self._background: tuple[int, ...] | None = None
-        if preprocessor_config.get("do_pad") and preprocessor_config.get("image_processor_type", "").startswith(
-            "LlavaImageProcessor"
-        ):
-            mean = preprocessor_config.get("image_mean", CLIP_MEAN)
-            per_channel(preprocessor_config, "image_mean", CLIP_MEAN)  # checks it
-            self._background = tuple(int(value * 255) for value in mean)
+        self._background = _background(preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Decode, resize, crop and cut one image; its ``patches`` are float32 [patches, 3 * patch²].
@@ -76,6 +70,19 @@ class LlavaPreprocessor:
     def _cropped(self, image: Image.Image) -> Image.Image:
         left, top = (image.width - self._side) // 2, (image.height - self._side) // 2
         return image.crop((left, top, left + self._side, top + self._side))
+
+
+def _background(preprocessor_config: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the colour that fills images up to squares; None if they aren't. Raises CheckpointError."""
+    kind = setting(preprocessor_config, "image_processor_type", str, default="", file=PREPROCESSOR_FILE)
+    if not kind.startswith("LlavaImageProcessor") or not preprocessor_config.get("do_pad"):
+        return None
+    per_channel(preprocessor_config, "image_mean", CLIP_MEAN)  # checks it
+    mean = preprocessor_config.get("image_mean", CLIP_MEAN)
+    colours = [mean] * CHANNELS if isinstance(mean, int | float) else mean
+    if not all(0 <= value <= 1 for value in colours):
+        raise CheckpointError(f"{PREPROCESSOR_FILE}: image_mean {mean!r} is no colour, which do_pad takes it for")
+    return tuple(int(value * 255) for value in colours)
 
 
 def _short_side(preprocessor_config: dict[str, Any], side: int) -> int | None:

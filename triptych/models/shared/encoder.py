@@ -124,6 +124,13 @@ class MultimodalAdapter(SplitAdapter):
             self._check_width(spec)
         self.embedding_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return ", ".join(
+            spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "") for spec in cls.specs
+        )
+
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """Return the part of the config that describes the language model."""
         return setting(config, "text_config", dict)

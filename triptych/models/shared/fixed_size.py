@@ -24,6 +24,4 @@ def fixed_size_input(pixels: NDArray[np.uint8], table: NDArray[np.float32], patc
     digest = blake3(np.array((patch_size, *pixels.shape)).tobytes())
     digest.update(table.tobytes())
     digest.update(np.ascontiguousarray(pixels).data)
-    return EncoderInput(
-        patches=patches.reshape(rows * columns, -1), grid=(1, rows, columns), name=digest.hexdigest()
-    )
+    return EncoderInput(patches=patches.reshape(rows * columns, -1), grid=(1, rows, columns), name=digest.hexdigest())

@@ -38,6 +38,11 @@ class SplitAdapter:
     """The naming schemes of checkpoints, in order of preference."""
     decoder_config: DecoderConfig
 
+    @classmethod
+    def describe_towers(cls) -> str:
+        """Return what the encoder is made of, for documentation."""
+        raise NotImplementedError
+
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
         return self._split_keys(all_keys)[0]
