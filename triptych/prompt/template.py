@@ -66,8 +66,8 @@ class ChatTemplate:
     def starts_sequence(self, text: str) -> bool:
         """Return whether a rendered ``text`` starts with the token that starts a sequence, so that the tokenizer must
         not add it again."""
-        start = self._variables.get("bos_token")
-        return bool(start) and text.startswith(start)
+        start: str = self._variables.get("bos_token", "")
+        return start != "" and text.startswith(start)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Any) -> str:
         variables = {**self._variables, **extra}

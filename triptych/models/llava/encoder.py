@@ -57,12 +57,14 @@ class Projector(nn.Module):
 class LlavaTower(nn.Module):
     """``Encoder`` of images of one size: hidden states of some layers, projected."""
 
-    def __init__(self, config: VisionConfig, transformer: VisionTransformer, projector: Projector) -> None:
+    def __init__(
+        self, config: VisionConfig, transformer: VisionTransformer, projector: Projector, embedding_width: int
+    ) -> None:
         super().__init__()
         self.config = config
         self.transformer = transformer
         self.projector = projector
-        self.embedding_width = 0
+        self.embedding_width = embedding_width
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
@@ -125,13 +127,12 @@ class Llava(SplitAdapter):
         if device.type == "cpu":
             native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         keys: dict[str, str] = {}
-        for tower, prefix in self.weight_prefixes(checkpoint.tensors).towers.items():
+        for part, prefix in self.weight_prefixes(checkpoint.tensors).towers.items():
             for key in self.encoder_keys(checkpoint.tensors):
                 if key.startswith(prefix):
-                    keys[f"{tower}.{key.removeprefix(prefix).removeprefix('vision_model.')}"] = key
+                    keys[f"{part}.{key.removeprefix(prefix).removeprefix('vision_model.')}"] = key
         reader, depth = TowerWeights(checkpoint, keys, weights, device), max(self.vision.feature_layers)
-        tower = LlavaTower(self.vision, self._transformer(reader, depth), self._projector(reader))
-        tower.embedding_width = self.embedding_width
+        tower = LlavaTower(self.vision, self._transformer(reader, depth), self._projector(reader), self.embedding_width)
         unused = [f"{VISION}.encoder.layers.{number}." for number in range(depth, self.vision.num_layers)]
         reader.finish([*unused, f"{VISION}.post_layernorm.", f"{VISION}.embeddings.position_ids"])
         return tower.eval().requires_grad_(False)
@@ -145,7 +146,6 @@ class Llava(SplitAdapter):
             reader.parameter(f"{embeddings}.position_embedding.weight", vision.side**2 + 1, hidden),
             reader.layer_norm(f"{VISION}.pre_layrnorm", hidden, vision.eps),
             [self._layer(reader, f"{VISION}.encoder.layers.{number}") for number in range(depth)],
-            hidden // vision.num_heads,
         )
 
     def _layer(self, reader: TowerWeights, name: str) -> TowerLayer:

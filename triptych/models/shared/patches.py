@@ -106,8 +106,8 @@ def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
 
 
 def normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """Return float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order and
-    precision."""
+    """Return float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order
+    and precision."""
     values = np.arange(256, dtype=np.float32)
     if preprocessor_config.get("do_rescale", True):
         values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)

@@ -20,9 +20,8 @@ class VisionTransformer(nn.Module):
         projection: Linear,
         class_embedding: Tensor,
         positions: Tensor,
-        first_norm: LayerNorm | None,
+        first_norm: LayerNorm,
         layers: Sequence[TowerLayer],
-        head_dim: int,
     ) -> None:
         """``class_embedding`` [hidden] precedes the patches of an image; ``positions`` [1 + patches, hidden] are added
         to both."""
@@ -32,7 +31,7 @@ class VisionTransformer(nn.Module):
         self.positions = frozen(positions)
         self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
-        self.head_dim = head_dim
+        self.head_dim = len(class_embedding) // layers[0].attention.num_heads if layers else 0
 
     @property
     def num_patches(self) -> int:
@@ -48,9 +47,7 @@ class VisionTransformer(nn.Module):
         embedded = self.projection(patches).unflatten(0, (-1, self.num_patches))
         images, length = len(embedded), len(self.positions)
         first = self.class_embedding.expand(images, 1, -1)
-        hidden = (torch.cat((first, embedded), dim=1) + self.positions).flatten(0, 1)
-        if self.first_norm is not None:
-            hidden = self.first_norm(hidden)
+        hidden = self.first_norm((torch.cat((first, embedded), dim=1) + self.positions).flatten(0, 1))
         boundaries = torch.arange(0, len(hidden) + 1, length)
         # a rotation by nothing: positions have been added already
         ones = torch.ones(len(hidden), self.head_dim, device=hidden.device)
@@ -59,4 +56,4 @@ class VisionTransformer(nn.Module):
             hidden = layer(hidden, boundaries, (ones, torch.zeros_like(ones)))
             if number in wanted:
                 states[number] = hidden
-        return [states[number].unflatten(0, (images, length)) for number in wanted]
+        return [states[number].view(images, length, -1) for number in wanted]
