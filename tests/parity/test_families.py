@@ -12,7 +12,7 @@ from tests.parity.conftest import Model
 from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
-from tests.support.stage_loops import Recording, engine_loop
+from tests.support.stage_loops import Recording, count_parts, engine_loop
 from tests.support.tiny import FIXED_SIZE, TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
@@ -54,6 +54,22 @@ def test_images(models: dict[str, Model], family: str, topology: str) -> None:
 def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], family: str) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=7, receive_blocks=1, receive_block_rows=8)
     assert answered(models[family], "1E1PD", engine) == models[family].answers
+
+
+@pytest.mark.parametrize("family", FIXED_SIZE)
+def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> None:
+    """The second answers are the same, and no part is encoded again."""
+    model, seen = models[family], list[int]()
+    messages = [case.messages for case in model.cases[:3]]
+
+    async def run() -> tuple[list[list[int]], int, list[list[int]]]:
+        async with running(model.folder, "1E1PD", prepare=lambda instance: count_parts(instance, seen)) as service:
+            cold = await service.answers(messages)
+            return cold, sum(seen), await service.answers(messages)
+
+    cold, encoded, warm = asyncio.run(run())
+    assert cold == warm == model.answers[:3]
+    assert sum(seen) == encoded > 0
 
 
 @pytest.mark.parametrize("family", TWO_RANKS)
