@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
-from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
 from tests.support.families import PLAIN
+from tests.support.forward import Pool, Prompt, Running, Wanted, layers_of, step
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise

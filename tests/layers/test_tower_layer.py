@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.clip.configuration_clip import CLIPVisionConfig
+from transformers.models.clip.modeling_clip import CLIPAttention
 
 from tests.support.checkpoints import load_adapter
 from tests.support.families import WITH_IMAGES
@@ -18,6 +20,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native, pointwise, tower_layer
 from triptych.layers.attention import tower
 from triptych.layers.attention.compiled import PagedAttention
+from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.linear import WEIGHT_FORMATS, LayerNorm, PlainFormat, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
@@ -118,3 +121,9 @@ def test_segments_must_add_up(folders: dict[str, Path]) -> None:
     angles: Tensor = torch.randn(8, 2, hidden.shape[1] // layer.attention.num_heads)
     with pytest.raises(ValueError, match="segments of 7 tokens for 8"):
         layer(hidden, torch.tensor([0, 4, 7]), (angles[:, 0], angles[:, 1]))
+
+
+def test_attention_over_batches_is_not_replaced() -> None:
+    """CLIP's children are named as those of an audio tower, but it takes other arguments."""
+    attention = CLIPAttention(CLIPVisionConfig(hidden_size=8, num_attention_heads=2))
+    assert TowerAttention.in_place_of(attention) is None

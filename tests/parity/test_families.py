@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.parity.conftest import Model
-from tests.support.families import SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS, WITH_IMAGES
+from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
-from tests.support.stage_loops import Recording, engine_loop
-from tests.support.tiny import TINY, make_tiny
+from tests.support.stage_loops import Recording, count_parts, engine_loop
+from tests.support.tiny import FIXED_SIZE, TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     torch.set_num_threads(1)
     return {
         name: Model(make_tiny(tmp_path_factory.mktemp(name), name, seed=4), TEXTS if name in TEXT_ALONE else CASES)
-        for name in TINY
+        for name in (*TINY, *FIXED_SIZE)
     }
 
 
@@ -45,15 +45,31 @@ def test_text_alone(models: dict[str, Model], family: str, topology: str) -> Non
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_images(models: dict[str, Model], family: str, topology: str) -> None:
     assert answered(models[family], topology) == models[family].answers
 
 
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], family: str) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=7, receive_blocks=1, receive_block_rows=8)
     assert answered(models[family], "1E1PD", engine) == models[family].answers
+
+
+@pytest.mark.parametrize("family", FIXED_SIZE)
+def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> None:
+    """The second answers are the same, and no part is encoded again."""
+    model, seen = models[family], list[int]()
+    messages = [case.messages for case in model.cases[:3]]
+
+    async def run() -> tuple[list[list[int]], int, list[list[int]]]:
+        async with running(model.folder, "1E1PD", prepare=lambda instance: count_parts(instance, seen)) as service:
+            cold = await service.answers(messages)
+            return cold, sum(seen), await service.answers(messages)
+
+    cold, encoded, warm = asyncio.run(run())
+    assert cold == warm == model.answers[:3]
+    assert sum(seen) == encoded > 0
 
 
 @pytest.mark.parametrize("family", TWO_RANKS)
@@ -75,7 +91,7 @@ def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) 
         assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [*TINY, *FIXED_SIZE])
 def test_first_token_logits(models: dict[str, Model], family: str) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD where there is one."""
     model, recorded = models[family], list[Tensor]()

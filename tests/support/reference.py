@@ -58,5 +58,5 @@ class Reference:
         if images:
             processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
             processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")
-            inputs |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"]}
+            inputs |= dict(processed)
         return inputs

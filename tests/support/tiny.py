@@ -43,6 +43,8 @@ TEXT = {
     "sliding_window": 16,
     "max_window_layers": 2,
 }
+LLAMA_TEXT = {name: value for name, value in TEXT.items() if "window" not in name}
+"""Without windows: transformers' caches have them, though Llama's layers don't."""
 MEDIA_TOKENS = {
     "image_token_id": IDS["<|image_pad|>"],
     "video_token_id": IDS["<|video_pad|>"],
@@ -81,6 +83,12 @@ def _as_qwen2_vl(name: str) -> str:
 
 def _as_qwen3_omni(name: str) -> str:
     return f"thinker.{_as_qwen2_vl(name)}".replace("model.audio_tower.", "audio_tower.")
+
+
+def _as_llava(name: str) -> str:
+    for ours, theirs in (("vision_tower.", "vision_tower.vision_model."), ("language_model.", "language_model.model.")):
+        name = name.replace(f"model.{ours}", theirs)
+    return name.removeprefix("model.").replace("lm_head.", "language_model.lm_head.")
 
 
 def _mrope(section: list[int]) -> dict[str, Any]:
@@ -248,13 +256,45 @@ TINY = {
     ),
 }
 
+FIXED_SIZE = {
+    "llava": Tiny(
+        {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
+        | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}
+        | {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+        | {"text_config": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4} | LLAMA_TEXT}
+        | {
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 75,
+                "patch_size": 14,
+                "projection_dim": 16,
+            }
+        },
+        published=_as_llava,
+        preprocessor={
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 75},
+            "crop_size": {"height": 75, "width": 75},
+            "do_center_crop": True,
+            "resample": 3,
+            "image_mean": PREPROCESSOR["image_mean"],
+            "image_std": PREPROCESSOR["image_std"],
+        },
+    ),
+}
+"""Families whose images all have one size, or tiles of one."""
+
 
 def make_tiny(
     folder: Path, family: str | Tiny, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
 ) -> Path:
     """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
     overrides top-level settings."""
-    tiny = TINY[family] if isinstance(family, str) else family
+    tiny = (TINY | FIXED_SIZE)[family] if isinstance(family, str) else family
     tiny = replace(tiny, config=tiny.config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)

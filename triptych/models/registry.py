@@ -21,12 +21,12 @@ class Family:
 
     name: str
     """The models' common name, for documentation."""
-    backbone: str
-    """Import string of the ``Backbone``."""
     planner: str
     """Import string of the ``Planner`` class."""
     adapter: str
     """Import string of the ``ModelAdapter`` class."""
+    backbone: str | None = None
+    """Import string of the ``Backbone``; None for that of the text model that ``text_config`` names."""
     preprocessor: str | None = None
     """Import string of the ``Preprocessor`` class; None for text-only models."""
     modalities: tuple[str, ...] = ("text",)
@@ -92,6 +92,13 @@ QWEN3_OMNI = Family(
     adapter="triptych.models.qwen3_omni.encoder:Qwen3Omni",
     modalities=("text", "image", "video", "audio"),
 )
+LLAVA = Family(
+    name="LLaVA-1.5",
+    planner="triptych.models.llava.plan:LlavaPlanner",
+    preprocessor="triptych.models.llava.preprocess:LlavaPreprocessor",
+    adapter="triptych.models.llava.encoder:Llava",
+    modalities=("text", "image"),
+)
 
 FAMILIES = {
     "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
@@ -127,6 +134,7 @@ FAMILIES = {
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
+    "llava": LLAVA,
 }
 
 
@@ -140,9 +148,21 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def backbone_of(config: ModelConfig) -> Backbone:
-    """Return the backbone of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
-    backbone: Backbone = resolve(family_of(config).backbone)
+    """Return the backbone of a checkpoint's config: the family's own or, if it has none, that of the text model that
+    ``text_config`` names. Raises CheckpointError for an unsupported model type."""
+    path = family_of(config).backbone or _text_backbone(config)
+    backbone: Backbone = resolve(path)
     return backbone
+
+
+def _text_backbone(config: ModelConfig) -> str:
+    text = config.get("text_config")
+    model_type = text.get("model_type") if isinstance(text, dict) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or family.backbone is None or family.takes_media:
+        served = ", ".join(sorted(name for name, one in FAMILIES.items() if not one.takes_media))
+        raise CheckpointError(f"config.json: text_config.model_type {model_type!r} is not served; served are {served}")
+    return family.backbone
 
 
 def identity_of(folder: Path) -> ModelIdentity:

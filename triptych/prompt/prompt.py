@@ -104,6 +104,10 @@ class PromptBuilder:
         self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
+        if not self._family.takes_media:
+            self._shown: Callable[[Message], dict[str, Any]] = _as_text
+        else:
+            self._shown = _without_data if self._shows_strings() else _in_parts
         self.audio_in_video = self.planner.audio_in_video and "video" in self.modalities
 
     @cached_property
@@ -138,14 +142,16 @@ class PromptBuilder:
         plans = [plan for _, plan, _ in media]
         longest = min(self.context_length, context_length or self.context_length)
         _check_length(sum(plan.rows for plan in plans), longest, "messages", "more than ")
-        shown = _without_data if self._family.takes_media else _as_text
+        shown = self._shown
         text = self.template.render(
             [shown(message) for message in messages],
             add_generation_prompt,
             continue_final_message,
             **template_variables,
         )
-        rendered = self._encode(self._with_placeholders(text, plans), longest, "messages")
+        # as transformers' processors do, which models with media have; tokenizers of text models add nothing
+        adds_special = self._family.takes_media and not self.template.starts_sequence(text)
+        rendered = self._encode(self._with_placeholders(text, plans), longest, "messages", adds_special)
         runs = [length for plan in plans for length in self.planner.runs(plan)]
         if (placed := sum(map(rendered.count, self.planner.placeholder_ids.values()))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
@@ -204,6 +210,19 @@ class PromptBuilder:
             return placeholder in self.template.render([{"role": "user", "content": [{"type": modality}]}])
         except InvalidRequest:
             return True
+
+    def _shows_strings(self) -> bool:
+        """Return whether the template shows a message whose content is a string, not a list of parts; True if that
+        can't be determined."""
+        word = "text"
+        try:
+            as_string, as_part, empty = (
+                self.template.render([{"role": "user", "content": content}])
+                for content in (word, [{"type": "text", "text": word}], [])
+            )
+        except InvalidRequest:
+            return True
+        return as_string != empty or as_part == empty
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
         """Reject media tokens from the client, which would claim rows that don't exist. Only the template may add them.
@@ -337,3 +356,11 @@ def _without_data(message: Message) -> dict[str, Any]:
     if not isinstance(content, list):
         return dict(message)
     return {**message, "content": [{"type": part["type"]} if part["type"] in PROBES else part for part in content]}
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    """Return the message without its media's data, for templates that take parts alone."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return _without_data(message)

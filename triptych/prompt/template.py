@@ -63,6 +63,12 @@ class ChatTemplate:
         text = self._render(messages, add_generation_prompt and not continue_final_message, extra)
         return _until_end_of(_last_text(messages), text) if continue_final_message else text
 
+    def starts_sequence(self, text: str) -> bool:
+        """Return whether a rendered ``text`` starts with the token that starts a sequence, so that the tokenizer must
+        not add it again."""
+        start: str = self._variables.get("bos_token", "")
+        return start != "" and text.startswith(start)
+
     def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, extra: Any) -> str:
         variables = {**self._variables, **extra}
         try:

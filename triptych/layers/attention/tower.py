@@ -31,9 +31,12 @@ class TowerAttention(nn.Module):
 
     @classmethod
     def in_place_of(cls, module: nn.Module, in_bf16: bool = False) -> "TowerAttention | None":
-        """Return a replacement with the linear layers of transformers' ``module``; None if it isn't a tower's
-        attention."""
+        """Return a replacement with the linear layers of transformers' ``module``; None if it isn't attention over
+        segments, which takes the arguments of ``forward``. CLIP's and SigLIP's take batches, and call the scale
+        otherwise."""
         children, settings = dict(module.named_children()), vars(module)
+        if "scaling" not in settings:
+            return None
         for inputs, output in PROJECTIONS:
             if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
                 linears = [children[name] for name in inputs], children[output]

@@ -7,7 +7,8 @@ for multi-token prediction (``mtp.…``), which aren't served.
 """
 
 from triptych.models.base import VISION
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, WeightPrefixes
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.split_adapter import WeightPrefixes
 
 
 class Qwen35(MultimodalAdapter):

@@ -1,7 +1,7 @@
 """Adapter of families whose towers come from transformers. Their vision tower takes any grid of patches and returns one
 embedding per merged patch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,17 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.layers.decoder import Decoder
 from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
-from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.pinned import to_device
-from triptych.layers.weights import DecoderKeys
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import backbone_of, resolve
 from triptych.models.shared.settings import setting
+from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 
 if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
     from transformers import PreTrainedModel
@@ -93,20 +90,6 @@ class TowerSpec:
     """Makes the tower of the loaded module and its embedding width, deepstack features included."""
 
 
-@dataclass(frozen=True)
-class WeightPrefixes:
-    """How a checkpoint names its tensors."""
-
-    towers: Mapping[str, str]
-    """Prefix of each tower's tensors, by the tower's name."""
-    decoder: str
-    """Prefix of the decoder's tensors."""
-    head: str = "lm_head.weight"
-    """Name of the output projection."""
-    others: tuple[str, ...] = ()
-    """Prefixes of parts of the model that aren't loaded."""
-
-
 # In files older than transformers 4.52, and in those that it saves for such families, the decoder's tensors are named
 # as in a text-only model. Longer prefixes come first, because the shorter ones match them too.
 LAYOUTS = (
@@ -115,7 +98,7 @@ LAYOUTS = (
 )
 
 
-class MultimodalAdapter:
+class MultimodalAdapter(SplitAdapter):
     """``ModelAdapter`` of a family with towers; subclasses set ``specs``.
 
     Raises CheckpointError for a config that lacks a setting or asks for something unsupported.
@@ -124,7 +107,6 @@ class MultimodalAdapter:
     specs: ClassVar[Sequence[TowerSpec]]
     """The towers, the vision tower first."""
     layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
-    """The naming schemes of checkpoints, in order of preference."""
 
     def __init__(self, config: ModelConfig) -> None:
         text = self.text_config(config)
@@ -142,17 +124,16 @@ class MultimodalAdapter:
             self._check_width(spec)
         self.embedding_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return ", ".join(
+            spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "") for spec in cls.specs
+        )
+
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """Return the part of the config that describes the language model."""
         return setting(config, "text_config", dict)
-
-    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
-        return self._split_keys(all_keys)[0]
-
-    def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
-        """Return the keys of the decoder's tensors, sorted. Raises CheckpointError for an unknown key."""
-        return self._split_keys(all_keys)[1]
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Load the towers alone.
@@ -170,50 +151,6 @@ class MultimodalAdapter:
             module = load_module(kind, config, checkpoint, keys, weights=weights, device=device)
             towers[spec.name] = spec.make_tower(module, self.embedding_width if spec.deepstack else hidden_size)
         return towers[VISION] if len(towers) == 1 else MultiTowerEncoder(towers, self.embedding_width)
-
-    def load_decoder(
-        self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
-    ) -> Decoder:
-        """Load a rank's shard of the decoder alone.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support or a group size that doesn't divide the decoder.
-        """
-        self._split_keys(checkpoint.tensors)
-        prefixes = self.weight_prefixes(checkpoint.tensors)
-        keys = DecoderKeys(prefixes.decoder, prefixes.head, self.decoder_config.names)
-        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
-
-    def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-        """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": …, "decoder": …}``."""
-        encoder, decoder = self._split_keys(tensors)
-        return {
-            "encoder": sum(tensors[key].num_bytes for key in encoder),
-            "decoder": sum(tensors[key].num_bytes for key in decoder),
-        }
-
-    def weight_prefixes(self, all_keys: Iterable[str]) -> WeightPrefixes:
-        """Return the first of ``layouts`` whose decoder prefix occurs in the checkpoint."""
-        prefixes = tuple(layout.decoder for layout in self.layouts)
-        found = {prefix for prefix in prefixes for key in all_keys if key.startswith(prefix)}
-        return next((layout for layout in self.layouts if layout.decoder in found), self.layouts[0])
-
-    def _split_keys(self, all_keys: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return the sorted keys of the towers' tensors and of the decoder's."""
-        keys = sorted(all_keys)
-        prefixes = self.weight_prefixes(keys)
-        towers = tuple(prefixes.towers.values())
-        encoder: list[str] = []
-        decoder: list[str] = []
-        for key in keys:
-            if key.startswith(towers):
-                encoder.append(key)
-            elif key.startswith(prefixes.decoder) or key == prefixes.head:
-                decoder.append(key)
-            elif not key.startswith(prefixes.others):
-                known = "… nor in ".join((*towers, prefixes.decoder))
-                raise CheckpointError(f"tensor {key!r} is neither in {known}…")
-        return encoder, decoder
 
     def _transformers_config(self, spec: TowerSpec) -> Any:
         """Return a tower's config as transformers' config class."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from triptych.errors import PlanMismatch
 from triptych.models.base import Positions
-from triptych.types import Span
+from triptych.types import Placement, Span
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,17 @@ def _grid(times: NDArray[np.floating[Any]], height: int, width: int) -> NDArray[
 def sequential_positions(tokens: int) -> MediaPositions:
     """Return positions that increase by one on all three axes, as for text."""
     return MediaPositions(np.tile(np.arange(tokens, dtype=np.float64), (3, 1)), tokens)
+
+
+def plain_positions(num_tokens: int, placements: Sequence[Placement], rows: Sequence[int]) -> Positions:
+    """Return 0, 1, 2, … on all three axes, as for text, of a prompt whose items are one run of ``rows[i]`` each.
+
+    Raises PlanMismatch as ``mrope_positions`` does, and if an item isn't at one place.
+    """
+    spans = [span for placement in placements for span in placement.spans]
+    if len(spans) != len(rows) or len(placements) != len(rows):
+        raise PlanMismatch(f"{len(rows)} runs of rows can't be at {len(spans)} places")
+    return mrope_positions(num_tokens, spans, [sequential_positions(count) for count in rows])
 
 
 def interleaved_positions(sources: Sequence[MediaPositions], runs: Sequence[tuple[int, int]]) -> list[MediaPositions]:

@@ -36,7 +36,7 @@ class PatchPreprocessor:
     ) -> None:
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
         self._resample = resampling(preprocessor_config)
-        self._table = _normalised_bytes(preprocessor_config)
+        self._table = normalised_bytes(preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; its ``patches`` are float32 [patches, 3 * temporal * patch²].
@@ -105,9 +105,9 @@ def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
         raise CheckpointError(f"preprocessor_config.json: resample {value!r} is not a Pillow filter") from None
 
 
-def _normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order and
-    precision."""
+def normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
+    """Return float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order
+    and precision."""
     values = np.arange(256, dtype=np.float32)
     if preprocessor_config.get("do_rescale", True):
         values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)

@@ -59,6 +59,27 @@ class VisionCostModel:
         return patches * (1 + 2 * self.hidden_size * attended / self.linear)
 
 
+def check_source_size(kind: str, width: int, height: int, max_pixels: int = MAX_SOURCE_PIXELS) -> None:
+    """Check the size of an image or of a video's frames; ``kind`` names it in errors.
+
+    Raises BadMediaSize for a side below 1, and MediaTooLarge for more than ``max_pixels``.
+    """
+    if min(width, height) < 1:
+        raise BadMediaSize(f"the {kind} is {width} by {height} pixels; both sides must be at least 1")
+    if width * height > max_pixels:
+        raise MediaTooLarge(
+            f"the {kind} has {width * height} pixels ({width} by {height}); at most {max_pixels} are taken"
+        )
+
+
+def check_aspect_ratio(width: int, height: int) -> None:
+    """Raise BadMediaSize for an image whose sides differ more than ``MAX_ASPECT_RATIO``-fold."""
+    if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
+        raise BadMediaSize(
+            f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
+        )
+
+
 class PatchPlanner:
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type.
 
@@ -114,14 +135,7 @@ class PatchPlanner:
         if isinstance(header, AudioHeader):
             return self._plan_audio(header)
         kind = "video" if isinstance(header, VideoHeader) else "image"
-        width, height = header.width, header.height
-        if min(width, height) < 1:
-            raise BadMediaSize(f"the {kind} is {width} by {height} pixels; both sides must be at least 1")
-        if width * height > self._max_source_pixels:
-            raise MediaTooLarge(
-                f"the {kind} has {width * height} pixels ({width} by {height}); "
-                f"at most {self._max_source_pixels} are taken"
-            )
+        check_source_size(kind, header.width, header.height, self._max_source_pixels)
         if isinstance(header, VideoHeader):
             plan = self._plan_video(header, bounds, sampling)
             return self._with_sound(plan, sound) if sound else plan
@@ -129,10 +143,7 @@ class PatchPlanner:
 
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
         width, height = header.width, header.height
-        if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
-            raise BadMediaSize(
-                f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
-            )
+        check_aspect_ratio(width, height)
         return self._item_plan("image", header, self._geometry.within(bounds).resized(height, width), bounds=bounds)
 
     def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:

@@ -1,0 +1,96 @@
+"""What adapters of all families with encoders share: which of a checkpoint's tensors are whose, and loading of the
+decoder."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.safetensors_header import TensorInfo
+from triptych.errors import CheckpointError
+from triptych.layers.decoder import Decoder
+from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.linear import WeightFormat
+from triptych.layers.parallel import SINGLE_RANK, Group
+from triptych.layers.weights import DecoderKeys
+
+
+@dataclass(frozen=True)
+class WeightPrefixes:
+    """How a checkpoint names its tensors."""
+
+    towers: Mapping[str, str]
+    """Prefix of each tower's tensors, by the tower's name."""
+    decoder: str
+    """Prefix of the decoder's tensors."""
+    head: str = "lm_head.weight"
+    """Name of the output projection."""
+    others: tuple[str, ...] = ()
+    """Prefixes of parts of the model that aren't loaded."""
+
+
+class SplitAdapter:
+    """The parts of a ``ModelAdapter`` that depend on the names of tensors alone; subclasses set ``layouts``."""
+
+    layouts: ClassVar[Sequence[WeightPrefixes]]
+    """The naming schemes of checkpoints, in order of preference."""
+    decoder_config: DecoderConfig
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """Return what the encoder is made of, for documentation."""
+        raise NotImplementedError
+
+    def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
+        """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
+        return self._split_keys(all_keys)[0]
+
+    def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
+        """Return the keys of the decoder's tensors, sorted. Raises CheckpointError for an unknown key."""
+        return self._split_keys(all_keys)[1]
+
+    def load_decoder(
+        self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device, group: Group = SINGLE_RANK
+    ) -> Decoder:
+        """Load a rank's shard of the decoder alone.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support or a group size that doesn't divide the decoder.
+        """
+        self._split_keys(checkpoint.tensors)
+        prefixes = self.weight_prefixes(checkpoint.tensors)
+        keys = DecoderKeys(prefixes.decoder, prefixes.head, self.decoder_config.names)
+        return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
+
+    def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+        """Return the size of the weights in the checkpoint, in bytes: ``{"encoder": …, "decoder": …}``."""
+        encoder, decoder = self._split_keys(tensors)
+        return {
+            "encoder": sum(tensors[key].num_bytes for key in encoder),
+            "decoder": sum(tensors[key].num_bytes for key in decoder),
+        }
+
+    def weight_prefixes(self, all_keys: Iterable[str]) -> WeightPrefixes:
+        """Return the first of ``layouts`` whose decoder prefix occurs in the checkpoint."""
+        prefixes = tuple(layout.decoder for layout in self.layouts)
+        found = {prefix for prefix in prefixes for key in all_keys if key.startswith(prefix)}
+        return next((layout for layout in self.layouts if layout.decoder in found), self.layouts[0])
+
+    def _split_keys(self, all_keys: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the sorted keys of the towers' tensors and of the decoder's."""
+        keys = sorted(all_keys)
+        prefixes = self.weight_prefixes(keys)
+        towers = tuple(prefixes.towers.values())
+        encoder: list[str] = []
+        decoder: list[str] = []
+        for key in keys:
+            if key.startswith(towers):
+                encoder.append(key)
+            elif key.startswith(prefixes.decoder) or key == prefixes.head:
+                decoder.append(key)
+            elif not key.startswith(prefixes.others):
+                known = "… nor in ".join((*towers, prefixes.decoder))
+                raise CheckpointError(f"tensor {key!r} is neither in {known}…")
+        return encoder, decoder

@@ -1,0 +1,66 @@
+"""Reads the tensors of a tower that is built of our own layers, and checks every name and shape."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
+from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.layers.weights import concatenate
+
+
+class TowerWeights:
+    """Every method raises CheckpointError, naming the tensor, if one is missing or doesn't have the shape that follows
+    from the config."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, keys: Mapping[str, str], weights: WeightFormat, device: torch.device
+    ) -> None:
+        """``keys`` maps the tower's own names of all its tensors to the checkpoint's."""
+        self.weights = weights
+        self.device = device
+        self._checkpoint = checkpoint
+        self._keys = keys
+        self._read: set[str] = set()
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor as stored: on the CPU, memory-mapped."""
+        if name not in self._keys:
+            raise CheckpointError(f"{self._checkpoint.folder}: the tower's tensor {name!r} is missing")
+        key = self._keys[name]
+        if (found := tuple(self._checkpoint.info(key).shape)) != shape:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
+            )
+        self._read.add(name)
+        return self._checkpoint.read([key])[key]
+
+    def parameter(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor on the device, in the activations' dtype."""
+        return self.tensor(name, *shape).to(self.device, self.weights.activations)
+
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """Load a norm over ``size`` values."""
+        return LayerNorm(self.parameter(f"{name}.weight", size), self.parameter(f"{name}.bias", size), eps)
+
+    def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool = True) -> Linear:
+        """Load layers of ``outputs`` each as one that concatenates their outputs."""
+        weight = concatenate([self.tensor(f"{name}.weight", outputs, inputs) for name in names])
+        biases = [self.tensor(f"{name}.bias", outputs) for name in names] if bias else []
+        return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
+
+    def patch_projection(self, name: str, outputs: int, patch_size: int, bias: bool = False) -> Linear:
+        """Load a convolution [outputs, 3, patch, patch] whose inputs are single patches, as a matrix product of
+        flattened patches."""
+        weight = self.tensor(f"{name}.weight", outputs, 3, patch_size, patch_size).flatten(1)
+        vector = self.tensor(f"{name}.bias", outputs) if bias else None
+        return self.weights.high_precision(weight, vector, self.device)
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
+        """Raise CheckpointError, naming one, if there are tensors that weren't read, but for those whose names start
+        with one of ``ignored``."""
+        for name in sorted(self._keys.keys() - self._read):
+            if not name.startswith(tuple(ignored)):
+                raise CheckpointError(f"{self._checkpoint.folder}: the tower has no place for {self._keys[name]!r}")
