@@ -162,7 +162,7 @@ def page() -> str:
         "`dynamic` is served up to `max_position_embeddings`, from which on it would change with every token.",
         "`longrope` has two sets of frequencies; a request has one of them from its first token to its last.",
         "It is the long one if the prompt and `max_tokens` together exceed `original_max_position_embeddings`.",
-        "Without `max_tokens`, the answer to a shorter prompt ends at that length.",
+        "A chat without `max_tokens` ends at that length if its prompt is shorter.",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
         "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",

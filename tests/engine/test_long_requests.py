@@ -27,7 +27,9 @@ def made(num_prompt: int, max_tokens: int, short_length: int | None = SHORT) -> 
     return make_request(generate, [], 64, 64, short_length)
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens", "is_long"), [(5, 3, False), (5, 4, True), (9, 1, True)])
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "is_long"), [(5, 4, False), (5, 5, True), (8, 1, False), (9, 1, True)]
+)
 def test_all_tokens_of_a_request_have_one_length(num_prompt: int, max_tokens: int, is_long: bool) -> None:
     found = made(num_prompt, max_tokens)
     assert found.is_long is is_long
@@ -45,7 +47,7 @@ def test_axes_are_left_where_the_length_does_not_matter() -> None:
 
 def test_short_and_long_requests_share_no_pages() -> None:
     hashes = []
-    for max_tokens in (1, 3, 4):
+    for max_tokens in (1, 4, 5):
         one = made(5, max_tokens)
         extend_page_hashes(one, 4, 1, "layout")
         hashes.append(one.page_hashes)
@@ -53,7 +55,9 @@ def test_short_and_long_requests_share_no_pages() -> None:
 
 
 def test_an_answer_of_unknown_length_keeps_a_short_prompt_short() -> None:
-    assert default_room(60, 4, None) == 60
-    assert default_room(60, 4, SHORT) == 4
-    assert default_room(2, 4, SHORT) == 2, "the context may end before"
-    assert default_room(56, 8, SHORT) == 56, "a long request anyway"
+    assert default_room(60, 4, 0, None) == 60
+    assert default_room(60, 4, 0, SHORT) == 5
+    assert default_room(2, 4, 0, SHORT) == 2, "the context may end before"
+    assert default_room(56, 8, 0, SHORT) == 1
+    assert default_room(55, 9, 0, SHORT) == 55, "a long request anyway"
+    assert default_room(60, 4, 6, SHORT) == 60, "it was asked for"

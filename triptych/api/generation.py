@@ -255,8 +255,8 @@ def make_sampling_params(
             f"{service.context_length} tokens",
             param,
         )
-    max_tokens = max_tokens or default_room(room, num_prompt, service.prompt_builder.short_length)
     min_tokens = fields.min_tokens or 0
+    max_tokens = max_tokens or default_room(room, num_prompt, min_tokens, service.prompt_builder.short_length)
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
     defaults = service.generation_defaults
@@ -289,15 +289,16 @@ def make_sampling_params(
     ]
 
 
-def default_room(room: int, num_prompt: int, short_length: int | None) -> int:
+def default_room(room: int, num_prompt: int, min_tokens: int, short_length: int | None) -> int:
     """Return the tokens that an answer may have if the request doesn't say: ``room``, the rest of the context.
 
-    Where ropes depend on a request's length, a prompt that is short keeps the frequencies of short requests, with
-    which models answer better; a client that names more tokens decides otherwise.
+    Where ropes depend on a request's length, a short prompt keeps the frequencies of short requests, as in
+    transformers; a client that names more tokens decides otherwise.
     """
-    if short_length is None or num_prompt >= short_length:
+    if short_length is None or num_prompt > short_length:
         return room
-    return min(room, short_length - num_prompt)
+    short = short_length + 1 - num_prompt  # the last token of the answer isn't computed
+    return room if min_tokens > short else min(room, short)
 
 
 def _given(value: N | None, default: N) -> N:

@@ -194,7 +194,8 @@ def make_request(
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
         timeout=message.timeout,
-        is_long=None if short_length is None else num_tokens + message.sampling.max_tokens > short_length,
+        # the last token of the answer isn't computed
+        is_long=None if short_length is None else num_tokens + message.sampling.max_tokens - 1 > short_length,
     )
     request.tokens += generated
     return request

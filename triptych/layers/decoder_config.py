@@ -90,7 +90,7 @@ class DecoderConfig:
 
     @cached_property
     def short_length(self) -> int | None:
-        """The tokens of prompt and answer up to which a request is short, where a rope depends on that."""
+        """The computed tokens of prompt and answer up to which a request is short, where a rope depends on that."""
         scalings = (rope.scaling for _, rope in self.ropes)
         return min((one.original_length for one in scalings if isinstance(one, LongRopeScaling)), default=None)
 

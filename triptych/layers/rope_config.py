@@ -45,7 +45,7 @@ class LongRopeScaling:
     """LongRoPE (arXiv:2402.13753): a divisor for each frequency, which depends on the request's length."""
 
     short_factors: tuple[float, ...]
-    """For requests of up to ``original_length`` tokens, prompt and answer together."""
+    """For requests of which at most ``original_length`` tokens are computed, prompt and answer together."""
     long_factors: tuple[float, ...]
     """For longer requests."""
     original_length: int

@@ -63,8 +63,8 @@ def context_length(text: Mapping[str, Any]) -> int:
 
 
 def short_length(text: Mapping[str, Any]) -> int | None:
-    """Return the tokens of prompt and answer up to which a request is short, where the embedding of its positions
-    depends on that (LongRoPE); otherwise None."""
+    """Return the computed tokens of prompt and answer up to which a request is short, where the embedding of its
+    positions depends on that (LongRoPE); otherwise None."""
     rope = rope_settings(text)
     return _original_length(rope, text) if rope.get("rope_type", rope.get("type")) in LONGROPE else None
 
