@@ -90,6 +90,14 @@ def test_where_snapshots_are_taken(position: int, num_prompt: int, expected: int
     assert StateSlots(1, 1, 7, PAGE).next_position(position, num_prompt) == expected
 
 
+@pytest.mark.parametrize(("snapshots", "lengths"), [(0, [12, 12, 6]), (1, [8, 8, 8, 4, 2])])
+def test_steps_end_early_only_where_snapshots_can_be_taken(snapshots: int, lengths: list[int]) -> None:
+    engine = Engine(20, 1, snapshots, interval=8, budget=12)
+    engine.add("prompt", list(range(30)))
+    assert [engine.step().chunks[0].length for _ in lengths] == lengths
+    assert not engine.scheduler
+
+
 def test_a_hit_needs_pages_and_a_snapshot() -> None:
     engine, tokens = Engine(20, 2, 4, interval=12), list(range(30))
     engine.add("cold", tokens)

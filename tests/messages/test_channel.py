@@ -55,7 +55,7 @@ def test_messages_arrive_in_order_both_ways(pair: tuple[Channel, Channel]) -> No
 def test_a_big_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     large = PromptLogprobs(0, os.urandom(20 * 2**20), b"", b"")
-    message = Prefilled(TransferId("t"), 0, None, 0, [], large)
+    message = Prefilled(TransferId("t"), 0, None, 0, [], 1, large)
     one.send(other.address, message)
     assert receive(other, 1) == [message]
 

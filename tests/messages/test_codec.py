@@ -10,8 +10,8 @@ from triptych.errors import BadMessage
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
-from triptych.messages.work import Heartbeat, SamplingParams, WorkMessage
-from triptych.types import Address
+from triptych.messages.work import Heartbeat, Prefilled, SamplingParams, WorkMessage
+from triptych.types import Address, TransferId
 
 KINDS = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
 
@@ -99,6 +99,15 @@ def test_frames_that_lie_about_their_size_or_depth_are_bad_messages(frame: bytes
 def test_more_than_one_message_is_a_bad_message() -> None:
     with pytest.raises(BadMessage):
         decode(encode(Heartbeat(Address("a"))) * 2)
+
+
+def test_a_first_token_comes_with_its_position() -> None:
+    prefilled = Prefilled(TransferId("t"), 1, None, 0, [], position=9)
+    fields = {"type": "Prefilled"} | msgspec.structs.asdict(prefilled)
+    assert decode(msgspec.msgpack.encode(fields)) == prefilled
+    del fields["position"]
+    with pytest.raises(BadMessage, match="position"):
+        decode(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize(

@@ -519,8 +519,8 @@ class EngineLoop:
             token_logprob(sampled),
             timings.reused,
             [msgspec.structs.replace(one, engine=self._name) for one in timings.until_first_token()],
+            active.request.num_computed,
             joined(active.request.prompt_logprobs),
-            position=active.request.num_computed,
         )
         self._send(active.prefill.consumer, prefilled)
         sink.complete(active)

@@ -389,7 +389,9 @@ class Scheduler:
 
     def _takes_snapshots(self, request: Request) -> bool:
         """Whether steps end where snapshots of the request's state are taken."""
-        return self.cache.states is not None and self._reuse_prefixes and request.prefilled_here
+        states = self.cache.states
+        has_room = states is not None and states.snapshots.num_pages > 0
+        return has_room and self._reuse_prefixes and request.prefilled_here
 
     def _next_snapshot(self, request: Request) -> int:
         """Return the number of tokens after which the next snapshot is taken."""

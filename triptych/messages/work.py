@@ -480,10 +480,10 @@ class Prefilled(Struct, frozen=True, tag=True):
     reused: Count
     """Tokens found in the prefix cache."""
     intervals: list[Interval]
+    position: Count
+    """Number of tokens that the keys and values, and a state if the model has one, include."""
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token of the answer, if requested."""
-    position: Count = 0
-    """Number of tokens that the keys and values, and a state if the model has one, include."""
 
 
 class Tokens(Struct, frozen=True, tag=True):
