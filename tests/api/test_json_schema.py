@@ -183,6 +183,7 @@ REFUSED: list[tuple[Any, str, Any]] = [
     ({"type": "object", "properties": {"x": STRING}, "patternProperties": {"^[a-z]$": INTEGER}},
      "patternProperties", {"x": "s"}),
     ({"type": "object", "properties": {"y": {}}, "propertyNames": {"pattern": "^x$"}}, "propertyNames", {"y": 1}),
+    ({"type": "object", "additionalProperties": False, "propertyNames": {"maxLength": 1}}, "propertyNames", {"y": 1}),
     ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties", '{"a": 1, "a": 1}'),
     (SOME | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", {"a": 1}),
     (SOME | {"dependentSchemas": {"a": {"maxProperties": 0}}}, "dependentSchemas", {"a": 1}),

@@ -398,6 +398,8 @@ def _unsupported_object(schema: Schema, root: _Root) -> Unsupported:
             yield "patternProperties", reason
     if "propertyNames" in schema and (named or patterns):
         yield "propertyNames", "beside 'properties' and 'patternProperties'"
+    if "propertyNames" in schema and schema.get("additionalProperties") is False:
+        yield "propertyNames", "beside 'additionalProperties' of false"
     if (patterns or "propertyNames" in schema) and "unevaluatedProperties" in schema:
         yield "unevaluatedProperties", "beside 'patternProperties' and 'propertyNames'"
     further = schema.get("additionalProperties", schema.get("unevaluatedProperties", False))
