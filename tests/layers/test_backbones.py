@@ -34,6 +34,7 @@ from triptych.layers.rope_config import LENGTH_AXIS, RopeConfig
 from triptych.models.backbones.gemma import GEMMA3
 from triptych.models.backbones.gpt_oss import GPT_OSS
 from triptych.models.backbones.rope import context_length, read_rope, short_length
+from triptych.models.shared.settings import text_section
 from triptych.models.text.adapter import TextAdapter
 
 CPU = torch.device("cpu")
@@ -49,8 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return cache(lambda name, *layout: make_tiny(tmp_path_factory.mktemp("tiny"), BACKBONES[name], *layout))
 
 
-def prompt() -> Prompt:
-    positions = torch.arange(len(TOKENS), dtype=torch.float64).expand(3, -1)
+def prompt(name: str = "llama") -> Prompt:
+    """For a backbone; short where its ropes depend on the length."""
+    positions = torch.arange(len(TOKENS), dtype=torch.float64).repeat(3, 1)
+    if short_length(text_section(BACKBONES[name].config)) is not None:
+        positions[LENGTH_AXIS] = 0
     return Prompt(TOKENS, positions, torch.arange(0), torch.zeros(0, 96))
 
 
@@ -62,8 +66,8 @@ def test_logits(folder: Folder, name: str, layout: str) -> None:
     decoder = load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU)
     expected = load_reference(path)(TOKENS[None]).logits[0]
     assert len(set(expected.argmax(-1).tolist())) > 10
-    assert_close(step(Pool(decoder), [(Running(prompt()), len(TOKENS))]), expected, 1e-4)
-    pool, running = Pool(decoder), Running(prompt())
+    assert_close(step(Pool(decoder), [(Running(prompt(name)), len(TOKENS))]), expected, 1e-4)
+    pool, running = Pool(decoder), Running(prompt(name))
     chunks = [step(pool, [(running, min(7, running.left))]) for _ in range(0, len(TOKENS), 7)]
     assert_close(torch.cat(chunks), expected, 1e-4)
 

@@ -14,7 +14,6 @@ from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
-from triptych.layers.rope_config import LENGTH_AXIS
 from triptych.layers.state_spec import record_bytes
 from triptych.layers.state_tensors import StateBatch, StateTensors
 from triptych.models.base import EncoderInput
@@ -158,12 +157,9 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
         page_tables=[torch.tensor(sequence.pages) for sequence, _ in work],
         slots=torch.tensor(slots),
     )
-    positions = torch.cat([positions for _, positions in parts], dim=1)
-    if pool.decoder.config.short_length is not None:
-        positions[LENGTH_AXIS] = 0
     batch = ForwardBatch(
         tokens=torch.cat([tokens for tokens, _ in parts]),
-        positions=positions,
+        positions=torch.cat([positions for _, positions in parts], dim=1),
         media_index=torch.cat(media_index),
         media_embeddings=torch.cat(media_embeddings),
         logits_index={
