@@ -255,7 +255,7 @@ def in_one_message(size: int, rounds: int) -> dict[str, float]:
     here, there = Channel(), Channel()
     for _ in range(rounds):
         whole = PromptLogprobs(0, os.urandom(size), b"", b"")
-        message = Prefilled(TransferId("t"), 0, None, 0, [], whole)
+        message = Prefilled(TransferId("t"), 0, None, 0, [], 1, whole)
         began = time.perf_counter()
         here.send(there.address, message)
         sends.append(time.perf_counter() - began)
