@@ -72,6 +72,35 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
     assert len(set(expected.argmax(-1).tolist())) > 10
 
 
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_logits_of_our_rows_are_as_exact_as_transformers(tiny: Tiny, name: str) -> None:
+    """Gated delta nets enlarge rounding, that of transformers' rows as much as ours: by its error, against float64."""
+    folder = tiny(name, "published")
+    adapter, checkpoint, reference = load_adapter(folder), Checkpoint(folder), load_reference(folder)
+    rows = adapter.load_encoder(checkpoint, FP32, CPU).encode(IMAGES)
+    prompt = make_prompt(reference, list(b"hello"), IMAGES, rows, adapter.embedding_width)
+    pool = Pool(adapter.load_decoder(checkpoint, FP32, CPU))
+    ours = step(pool, [(Running(prompt), len(prompt.tokens))])
+    theirs = reference_logits(reference, prompt, IMAGES)
+    exact = reference_logits(load_reference(folder, torch.float64), prompt, IMAGES)
+    our_error, their_error = ((logits - exact).square().mean().sqrt() for logits in (ours, theirs))
+    assert 0 < our_error <= 1.5 * their_error
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_layers_for_multi_token_prediction_are_not_read(tiny: Tiny, name: str, tmp_path: Path) -> None:
+    """Neither by the tower's process nor by the decoder's."""
+    folder = tiny(name, "published")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    adapter, checkpoint = load_adapter(tmp_path), Checkpoint(tmp_path)
+    keys = adapter.encoder_keys(checkpoint.tensors) + adapter.decoder_keys(checkpoint.tensors)
+    assert sorted(keys) == sorted(weights)
+    adapter.load_encoder(checkpoint, FP32, CPU)
+    adapter.load_decoder(checkpoint, FP32, CPU)
+
+
 def make_prompt_of_text(tokens: torch.Tensor, width: int) -> Prompt:
     nothing = torch.arange(0), torch.zeros(0, width)
     return Prompt(tokens, torch.arange(len(tokens), dtype=torch.float64).expand(3, -1), *nothing)

@@ -56,7 +56,7 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
     assert answered(models[family], "1E1PD", engine) == models[family].answers
 
 
-@pytest.mark.parametrize("family", FIXED_SIZE)
+@pytest.mark.parametrize("family", [*FIXED_SIZE, "qwen3_5"])
 def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> None:
     """The second answers are the same, and no part is encoded again."""
     model, seen = models[family], list[int]()
