@@ -65,7 +65,8 @@ CHECKS = (
     ),
     Check(
         "logits",
-        "within 1e-4 for whole prompts, from published tensor names and from those of `save_pretrained`",
+        "within 1e-4 for whole prompts (of the embeddings that Transformers computes), from published tensor names "
+        "and from those of `save_pretrained`",
         "tests/layers",
         {*(name for name, _ in families.LAYOUTS), *QWEN3_VL, *families.BACKBONE_TYPES, "qwen3_omni_moe_thinker"},
     ),
