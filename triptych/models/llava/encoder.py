@@ -135,7 +135,7 @@ class Llava(SplitAdapter):
         tower = LlavaTower(self.vision, self._transformer(reader, depth), self._projector(reader), self.embedding_width)
         unused = [f"{VISION}.encoder.layers.{number}." for number in range(depth, self.vision.num_layers)]
         reader.finish([*unused, f"{VISION}.post_layernorm.", f"{VISION}.embeddings.position_ids"])
-        return tower.eval().requires_grad_(False)
+        return tower
 
     def _transformer(self, reader: TowerWeights, depth: int) -> VisionTransformer:
         vision, hidden = self.vision, self.vision.hidden_size

@@ -1,6 +1,7 @@
 """What adapters of all families with encoders share: which of a checkpoint's tensors are whose, and loading of the
 decoder."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,7 +32,7 @@ class WeightPrefixes:
     """Prefixes of parts of the model that aren't loaded."""
 
 
-class SplitAdapter:
+class SplitAdapter(ABC):
     """The parts of a ``ModelAdapter`` that depend on the names of tensors alone; subclasses set ``layouts``."""
 
     layouts: ClassVar[Sequence[WeightPrefixes]]
@@ -39,9 +40,9 @@ class SplitAdapter:
     decoder_config: DecoderConfig
 
     @classmethod
+    @abstractmethod
     def describe_towers(cls) -> str:
         """Return what the encoder is made of, for documentation."""
-        raise NotImplementedError
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
