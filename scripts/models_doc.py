@@ -81,8 +81,9 @@ CHECKS = (
         "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
         "receive pool of one block; first logits within 1e-4",
         "tests/parity",
-        {*TINY, *QWEN3_VL, *FIXED_SIZE},
+        {*TINY, *QWEN3_VL, *FIXED_SIZE}.difference(families.SLOW_ANSWERS),
     ),
+    Check("answers of other models", f"the same{SLOW}", "tests/parity/test_families.py", families.SLOW_ANSWERS),
     Check(
         "answers about videos",
         "as above, from MP4, WebM, GIF and lists of frames",

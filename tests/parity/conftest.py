@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.families import SLOW_ANSWERS
 from tests.support.image_cases import CASES, Case
 from tests.support.reference import Reference
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
@@ -54,8 +55,8 @@ DENSE_ALONE = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent.name == "parity" and "qwen3_5_moe" in item.name:
-            item.add_marker(pytest.mark.slow)  # the tower of Qwen3.5, and a mixture that test_backbones compares
+        if item.path.parent.name == "parity" and any(name in item.name for name in SLOW_ANSWERS):
+            item.add_marker(pytest.mark.slow)
         if item.path.stem in DENSE_ALONE and item.path.parent.name == "parity" and "moe" in item.name:
             item.add_marker(pytest.mark.slow)
 

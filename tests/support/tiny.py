@@ -95,6 +95,18 @@ def _mrope(section: list[int]) -> dict[str, Any]:
     return {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
 
 
+QWEN3_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+
+
 def _qwen3_5(architecture: str, model_type: str, **text: Any) -> Tiny:
     """One layer with attention among gated delta nets."""
     config = {
@@ -116,17 +128,7 @@ def _qwen3_5(architecture: str, model_type: str, **text: Any) -> Tiny:
             }
         }
         | text,
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "num_position_embeddings": 64,
-        },
+        "vision_config": QWEN3_TOWER | {"depth": 2},
     }
     return Tiny(config | MEDIA_TOKENS, preprocessor=PREPROCESSOR, split_experts="num_experts" in text)
 
@@ -223,18 +225,7 @@ TINY = {
                 | {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
                 | {"rope_theta": 1e6, "sliding_window": None}
                 | {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}},
-                "vision_config": {
-                    "depth": 3,
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_heads": 2,
-                    "out_hidden_size": 64,
-                    "patch_size": 14,
-                    "spatial_merge_size": 2,
-                    "temporal_patch_size": 2,
-                    "num_position_embeddings": 64,
-                    "deepstack_visual_indexes": [0, 1],
-                },
+                "vision_config": QWEN3_TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
                 "audio_config": {
                     "num_mel_bins": 20,
                     "d_model": 32,
