@@ -28,7 +28,7 @@ def service(shared_service: Served) -> Iterator[Served]:
     for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
         gate.opened.set()
         gate.delay, gate.failures = 0.0, 0
-    wait_for(shared_service.everything_is_back, SOON)
+    wait_for(shared_service.is_idle, SOON)
 
 
 @pytest.fixture(scope="session")
@@ -46,4 +46,4 @@ def shared_hearing(hears: Path) -> Iterator[Served]:
 def hearing(shared_hearing: Served) -> Iterator[Served]:
     """As ``service``, of a model with audio."""
     yield shared_hearing
-    wait_for(shared_hearing.everything_is_back, SOON)
+    wait_for(shared_hearing.is_idle, SOON)

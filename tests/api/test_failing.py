@@ -30,7 +30,7 @@ def small(folder: Path) -> Iterator[Served]:
 
 def test_a_step_that_fails_before_the_first_token(service: Served) -> None:
     for stream in (False, True):
-        wait_for(service.everything_is_back)  # or the step of an earlier test's request would fail
+        wait_for(service.is_idle)  # or the step of an earlier request would fail
         service.steps.failures = 1
         message = the_error(service.post(stream=stream), 500, None, "internal_error")
         assert "secret" not in message

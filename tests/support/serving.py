@@ -99,6 +99,12 @@ class Served:
                 return False
         return True
 
+    def is_idle(self) -> bool:
+        """Everything is back, and no step runs: a request that is cancelled leaves before its step ends."""
+        loops = (loop for instance in self.running.instances for loop in instance.loops)
+        running = any(isinstance(loop, EngineLoop) and loop.debug_state()["step_running"] for loop in loops)
+        return not running and self.everything_is_back()
+
 
 @contextmanager
 def served(
