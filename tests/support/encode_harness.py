@@ -88,8 +88,17 @@ class EncodeHarness:
             self.loop.handlers[type(message)](message)
         self.loop.advance()
 
-    def encode(self, transfer: str, reply_to: Address = A, *, size: int = 3, key: str = "key", **fields: Any) -> None:
-        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, PLAN, size, **fields))
+    def encode(
+        self,
+        transfer: str,
+        reply_to: Address = A,
+        *,
+        size: int = 3,
+        key: str = "key",
+        plan: ItemPlan = PLAN,
+        **fields: Any,
+    ) -> None:
+        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, plan, size, **fields))
 
     def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
         """The messages of a type that were sent since the last call, with their receivers."""
