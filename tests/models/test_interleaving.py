@@ -87,6 +87,7 @@ def test_a_plan_counts_both() -> None:
         seen.patches + sound.patches,
     )
     assert heard.sound == SECOND
+    assert heard.part_rows == max(seen.part_rows, sound.part_rows)
     assert [part.payload for part in heard.parts if part.tower == AUDIO] == [part.payload for part in sound.parts]
     assert sampled_frames(heard) == sampled_frames(seen)
     assert heard.num_parts == seen.num_parts + sound.num_parts

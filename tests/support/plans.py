@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from triptych.models.base import VISION
-from triptych.types import ImageHeader, ItemPart, ItemPlan, MediaHeader
+from triptych.types import ImageHeader, ItemPart, ItemPlan
 
 
-def plan_of(*parts: int, patches: Sequence[int] = (), cost: float = 1.0, header: MediaHeader | None = None) -> ItemPlan:
+def plan_of(*parts: int, patches: Sequence[int] = (), cost: float = 1.0) -> ItemPlan:
     """A plan with parts of these numbers of rows, by default one row. Each has a patch, unless ``patches`` says how
     many, and an equal share of the cost."""
     rows = parts or (1,)
@@ -17,7 +17,7 @@ def plan_of(*parts: int, patches: Sequence[int] = (), cost: float = 1.0, header:
         first += number
     return ItemPlan(
         modality="image",
-        header=header or ImageHeader("png", 1, 1),
+        header=ImageHeader("png", 1, 1),
         resized_height=1,
         resized_width=1,
         grid=(sum(patches), 1, 1),
