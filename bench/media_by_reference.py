@@ -41,7 +41,7 @@ from triptych.messages.work import (
     Register,
     SamplingParams,
 )
-from triptych.models.base import EncoderInput, Positions
+from triptych.models.base import VISION, EncoderInput, Positions
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router
@@ -50,14 +50,16 @@ from triptych.server.sender_loop import SenderLoop
 from triptych.topology import Role
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
-from triptych.types import Address, ImageHeader, ItemPlan, Placement, Span, TransferId, VideoHeader
+from triptych.types import Address, ImageHeader, ItemPart, ItemPlan, Placement, Span, TransferId, VideoHeader
 
 MB = 10**6
 LAYOUT = RowLayout(ModelIdentity().digest, "float32", 4, 16)
 CAPACITY = Capacity(64, 64)
 LEASE = LeaseConfig(heartbeat=1.0, lease_expiry=60.0)
-PICTURE = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
-VIDEO = ItemPlan("video", VideoHeader("mp4", 1, 1, 128, 1.0), 1, 1, (128, 1, 1), 2, 1, 1.0)
+_PART = ItemPart(((0, 1),), 1, 1.0, VISION)
+PICTURE = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0, (_PART,))
+_HALVES = tuple(ItemPart(((row, 1),), 64, 0.5, VISION) for row in range(2))
+VIDEO = ItemPlan("video", VideoHeader("mp4", 1, 1, 128, 1.0), 1, 1, (128, 1, 1), 2, 128, 1.0, _HALVES)
 """Long: it is encoded in two parts."""
 
 
@@ -90,9 +92,9 @@ class Preprocessors:
     pids: list[int] = []  # noqa: RUF012 - it has no processes
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        for part in range(plan.num_parts):
-            patches = np.zeros((plan.patches // plan.num_parts, 1), np.float32)
-            yield EncoderInput(patches, plan.grid, f"{data[:16].hex()} {len(data)} {part}")
+        for number, part in enumerate(plan.parts):
+            patches = np.zeros((part.patches, 1), np.float32)
+            yield EncoderInput(patches, plan.grid, f"{data[:16].hex()} {len(data)} {number}")
 
     def close(self) -> None:
         """It has nothing to close."""

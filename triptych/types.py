@@ -104,23 +104,23 @@ MODEL_SAMPLING = FrameSampling()
 """The model's own sampling."""
 
 
-class AudioTrackPlan(msgspec.Struct, frozen=True):
-    """What a video's audio track will become."""
-
-    header: AudioHeader
-    frames: Positive
-    """Frames of audio features."""
-    rows: Positive
-    """Embedding rows."""
-
-
-class PartRows(msgspec.Struct, frozen=True, array_like=True):
-    """Which of an item's rows belong to one part."""
+class ItemPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A part of an item, which is encoded by itself."""
 
     runs: tuple[tuple[Count, Positive], ...]
-    """Runs of (first row, rows), in order."""
-    is_audio: bool = False
-    """Whether the part is of a video's audio track rather than its frames."""
+    """(first row, rows) of each run of the item's rows that the part becomes, in order."""
+    patches: Positive
+    """Patches that go through the tower; for audio, frames of features."""
+    cost: Annotated[float, msgspec.Meta(ge=0)]
+    """As of ``ItemPlan``."""
+    tower: str
+    """Name of the tower that encodes the part."""
+    payload: tuple[int, ...] = ()
+    """What the family's preprocessor needs to make the part. Nothing else reads it."""
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.runs)
 
 
 LONG_DECODE_PIXELS = 2**26
@@ -136,35 +136,33 @@ class ItemPlan(msgspec.Struct, frozen=True):
     """In pixels; 0 for audio."""
     resized_width: int
     grid: tuple[Positive, Positive, Positive]
-    """Patches in time, rows and columns. Audio's are the frames of its features, all in time."""
+    """Patches in time, rows and columns. Audio's are the frames of its features, all in time; a video's audio track
+    isn't counted."""
     rows: Positive
-    """Embedding rows, hence placeholder tokens; with an audio track, those of frames and audio together."""
-    rows_per_part: Positive
-    """Rows of each part that is encoded by itself; the last part may have fewer."""
+    """Embedding rows of all parts, hence placeholder tokens."""
+    patches: Positive
+    """Patches of all parts."""
     cost: float
-    """Encoding cost, in units of the work that the vision tower's linear layers do for one patch. Attention adds a term
-    that is quadratic in patches."""
+    """Encoding cost of all parts, in units of the work that the vision tower's linear layers do for one patch.
+    Attention adds a term that is quadratic in patches."""
+    parts: tuple[ItemPart, ...]
+    """In the order in which they are encoded. Never empty; together they have each row once."""
     bounds: PixelBounds = MODEL_BOUNDS
     """As requested."""
     sampling: FrameSampling = MODEL_SAMPLING
     """As requested."""
-    frames: tuple[int, ...] = ()
-    """Indexes of a video's sampled frames, in display order."""
-    audio_track: AudioTrackPlan | None = None
-    """A video's audio track, if it is used. Its rows are interleaved with those of the frames."""
-    parts: tuple[PartRows, ...] = ()
-    """With an audio track, the rows of each part, in the order in which parts are encoded. Without one it is empty:
-    parts follow each other."""
-
-    @property
-    def patches(self) -> int:
-        """Patches that go through the towers, audio included."""
-        return math.prod(self.grid) + (self.audio_track.frames if self.audio_track else 0)
+    sound: AudioHeader | None = None
+    """A video's audio track, if it is used."""
 
     @property
     def num_parts(self) -> int:
         """Parts that the item is encoded in."""
-        return len(self.parts) or -(-self.rows // self.rows_per_part)
+        return len(self.parts)
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of the largest part."""
+        return max(part.rows for part in self.parts)
 
     def is_time_sliced(self, batch_patches: int) -> bool:
         """Return whether the item is encoded in time slices that alternate with other items'. It is if it has several
@@ -175,26 +173,29 @@ class ItemPlan(msgspec.Struct, frozen=True):
 
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
         """Return (first row, rows) of each run of a part's rows; parts are numbered from 0."""
-        if self.parts:
-            return self.parts[part].runs
-        first_row = part * self.rows_per_part
-        return ((first_row, min(self.rows_per_part, self.rows - first_row)),)
+        return self.parts[part].runs
 
     def rows_of(self, part: int) -> int:
         """Return the number of rows of a part; parts are numbered from 0."""
-        return sum(rows for _, rows in self.runs_of(part))
+        return self.parts[part].rows
 
     @property
     def is_whole(self) -> bool:
-        """Whether its parts cover each of its rows once. Checked, because a plan may come from another process."""
-        if not self.parts or self.audio_track is None:
-            return not self.parts and self.audio_track is None
+        """Whether its parts cover each of its rows once, and have its patches and its cost together. Checked, because
+        a plan may come from another process."""
         end = 0
         for first_row, rows in sorted(run for part in self.parts for run in part.runs):
             if first_row != end:
                 return False
             end += rows
-        return end == self.rows
+        cost = sum(part.cost for part in self.parts)
+        return (
+            all(part.runs for part in self.parts)
+            and end == self.rows
+            and sum(part.patches for part in self.parts) == self.patches
+            and math.isfinite(cost)
+            and math.isclose(cost, self.cost)
+        )
 
 
 class Span(msgspec.Struct, frozen=True):

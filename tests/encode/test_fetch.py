@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plans import plan_of
 from triptych.encode.fetch import ASK_AGAIN_SECONDS, MAX_LONG_BYTES, MAX_REPEATS, WINDOW_BYTES, MediaFetcher
 from triptych.encode.jobs import EncodeJob, Requester
 from triptych.errors import InternalError
 from triptych.messages.codec import Message
 from triptych.messages.work import MEDIA_PIECE_BYTES, FetchMedia, MediaBytes
-from triptych.types import Address, ImageHeader, ItemPlan, TransferId
+from triptych.types import Address, TransferId
 
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
+PLAN = plan_of()
 HERE, A, B = Address("here"), Address("a"), Address("b")
 PIECE = MEDIA_PIECE_BYTES
 

@@ -2,11 +2,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.plans import plan_of
 from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
 from triptych.models.base import EncoderInput
-from triptych.types import ImageHeader, ItemPlan
 
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
+PLAN = plan_of()
 
 
 def job() -> EncodeJob:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tests.support.encode_harness import CONSUMER, HERE, PLAN, A, B, EncodeHarness
@@ -176,6 +177,23 @@ def test_an_item_that_contradicts_the_job_of_its_key_fails_alone(harness: Encode
     assert failures(harness) == [(B, "second", ErrorKind.PLAN_MISMATCH)]
     assert harness.answer() == [(A, "first")]
     assert harness.encoded() == [(A, "first", False)]
+
+
+def test_a_plan_that_contradicts_itself_fails_before_its_file_is_fetched(harness: EncodeHarness) -> None:
+    for wrong in ({"rows": 2}, {"patches": 2}, {"cost": 2.0}, {"parts": ()}):
+        harness.encode("first", plan=msgspec.structs.replace(PLAN, **wrong))
+        assert failures(harness) == [(A, "first", ErrorKind.PLAN_MISMATCH)]
+    assert harness.answer() == []
+    assert harness.loop.idle
+
+
+def test_a_part_for_another_tower_than_planned_fails_its_item(harness: EncodeHarness) -> None:
+    part = msgspec.structs.replace(PLAN.parts[0], tower="audio")
+    harness.encode("first", plan=msgspec.structs.replace(PLAN, parts=(part,)))
+    assert harness.answer() == [(A, "first")]
+    assert harness.encoded() == []
+    assert failures(harness) == [(A, "first", ErrorKind.PLAN_MISMATCH)]
+    assert harness.loop.idle
 
 
 def test_a_fetch_that_is_never_answered_ends_at_the_deadline(harness: EncodeHarness) -> None:

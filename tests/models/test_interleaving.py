@@ -1,5 +1,6 @@
 """The tokens of a video with an audio track are in the order of transformers' processor."""
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from tests.support.families import HEARD_VIDEOS
 from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
 from triptych.errors import BadMediaSize, UnsupportedMedia
-from triptych.models.base import Planner
+from triptych.models.base import AUDIO, VISION, Planner
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
-from triptych.types import AudioHeader, AudioTrackPlan, FrameSampling, ItemPlan, PartRows, VideoHeader
+from triptych.models.shared.video import sampled_frames
+from triptych.types import AudioHeader, FrameSampling, ItemPart, ItemPlan, VideoHeader
 
 PLANNER = planner_of(HEARD_VIDEOS)
 SECOND = AudioHeader("MP4", 16_000, 1, 16_000, in_video=True)
@@ -26,10 +28,10 @@ def reference(plan: ItemPlan) -> str:
     marks = {"audio_bos_token": "<", "audio_eos_token": ">", "audio_token": "A", "video_token": "V"}
     for name, value in ({"video_processor": SimpleNamespace(merge_size=2)} | marks).items():
         setattr(processor, name, value)
-    assert plan.audio_track
     video = {"video_grid_thw": np.array([plan.grid]), "video_second_per_grid": [seconds_of(HEARD_VIDEOS, plan)]}
+    tokens = sum(part.rows for part in plan.parts if part.tower == AUDIO)
     made: str = processor.replace_video_with_audio_token(
-        video, 0, {"num_audio_tokens": [plan.audio_track.rows]}, 0, position_id_per_seconds=13.0
+        video, 0, {"num_audio_tokens": [tokens]}, 0, position_id_per_seconds=13.0
     )
     return made
 
@@ -55,15 +57,16 @@ def test_tokens_are_in_the_order_of_the_reference() -> None:
 
 def check_parts(plan: ItemPlan, tokens: str) -> None:
     """Each part's rows are at tokens of its modality, in order."""
-    assert plan.audio_track
+    assert plan.sound
     assert plan.is_whole
     firsts = [part.runs[0][0] for part in plan.parts]
     assert firsts == sorted(firsts)
     for part in plan.parts:
         for first_row, rows in part.runs:
-            assert set(tokens[first_row : first_row + rows]) == {"A" if part.is_audio else "V"}
-    for heard, planned in ((False, [plan.rows_per_part] * plan.grid[0]), (True, windows(plan.audio_track.header))):
-        numbers = [number for number, part in enumerate(plan.parts) if part.is_audio == heard]
+            assert set(tokens[first_row : first_row + rows]) == {"A" if part.tower == AUDIO else "V"}
+    height, width = plan.grid[1:]
+    for tower, planned in ((VISION, [height * width // 4] * plan.grid[0]), (AUDIO, windows(plan.sound))):
+        numbers = [number for number, part in enumerate(plan.parts) if part.tower == tower]
         assert [plan.rows_of(number) for number in numbers] == planned
         places = [run for number in numbers for run in plan.runs_of(number)]
         assert places == sorted(places)
@@ -83,9 +86,12 @@ def test_a_plan_counts_both() -> None:
         seen.cost + sound.cost,
         seen.patches + sound.patches,
     )
-    assert heard.audio_track == AudioTrackPlan(SECOND, sound.grid[0], sound.rows)
+    assert heard.sound == SECOND
+    assert heard.part_rows == max(seen.part_rows, sound.part_rows)
+    assert [part.payload for part in heard.parts if part.tower == AUDIO] == [part.payload for part in sound.parts]
+    assert sampled_frames(heard) == sampled_frames(seen)
     assert heard.num_parts == seen.num_parts + sound.num_parts
-    assert seen.audio_track is None
+    assert seen.sound is None
     assert seen.is_whole
     with pytest.raises(BadMediaSize, match="shorter than 25 ms"):
         PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, in_video=True))
@@ -100,10 +106,17 @@ def test_invalid_parts_are_rejected() -> None:
     first, *others = plan.parts
     assert not changed(parts=plan.parts[1:]).is_whole
     assert not changed(parts=(*plan.parts, first)).is_whole
-    assert not changed(parts=(PartRows(((1, 1),)), *others)).is_whole
-    assert not changed(rows=plan.rows + 1).is_whole
-    assert not changed(audio_track=None).is_whole
+    for fields in ({"runs": ((1, 1),)}, {"runs": ()}, {"patches": first.patches + 1}, {"cost": first.cost + 1}):
+        part: ItemPart = msgspec.structs.replace(first, **fields)
+        assert not changed(parts=(part, *others)).is_whole
+    no_rows: ItemPart = msgspec.structs.replace(first, runs=())
+    assert not changed(parts=(no_rows, *plan.parts), patches=plan.patches + first.patches).is_whole
+    for total in ({"rows": plan.rows + 1}, {"patches": plan.patches + 1}, {"cost": math.nan}, {"cost": math.inf}):
+        assert not changed(**total).is_whole
+    endless: ItemPart = msgspec.structs.replace(first, cost=math.inf)
+    assert not changed(parts=(endless, *others), cost=math.inf).is_whole
     assert not changed(parts=()).is_whole
+    assert plan.is_whole
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])

@@ -121,7 +121,7 @@ def plans_are_the_processors(count: int) -> None:
             width, height = source.randint(20, 4000), source.randint(20, 4000)
             plan = planner.plan(ImageHeader("PNG", width, height))
             text = reference.replace_image_token({"pixel_values": [np.zeros((3, 75, 75))]}, 0)
-            assert plan.rows == plan.rows_per_part == len(text)
+            assert plan.rows == plan.rows_of(0) == len(text)
             assert (plan.grid, plan.num_parts, plan.is_whole) == ((1, 5, 5), 1, True)
 
 

@@ -15,7 +15,7 @@ from tests.support.families import ROPE_INDEX
 from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
 from tests.support.tiny import TINY
 from triptych.errors import PlanMismatch
-from triptych.models.base import Planner
+from triptych.models.base import AUDIO, Planner
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.types import (
     ImageHeader,
@@ -100,13 +100,13 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             header, sampling = random_video(source)
             plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
             mix.seconds.append(seconds_of(family, plan))
-        if plan.audio_track:
+        if plan.sound:
             mix.add_heard(planner, plan, seen)
         else:
             mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].audio_track else 1)
+        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
@@ -141,8 +141,10 @@ def test_as_the_reference(family: str, count: int) -> None:
         given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
         if family == "qwen3_omni_moe":
             given["attention_mask"] = torch.ones_like(tokens)
-            heard = [p for p in mix.plans if p.audio_track or p.modality == "audio"]
-            given["audio_seqlens"] = torch.tensor([p.audio_track.frames if p.audio_track else p.grid[0] for p in heard])
+            heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
+            given["audio_seqlens"] = torch.tensor(
+                [sum(part.patches for part in p.parts if part.tower == AUDIO) for p in heard]
+            )
             given["use_audio_in_video"] = mix.with_audio
         else:
             given["mm_token_type_ids"] = torch.tensor([mix.types])

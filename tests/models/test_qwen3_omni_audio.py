@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -118,9 +119,13 @@ def test_wrong_header_is_an_error() -> None:
     data = sound("flac", tone(2.0, 16_000))
     with pytest.raises(MediaMismatch, match="longer than"):
         list(PREPROCESSOR(data, heard_as("FLAC", 16_000)))
-    plan = PLANNER.plan(probe_audio(data))
+    plan, longer = PLANNER.plan(probe_audio(data)), heard_as("WAV", 48_000)
     with pytest.raises(PlanMismatch, match="200 frames of features; its plan says 300"):
-        list(PREPROCESSOR(data, ItemPlan(AUDIO, plan.header, 0, 0, (300, 1, 1), 39, 26, 1.0)))
+        list(PREPROCESSOR(data, msgspec.structs.replace(longer, header=plan.header)))
+    for payload in ((), (0, 10**9), (-1, 200)):
+        moved = msgspec.structs.replace(plan.parts[0], payload=payload)
+        with pytest.raises(PlanMismatch, match="other windows"):
+            list(PREPROCESSOR(data, msgspec.structs.replace(plan, parts=(moved,))))
 
 
 def heard_as(container: str, samples: int) -> ItemPlan:

@@ -66,9 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hears]:
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
 def test_as_the_reference(model: Hears, topology: str, chunk: int, pool: dict[str, Any]) -> None:
-    assert all(
-        item.plan.audio_track for prompt in model.prompts for item in prompt.items if item.plan.modality == "video"
-    )
+    assert all(item.plan.sound for prompt in model.prompts for item in prompt.items if item.plan.modality == "video")
     assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk, **pool)) == model.answers
 
 

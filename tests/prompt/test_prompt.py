@@ -19,6 +19,7 @@ from triptych.errors import (
     TruncatedMedia,
     UnsupportedMedia,
 )
+from triptych.models.shared.video import sampled_frames
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import FrameSampling
 
@@ -157,14 +158,14 @@ def test_timestamps_stand_between_a_videos_frames(folder: Path) -> None:
     tokens = [builder.tokenizer.token_of(token) for token in prompt.tokens]
     for span in moving.placement.spans:
         assert set(tokens[span.start : span.end]) == {"<|video_pad|>"}
-        assert span.length == moving.plan.rows_per_part
+        assert span.length == moving.plan.part_rows
         assert tokens[span.start - 1] == "<|vision_start|>"
         assert tokens[span.end] == "<|vision_end|>"
     first, second = moving.placement.spans[:2]
     between = builder.tokenizer.decode(prompt.tokens[first.end + 1 : second.start - 1])
     assert between == "<1.4 seconds>"
     moved = builder.build([user({"type": "video", "data": video, "sampling": FrameSampling(num_frames=4)})])
-    assert moved.items[0].plan.frames == (0, 10, 19, 29)
+    assert sampled_frames(moved.items[0].plan) == (0, 10, 19, 29)
     assert moved.items[0].key != moving.key
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
+from tests.support.plans import plan_of
 from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
@@ -105,7 +106,7 @@ class History:
         items = [replace(item, key=rng.choice("xyz")) for item in made.items]
         for index, item in enumerate(items):
             if rng.random() < 0.4:
-                plan = msgspec.structs.replace(item.plan, grid=(10, 1, 1), rows=10, rows_per_part=1)
+                plan = plan_of(*[1] * 10, cost=item.plan.cost)
                 items[index] = replace(item, plan=plan)
         made = type(made)(made.tokens, made.positions, tuple(items))
         sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.plans import plan_of
 from tests.support.router_harness import D0, D1, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.config import AdmissionConfig
 from triptych.config.admission import PLACEMENTS
@@ -374,8 +375,8 @@ class Encoding:
     def need(self, key: str, patches: int = 1, salt: str = "", *, long: bool = False) -> TransferId:
         """An item of a new request is to be encoded."""
         (made,) = prompt(10.0).items
-        rows = {"rows": 20, "rows_per_part": 10} if long else {}
-        plan = msgspec.structs.replace(made.plan, grid=(patches, 1, 1), **rows)
+        plan = plan_of(10, 10, patches=(1, patches - 1)) if long else plan_of(2, patches=(patches,))
+        plan = msgspec.structs.replace(plan, cost=made.plan.cost)
         stream = ask(self.harness, [0, 0, 1], (replace(made, key=key, plan=plan),), salt)
         transfer = TransferId(f"t{len(self.streams)}")
         self.streams[transfer] = stream

@@ -66,7 +66,7 @@ class Hears(Model):
     def reference_inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
         """With what transformers' processor makes of each clip, and of each heard video's sound, by itself."""
         inputs = super().reference_inputs(prompt)
-        if any(item.plan.audio_track for item in prompt.items):
+        if any(item.plan.sound for item in prompt.items):
             inputs["use_audio_in_video"] = True
         if clips := [self._features(*sound) for item in prompt.items for sound in sounds_of(item)]:
             lengths = torch.tensor([clip.shape[1] for clip in clips])
@@ -87,5 +87,5 @@ class Hears(Model):
 
 def sounds_of(item: PlannedItem) -> list[tuple[bytes, AudioHeader]]:
     """The bytes and the header of what is to be heard of an item."""
-    header = (item.plan.audio_track or item.plan).header
+    header = item.plan.sound or item.plan.header
     return [(item.data, header)] if isinstance(header, AudioHeader) else []

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.support.plans import plan_of
 from triptych.compute_thread import ComputeThread
 from triptych.encode.cache import EmbeddingRows, EncoderCache
 from triptych.encode.jobs import EncodeQueue
@@ -18,13 +19,13 @@ from triptych.messages.work import Encode, Encoded, FetchMedia, MediaBytes
 from triptych.models.base import EncoderInput
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
-from triptych.types import Address, ImageHeader, ItemPlan, TransferId
+from triptych.types import Address, ItemPlan, TransferId
 
 Kind = TypeVar("Kind")
 
 HERE, A, B, CONSUMER = Address("here"), Address("a"), Address("b"), Address("consumer")
 LAYOUT = RowLayout("model", "float32", 4, 16)
-PLAN = ItemPlan("image", ImageHeader("png", 1, 1), 1, 1, (1, 1, 1), 1, 1, 1.0)
+PLAN = plan_of()
 
 
 class Preprocessors:
@@ -87,8 +88,17 @@ class EncodeHarness:
             self.loop.handlers[type(message)](message)
         self.loop.advance()
 
-    def encode(self, transfer: str, reply_to: Address = A, *, size: int = 3, key: str = "key", **fields: Any) -> None:
-        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, PLAN, size, **fields))
+    def encode(
+        self,
+        transfer: str,
+        reply_to: Address = A,
+        *,
+        size: int = 3,
+        key: str = "key",
+        plan: ItemPlan = PLAN,
+        **fields: Any,
+    ) -> None:
+        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, plan, size, **fields))
 
     def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
         """The messages of a type that were sent since the last call, with their receivers."""

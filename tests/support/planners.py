@@ -8,6 +8,7 @@ from transformers.video_utils import VideoMetadata
 from tests.support.tiny import TINY
 from triptych.models.base import Planner
 from triptych.models.registry import FAMILIES, resolve
+from triptych.models.shared.video import sampled_frames
 from triptych.types import AudioHeader, FrameSampling, ItemPlan, PixelBounds, VideoHeader
 
 CONFIG: dict[str, Any] = {
@@ -55,7 +56,7 @@ def seconds_of(family: str, plan: ItemPlan) -> float:
     assert isinstance(header, VideoHeader)
     if family == "qwen3_omni_moe" and not header.presampled and not plan.sampling.num_frames:
         return 2 / (plan.sampling.fps or 1.0)
-    seen = None if header.presampled else list(plan.frames)
+    seen = None if header.presampled else list(sampled_frames(plan))
     sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
     return 2 / sampled
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.support.plans import plan_of
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -20,7 +21,7 @@ from triptych.router.membership import InstanceLease
 from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
-from triptych.types import Address, ImageHeader, ItemPlan, Placement, Span, TransferId
+from triptych.types import Address, Placement, Span, TransferId
 
 Kind = TypeVar("Kind")
 
@@ -37,12 +38,11 @@ DEFAULTS: dict[str, Any] = {"request_timeout": 60.0, "restart_hold": 0.0, "place
 
 def prompt(*costs: float) -> PlannedPrompt:
     """A prompt with an item of each cost."""
-    header = ImageHeader("png", 1, 1)
     items = tuple(
         PlannedItem(
             "k",
             b"png",
-            ItemPlan("image", header, 1, 1, (1, 1, 1), 2, 2, cost),
+            plan_of(2, cost=cost),
             Placement((Span(2 * n, 2),)),
             f"messages[{n}]",
         )

@@ -383,6 +383,9 @@ class EncodeLoop:
         if not self._is_active(job):
             return
         number = len(job.part_names)
+        if number < job.plan.num_parts and part.tower != job.plan.parts[number].tower:
+            self._fail(job, PlanMismatch(f"part {number} is for the {part.tower} tower; its plan says another"))
+            return
         job.part_names.append(part.name)
         if (rows := self._cache.get(part.name)) is not None:
             self._on_encoded(job, number, rows)
@@ -460,7 +463,7 @@ class EncodeLoop:
 def _check(message: Encode, job: EncodeJob | None) -> None:
     """Raise PlanMismatch for an item that contradicts itself, or the job that it would join."""
     if not message.plan.is_whole:
-        raise PlanMismatch("the parts of the plan don't add up to its rows")
+        raise PlanMismatch("the parts of the plan don't add up to its rows, patches and cost")
     if job is not None and (message.plan, message.size) != (job.plan, job.size):
         raise PlanMismatch("another request has an item of the same key with another plan or size")
 

@@ -43,7 +43,7 @@ class EmbeddingSource:
                 item.placement.rows,
                 (request.arrival, index),
                 first_row=covered,
-                part_rows=item.rows_per_part if item.rows_per_part < item.placement.rows else 0,
+                part_rows=item.part_rows if item.part_rows < item.placement.rows else 0,
                 timeout=request.timeout,
                 resumable=True,
                 owner=active.reply_to,

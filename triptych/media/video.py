@@ -51,7 +51,7 @@ class _Packets:
 
 
 def decode_frames(data: bytes, header: VideoHeader, numbers: Sequence[int]) -> Iterator[Frame]:
-    """Yield the frames with these numbers, which are sorted and may repeat, as in ``ItemPlan.frames``.
+    """Yield the frames with these numbers, which are sorted and may repeat, as in ``sampled_frames``.
 
     Raises TruncatedMedia for a file that ends too early, MediaMismatch for one that contradicts its header, and
     UnsupportedMedia for one that can't be decoded.

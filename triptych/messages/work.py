@@ -289,11 +289,11 @@ class SamplingParams(Struct, frozen=True):
 
 
 class PlacedItem(Struct, frozen=True):
-    """Position of one item's rows in the prompt. The encoder produces about ``rows_per_part`` rows at a time."""
+    """Position of one item's rows in the prompt. The encoder produces up to ``part_rows`` rows at a time."""
 
     key: str
     placement: Placement
-    rows_per_part: Positive
+    part_rows: Positive
 
 
 class Generate(Struct, frozen=True, tag=True):

@@ -116,7 +116,7 @@ class RequestLifecycle:
             tokens=prompt.tokens,
             positions=prompt.positions.prompt.astype("<f8").tobytes(),
             next_position=prompt.positions.next_position,
-            items=[PlacedItem(item.key, item.placement, item.plan.rows_per_part) for item in prompt.items],
+            items=[PlacedItem(item.key, item.placement, item.plan.part_rows) for item in prompt.items],
             sampling=sampling,
             eos_token_ids=eos_token_ids,
             reply_to=self._address,

@@ -95,8 +95,8 @@ class Receiver:
         """Register a transfer that a producer will offer.
 
         It queues at ``position``; without one, behind all that were offered before. Rows below ``first_row`` aren't
-        needed and count as consumed. If rows are produced ``part_rows`` at a time, grants are limited to about that
-        size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer. ``owner`` is the
+        needed and count as consumed. If up to ``part_rows`` rows are produced at a time, grants are limited to about
+        that size. ``timeout``, the request's own in seconds, extends the deadlines if it is longer. ``owner`` is the
         frontend of the request that needs the rows.
 
         A ``resumable`` transfer doesn't fail when its producer is lost or aborts. Rows that have landed stay readable,

@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import ModelConfig, Positions
+from triptych.models.base import VISION, ModelConfig, Positions
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import (
@@ -23,6 +23,7 @@ from triptych.types import (
     AudioHeader,
     FrameSampling,
     ImageHeader,
+    ItemPart,
     ItemPlan,
     MediaHeader,
     PixelBounds,
@@ -49,7 +50,8 @@ class LlavaPlanner:
         self.context_length = context_length(text_config(config))
         self.max_image_pixels = vision.image_size**2
         self._max_source_pixels = max_source_pixels
-        self._cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
+        cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
+        self._part = ItemPart(((0, vision.rows),), vision.side**2, cost, VISION)
 
     def plan(
         self,
@@ -77,8 +79,9 @@ class LlavaPlanner:
             resized_width=vision.image_size,
             grid=(1, vision.side, vision.side),
             rows=vision.rows,
-            rows_per_part=vision.rows,
-            cost=self._cost,
+            patches=self._part.patches,
+            cost=self._part.cost,
+            parts=(self._part,),
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:

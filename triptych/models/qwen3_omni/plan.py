@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.models.base import ModelConfig
+from triptych.models.base import AUDIO, ModelConfig
 from triptych.models.qwen3_omni.audio import AudioCostModel, AudioFraming
 from triptych.models.qwen3_omni.interleaving import interleaved_parts, runs_by_modality
 from triptych.models.shared.mrope import (
@@ -23,7 +23,7 @@ from triptych.models.shared.mrope import (
 from triptych.models.shared.planner import VISION_TOKENS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import IntervalStartSampling, PerFrameGeometry
-from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ItemPart, ItemPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 AUDIO_END = "audio_end_token_id"
@@ -87,18 +87,27 @@ class Qwen3OmniPlanner(PatchPlanner):
         )
 
     def _plan_audio(self, header: AudioHeader) -> ItemPlan:
+        """Plan a part for each window. Its payload is the window's first frame of features and number of frames."""
         framing = self._framing
         frames = framing.mel.num_frames(header.resampled(framing.mel.rate))
-        rows = framing.rows(frames)
+        window_rows = framing.rows(framing.window)
+        windows = [(first, length) for first, length, _ in framing.parts(frames)]
+        # all windows but the last are equal
+        costs = {length: self._audio_cost_model.cost(framing, length) for length in {length for _, length in windows}}
+        parts = tuple(
+            ItemPart(((number * window_rows, framing.rows(window[1])),), window[1], costs[window[1]], AUDIO, window)
+            for number, window in enumerate(windows)
+        )
         return ItemPlan(
             modality="audio",
             header=header,
             resized_height=0,
             resized_width=0,
             grid=(frames, 1, 1),
-            rows=rows,
-            rows_per_part=min(rows, framing.rows(framing.window)),
+            rows=framing.rows(frames),
+            patches=frames,
             cost=self._audio_cost_model.cost(framing, frames),
+            parts=parts,
         )
 
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
@@ -106,18 +115,18 @@ class Qwen3OmniPlanner(PatchPlanner):
         if self._audio_end is None:
             return super()._with_sound(plan, sound)
         audio = self._plan_audio(sound)
-        windows = [audio.rows_of(part) for part in range(audio.num_parts)]
         return msgspec.structs.replace(
             plan,
             rows=plan.rows + audio.rows,
+            patches=plan.patches + audio.patches,
             cost=plan.cost + audio.cost,
-            audio_track=AudioTrackPlan(sound, audio.grid[0], audio.rows),
-            parts=interleaved_parts(self._times(plan), plan.rows_per_part, windows),
+            parts=interleaved_parts(self._times(plan), plan.parts, audio.parts),
+            sound=sound,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
         """For a video with audio, return one placeholder per run of rows of one modality, between the audio markers."""
-        if self._audio_end is None or plan.audio_track is None:
+        if self._audio_end is None or plan.sound is None:
             return super().placeholder(plan, spelling)
         modalities = ("audio" if is_audio else "video" for is_audio, _ in runs_by_modality(plan.parts))
         placeholders = (self.placeholder_ids[modality] for modality in modalities)
@@ -125,18 +134,17 @@ class Qwen3OmniPlanner(PatchPlanner):
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return the number of rows at each placeholder of ``placeholder``."""
-        return [rows for _, rows in runs_by_modality(plan.parts)] if plan.audio_track else super().runs(plan)
+        return [rows for _, rows in runs_by_modality(plan.parts)] if plan.sound else super().runs(plan)
 
     def _run_positions(self, plan: ItemPlan) -> list[MediaPositions]:
         """Audio counts up like text; a video's frames and its audio start at the same position."""
         if plan.modality == "audio":
             return [sequential_positions(plan.rows)]
         video = super()._run_positions(plan)
-        if plan.audio_track is None:
+        if plan.sound is None:
             return video
-        return interleaved_positions(
-            [*video, sequential_positions(plan.audio_track.rows)], runs_by_modality(plan.parts)
-        )
+        audio = sequential_positions(sum(part.rows for part in plan.parts if part.tower == AUDIO))
+        return interleaved_positions([*video, audio], runs_by_modality(plan.parts))
 
     def _grid_positions(self, plan: ItemPlan, frames: int, height: int, width: int) -> MediaPositions:
         if not isinstance(plan.header, VideoHeader):

@@ -14,7 +14,7 @@ from triptych.models.qwen3_omni.audio import AudioFraming
 from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.frames import VideoPreprocessor
 from triptych.models.shared.settings import setting
-from triptych.types import AudioHeader, AudioTrackPlan, ItemPlan
+from triptych.types import AudioHeader, ItemPlan
 
 
 class Qwen3OmniPreprocessor(VideoPreprocessor):
@@ -35,27 +35,32 @@ class Qwen3OmniPreprocessor(VideoPreprocessor):
         counts the valid frames. Raises MediaError if the bytes can't be decoded, and PlanMismatch if the number of
         frames isn't the planned one.
         """
-        if plan.audio_track is not None:
-            return self._video_with_audio(data, plan, plan.audio_track)
+        if plan.sound is not None:
+            return self._video_with_audio(data, plan, plan.sound)
         if isinstance(plan.header, AudioHeader):
-            return self._audio_parts(data, plan.header, plan.grid[0])
+            return self._audio_parts(data, plan, plan.header)
         return super().__call__(data, plan)
 
-    def _video_with_audio(self, data: bytes, plan: ItemPlan, sound: AudioTrackPlan) -> Iterator[EncoderInput]:
-        video, audio = super().__call__(data, plan), self._audio_parts(data, sound.header, sound.frames)
-        for number, rows in enumerate(plan.parts):
-            part = next(audio if rows.is_audio else video, None)
+    def _video_with_audio(self, data: bytes, plan: ItemPlan, sound: AudioHeader) -> Iterator[EncoderInput]:
+        video, audio = super().__call__(data, plan), self._audio_parts(data, plan, sound)
+        for number, planned in enumerate(plan.parts):
+            part = next(audio if planned.tower == AUDIO else video, None)
             if part is None:
                 raise PlanMismatch(f"a video with audio has {number} parts; its plan says {len(plan.parts)}")
             yield part
 
-    def _audio_parts(self, data: bytes, header: AudioHeader, frames: int) -> Iterator[EncoderInput]:
+    def _audio_parts(self, data: bytes, plan: ItemPlan, header: AudioHeader) -> Iterator[EncoderInput]:
         """Yield the parts of audio. Computes all features first, because they are normalised by the clip's maximum."""
         mel = self._framing.mel
         features = mel(decode_audio(data, header, mel.rate))
+        planned = [part for part in plan.parts if part.tower == AUDIO]
+        frames = sum(part.patches for part in planned)
         if len(features) != frames:
             raise PlanMismatch(f"audio became {len(features)} frames of features; its plan says {frames}")
-        for first, length, padded in self._framing.parts(len(features)):
+        windows = list(self._framing.parts(frames))
+        if [part.payload for part in planned] != [window[:2] for window in windows]:
+            raise PlanMismatch("the plan divides audio into other windows than the model does")
+        for first, length, padded in windows:
             patches = np.zeros((padded, mel.num_bands), dtype=np.float32)
             patches[:length] = features[first : first + length]
             grid = length, 1, 1

@@ -11,7 +11,7 @@ from triptych.models.base import ModelConfig
 from triptych.models.shared.mrope import MediaPositions, grid_positions
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
-from triptych.models.shared.video import LinspaceSampling, PerVideoGeometry
+from triptych.models.shared.video import LinspaceSampling, PerVideoGeometry, sampled_frames
 from triptych.types import ItemPlan, VideoHeader
 
 
@@ -48,7 +48,8 @@ class Qwen3VLPlanner(PatchPlanner):
         if not isinstance(plan.header, VideoHeader):
             return super().placeholder(plan, spelling)
         frame = "".join(map(spelling, (self._vision_start, self.placeholder_ids["video"], self._vision_end)))
-        return "".join(f"<{time:.1f} seconds>{frame}" for time in self._timestamps(plan.frames, plan.header.rate))
+        times = self._timestamps(sampled_frames(plan), plan.header.rate)
+        return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
 
     def _timestamps(self, frames: tuple[int, ...], rate: float) -> list[float]:
         """Return the time of each temporal patch in seconds: halfway between its first frame and its last."""
@@ -59,7 +60,7 @@ class Qwen3VLPlanner(PatchPlanner):
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return the number of rows of each temporal patch."""
-        return [plan.rows_per_part] * plan.num_parts
+        return [part.rows for part in plan.parts]
 
     def _run_positions(self, plan: ItemPlan) -> list[MediaPositions]:
         """Position each temporal patch like an image."""

@@ -24,7 +24,7 @@ from triptych.models.shared.patches import (
     resampling,
     rescale_factor,
 )
-from triptych.models.shared.video import FILE
+from triptych.models.shared.video import FILE, sampled_frames
 from triptych.types import ItemPlan, VideoHeader
 
 _MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
@@ -93,13 +93,16 @@ class VideoPreprocessor(PatchPreprocessor):
 
 def _frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]:
     """Yield the sampled frames in order."""
+    numbers = sampled_frames(plan)
+    if not numbers:
+        raise PlanMismatch("the plan of a video has no frames")
     if header.format != frames.FORMAT:
-        return decode_frames(data, header, plan.frames)
+        return decode_frames(data, header, numbers)
     packed = frames.unpack_frames(data).frames
-    if max(plan.frames) >= len(packed):
-        raise PlanMismatch(f"a list of {len(packed)} frames has no frame {max(plan.frames)}")
+    if max(numbers) >= len(packed):
+        raise PlanMismatch(f"a list of {len(packed)} frames has no frame {max(numbers)}")
     size = header.width, header.height
-    return (np.asarray(decode_image(packed[number], f"{number}. frame's", size)) for number in plan.frames)
+    return (np.asarray(decode_image(packed[number], f"{number}. frame's", size)) for number in numbers)
 
 
 def _mode(video_config: dict[str, Any]) -> str:

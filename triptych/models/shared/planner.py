@@ -1,23 +1,23 @@
 """Plans images and videos for towers that take any grid of patches, and prompts with M-RoPE positions. Frontend; numpy
 only."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.models.base import ModelConfig, Positions
+from triptych.models.base import VISION, ModelConfig, Positions
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_positions
 from triptych.models.shared.settings import setting
-from triptych.models.shared.video import VideoGeometry, VideoSampling
+from triptych.models.shared.video import VideoGeometry, VideoSampling, sampled_frames
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
     AudioHeader,
     FrameSampling,
     ImageHeader,
+    ItemPart,
     ItemPlan,
     MediaHeader,
     PixelBounds,
@@ -167,21 +167,29 @@ class PatchPlanner:
         sampling: FrameSampling = MODEL_SAMPLING,
         frames: tuple[int, ...] = (),
     ) -> ItemPlan:
+        """Plan a part for each temporal patch. Its payload is the numbers of a video's frames in it, which
+        ``sampled_frames`` reads."""
         height, width = resized
-        in_time = -(-len(frames) // self._geometry.temporal_patch_size) if frames else 1
+        size = self._geometry.temporal_patch_size
+        in_time = -(-len(frames) // size) if frames else 1
         grid = (in_time, height // self._geometry.patch_size, width // self._geometry.patch_size)
+        patches = grid[1] * grid[2]
+        rows, cost = patches // self._geometry.merge_size**2, self._cost_model.cost(patches)
         return ItemPlan(
             modality=modality,
             header=header,
             resized_height=height,
             resized_width=width,
             grid=grid,
-            rows=math.prod(grid) // self._geometry.merge_size**2,
-            rows_per_part=grid[1] * grid[2] // self._geometry.merge_size**2,
-            cost=in_time * self._cost_model.cost(grid[1] * grid[2]),
+            rows=in_time * rows,
+            patches=in_time * patches,
+            cost=in_time * cost,
+            parts=tuple(
+                ItemPart(((number * rows, rows),), patches, cost, VISION, frames[number * size : (number + 1) * size])
+                for number in range(in_time)
+            ),
             bounds=bounds,
             sampling=sampling,
-            frames=frames,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
@@ -205,7 +213,7 @@ class PatchPlanner:
     @staticmethod
     def _sampled_fps(plan: ItemPlan, header: VideoHeader) -> float:
         """Return the frame rate of the sampled frames, per second."""
-        return len(plan.frames) / header.frames * header.rate
+        return len(sampled_frames(plan)) / header.frames * header.rate
 
     def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
         """Return the M-RoPE positions. Raises PlanMismatch if a placement doesn't fit its plan, or if placements

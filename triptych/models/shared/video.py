@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
+from triptych.models.base import VISION
 from triptych.models.shared.geometry import apply_bounds, smart_resize
-from triptych.types import FrameSampling, PixelBounds, VideoHeader
+from triptych.types import FrameSampling, ItemPlan, PixelBounds, VideoHeader
 
 MAX_ASPECT_RATIO = 200
 FILE = "video_preprocessor_config.json"
@@ -223,3 +224,8 @@ def _rate(config: dict[str, Any], default: float) -> float:
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < math.inf:
         raise CheckpointError(f"{FILE}: fps must be a positive number, not {fps!r}")
     return float(fps)
+
+
+def sampled_frames(plan: ItemPlan) -> tuple[int, ...]:
+    """Return the indexes of a video's sampled frames, in display order: the payloads of its temporal patches."""
+    return tuple(frame for part in plan.parts if part.tower == VISION for frame in part.payload)
