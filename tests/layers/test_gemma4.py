@@ -99,7 +99,10 @@ def test_both_spellings_describe_the_same_decoder(tmp_path: Path) -> None:
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers leaves no layer with keys and values of its own"),
         ({"num_kv_shared_layers": 900}, "num_kv_shared_layers leaves no layer"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be a number of layers"),
-        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers: layer 2 has no earlier layer of the same type, full_attention"),
+        (
+            {"num_kv_shared_layers": 6},
+            "num_kv_shared_layers: layer 2 has no earlier layer of the same type, full_attention",
+        ),
         ({"per_layer_config": {"5": {"head_dim": 32}}}, "layer 5 has no earlier layer of the same type"),
         ({"per_layer_config": {"5": {"intermediate_size": 32}}}, "per_layer_config may only set"),
         ({"per_layer_config": {"5": 3}}, "per_layer_config may only set"),

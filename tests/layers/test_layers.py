@@ -198,7 +198,7 @@ def test_extreme_yarn_stays_finite(beta: float) -> None:
 
 @pytest.mark.parametrize("scaling", [None, ProportionalScaling()])
 def test_heads_of_odd_size_are_refused(scaling: ProportionalScaling | None) -> None:
-    with pytest.raises(CheckpointError, match="head_dim, .* can't be rotated in pairs"):
+    with pytest.raises(CheckpointError, match=r"head_dim, .* can't be rotated in pairs"):
         Rope(31, RopeConfig(1e6, partial=0.25, scaling=scaling), CPU)
 
 

@@ -107,8 +107,8 @@ def _sources(types: Sequence[str], mixers: Sequence[AttentionSpec], num_own: int
         source = last.get(kind)
         if source is None or mixers[source] != mixers[index]:
             raise CheckpointError(
-                f"config.json: num_kv_shared_layers: layer {index} has no earlier layer of the same type, {kind}, and heads, whose keys and "
-                "values it could read"
+                f"config.json: num_kv_shared_layers: layer {index} has no earlier layer of the same type, {kind}, and "
+                "heads, whose keys and values it could read"
             )
         sources.append(source)
     return sources
