@@ -414,6 +414,7 @@ def test_rope_settings_that_are_not_served(rope: dict[str, Any], message: str) -
         ("llama4", {"floor_scale": 0}, "floor_scale must be a positive integer"),
         ("llama4", {"attn_scale": -1.0}, "attn_scale must be a positive number"),
         ("llama4", {"moe_layers": 3}, "moe_layers must be a list"),
+        ("llama4", {"moe_layers": ["1"]}, "moe_layers must be numbers of layers"),
         ("llama4", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be a positive integer"),
     ],
 )
@@ -434,7 +435,7 @@ def test_unsupported_configs_are_rejected(
         ("llama", {"attention_bias": "no"}, "attention_bias must be a bool"),
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000"),
         ("llama", {"hidden_size": 10**400}, "hidden_size must be a positive integer below 2"),
-        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, "3 key and value heads don't divide 8 query"),
+        ("llama", {"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads: 3 key"),
         ("llama", {"head_dim": None, "hidden_size": 1}, "heads of 0 values"),
         ("gemma3", {"head_dim": 10**9}, "heads of 1000000000 values"),
         ("deepseek_v2", {"kv_lora_rank": 10**9}, "6 heads of 1000000012 values"),
@@ -455,10 +456,10 @@ def test_damaged_configs_are_rejected(name: str, changes: dict[str, object], mes
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"linear_num_key_heads": 5}, "5 key heads don't divide 12 value heads"),
+        ({"linear_num_key_heads": 5}, "linear_num_key_heads: 5 key heads don't divide 12"),
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim must be 4, not 3"),
         ({"linear_key_head_dim": 2**30}, "can't be served"),
-        ({"layer_types": ["linear_attention"] * 5}, "a model without a layer of full_attention"),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types: a model without a layer of full"),
         ({"layer_types": ["sliding_attention"] * 5}, "must name full_attention or linear_attention"),
         ({"attn_output_gate": False}, "attn_output_gate must be true"),
     ],

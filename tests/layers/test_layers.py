@@ -32,7 +32,7 @@ from triptych.layers.linear import (
 )
 from triptych.layers.pointwise import rotate
 from triptych.layers.rope import Rope
-from triptych.layers.rope_config import RopeConfig
+from triptych.layers.rope_config import ProportionalScaling, RopeConfig, YarnScaling
 from triptych.models.backbones.rope import read_rope
 
 CPU = torch.device("cpu")
@@ -186,6 +186,20 @@ def test_text_alone_has_one_axis() -> None:
 def test_rope_settings_that_are_not_served(rope: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_rope({"rope_scaling": rope}, INTERLEAVED)
+
+
+@pytest.mark.parametrize("beta", [1e-30, 1e30])
+def test_extreme_yarn_stays_finite(beta: float) -> None:
+    """Its transition is beyond all integers of 64 bits."""
+    scaling = YarnScaling(4.0, 2**31 - 1, attention_factor=1.0, beta_fast=beta, beta_slow=beta)
+    rope = Rope(256, RopeConfig(1.0000000000000002, scaling=scaling), CPU)
+    assert rope.inverse_frequencies.isfinite().all()
+
+
+@pytest.mark.parametrize("scaling", [None, ProportionalScaling()])
+def test_heads_of_odd_size_are_refused(scaling: ProportionalScaling | None) -> None:
+    with pytest.raises(CheckpointError, match=r"head_dim, .* can't be rotated in pairs"):
+        Rope(31, RopeConfig(1e6, partial=0.25, scaling=scaling), CPU)
 
 
 def test_sections_must_fill_the_head() -> None:

@@ -66,9 +66,12 @@ def test_glm_has_one_group() -> None:
     [
         ({"n_routed_experts": None}, "n_routed_experts must be a positive integer"),
         ({"n_routed_experts": 30}, "30 experts can't be routed in ExpertGroups"),
-        ({"n_group": 32}, "32 experts can't be routed in ExpertGroups"),
+        ({"n_group": 32}, "n_group or topk_group: 32 experts can't be routed in ExpertGroups"),
         ({"topk_group": 9}, "32 experts can't be routed in ExpertGroups"),
-        ({"num_experts_per_tok": 17}, "17 experts per token can't be chosen from 16"),
+        (
+            {"num_experts_per_tok": 17},
+            "num_experts_per_tok or top_k_experts: 17 experts per token can't be chosen from 16",
+        ),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers"),
         ({"routed_scaling_factor": "big"}, "routed_scaling_factor must be a number"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be a bool"),

@@ -112,8 +112,8 @@ def _yarn(powers: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
     low, high = index_at(scaling.beta_fast), index_at(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low, high = float(math.floor(low)), float(math.ceil(high))  # integers may have more bits than tensors take
+    low, high = max(low, 0.0), min(high, size - 1.0)
     high += 0.001 if low == high else 0
     is_low = ((torch.arange(len(powers), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return 1.0 / (scaling.factor * powers) * is_low + 1.0 / powers * (1 - is_low)

@@ -89,11 +89,14 @@ class RopeConfig:
     def num_frequencies(self, head_dim: int) -> int:
         """Return how many frequencies rotate a head's values, two each. Raises CheckpointError for an odd number of
         values."""
-        if isinstance(self.scaling, ProportionalScaling):
-            return int(self.partial * head_dim // 2)
-        rotated = int(self.partial * head_dim)
-        if rotated % 2 or head_dim % 2 or (self.partial and not 0 < rotated <= head_dim):
-            raise CheckpointError(f"config.json: {rotated} of {head_dim} values of a head can't be rotated in pairs")
+        is_spread = isinstance(self.scaling, ProportionalScaling)
+        rotated = int(self.partial * head_dim // 2) * 2 if is_spread else int(self.partial * head_dim)
+        is_part = is_spread or not self.partial or 0 < rotated <= head_dim
+        if rotated % 2 or head_dim % 2 or not is_part:
+            raise CheckpointError(
+                f"config.json: head_dim, qk_rope_head_dim or partial_rotary_factor: {rotated} of {head_dim} values of "
+                "a head can't be rotated in pairs"
+            )
         return rotated // 2
 
     def order(self, head_dim: int) -> tuple[int, ...] | None:

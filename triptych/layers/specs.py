@@ -305,11 +305,14 @@ class MoESpec:
         if groups is not None:
             size = experts // groups.count
             if experts % groups.count or groups.kept > groups.count or groups.ranked_by > size:
-                raise CheckpointError(f"config.json: {experts} experts can't be routed in {groups}")
+                raise CheckpointError(
+                    f"config.json: n_group or topk_group: {experts} experts can't be routed in {groups}"
+                )
             experts = groups.kept * size
         if self.routing.experts_per_token > experts:
             raise CheckpointError(
-                f"config.json: {self.routing.experts_per_token} experts per token can't be chosen from {experts}"
+                "config.json: num_experts_per_tok or top_k_experts: "
+                f"{self.routing.experts_per_token} experts per token can't be chosen from {experts}"
             )
 
     @property

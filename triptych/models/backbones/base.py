@@ -98,10 +98,22 @@ def attention(
     kv_heads = setting(text, "num_key_value_heads", int, default=num_kv_heads or num_heads)
     dim = setting(text, "head_dim", int, default=head_dim or hidden_size // num_heads)
     if num_heads % kv_heads:
-        raise CheckpointError(f"config.json: {kv_heads} key and value heads don't divide {num_heads} query heads")
+        raise CheckpointError(
+            f"config.json: num_key_value_heads: {kv_heads} key and value heads don't divide {num_heads} query heads"
+        )
     if not 0 < num_heads * dim <= MAX_HEAD_VALUES:
-        raise CheckpointError(f"config.json: {num_heads} heads of {dim} values can't be served")
+        raise CheckpointError(
+            f"config.json: num_attention_heads or head_dim: {num_heads} heads of {dim} values can't be served"
+        )
     return AttentionSpec(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, rope=rope)
+
+
+def listed_layers(text: TextConfig, name: str, default: list[int] | None = None) -> list[int]:
+    """Return a setting that lists layers by number, of which some may not exist."""
+    listed = setting(text, name, list, default=default)
+    if not all(type(index) is int for index in listed):
+        raise CheckpointError(f"config.json: {name} must be numbers of layers, not {listed!r}")
+    return listed
 
 
 def gated_mlp(text: TextConfig) -> GatedMLPSpec:

@@ -35,7 +35,10 @@ def latent_attention(text: TextConfig, *, pairs: bool) -> MLASpec:
     latent_dim, num_heads = setting(text, "kv_lora_rank", int), setting(text, "num_attention_heads", int)
     value_dim, widest = setting(text, "v_head_dim", int), max(key_dim, latent_dim) + rotated_dim
     if num_heads * max(widest, value_dim) > MAX_HEAD_VALUES:
-        raise CheckpointError(f"config.json: {num_heads} heads of {max(widest, value_dim)} values can't be served")
+        raise CheckpointError(
+            "config.json: num_attention_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim or v_head_dim: "
+            f"{num_heads} heads of {max(widest, value_dim)} values can't be served"
+        )
     rope = read_rope(text, RopeConfig(10_000.0, pairs=pairs))
     has_query_latent = text.get("q_lora_rank", 1536) is not None
     return MLASpec(

@@ -1,7 +1,7 @@
 """Reads the settings of mixtures of experts."""
 
 from triptych.layers.specs import ExpertGroups, FfnSpec, GatedMLPSpec, MoESpec, RoutingSpec, Score, SharedExpertSpec
-from triptych.models.backbones.base import TextConfig, check_silu, gated_mlp, layers_up_to, num_layers
+from triptych.models.backbones.base import TextConfig, check_silu, gated_mlp, layers_up_to, listed_layers, num_layers
 from triptych.models.shared.settings import positive_number, setting
 
 
@@ -19,7 +19,7 @@ def qwen_experts(text: TextConfig, *, norm_topk_prob: bool) -> MoESpec:
 def qwen_ffns(text: TextConfig, experts: MoESpec) -> list[FfnSpec]:
     """Return each layer's ffn, which the config may make dense. Raises CheckpointError."""
     step = setting(text, "decoder_sparse_step", int, default=1)
-    dense_layers = setting(text, "mlp_only_layers", list, default=[])
+    dense_layers = listed_layers(text, "mlp_only_layers", default=[])
     mixed = [(index + 1) % step == 0 and index not in dense_layers for index in range(num_layers(text))]
     return [experts if is_mixed else gated_mlp(text) for is_mixed in mixed]
 

@@ -74,6 +74,8 @@ def _mixers(text: TextConfig, types: Sequence[str]) -> list[AttentionSpec]:
     if k_is_v and text.get("num_global_key_value_heads") is not None:
         heads_of_full["num_key_value_heads"] = setting(text, "num_global_key_value_heads", int)
     by_layer: dict[str, Any] = setting(text, "per_layer_config", dict, default={})
+    if strays := by_layer.keys() - set(map(str, range(len(types)))):
+        raise CheckpointError(f"config.json: per_layer_config has no layers {sorted(strays)}, of {len(types)}")
     mixers = []
     for index, kind in enumerate(types):
         heads: Mapping[str, Any] = by_layer.get(str(index), {}) if by_layer else heads_of_full if kind == FULL else {}
@@ -105,8 +107,8 @@ def _sources(types: Sequence[str], mixers: Sequence[AttentionSpec], num_own: int
         source = last.get(kind)
         if source is None or mixers[source] != mixers[index]:
             raise CheckpointError(
-                f"config.json: layer {index} has no earlier layer of the same type, {kind}, and heads, whose keys and "
-                "values it could read"
+                f"config.json: num_kv_shared_layers: layer {index} has no earlier layer of the same type, {kind}, and "
+                "heads, whose keys and values it could read"
             )
         sources.append(source)
     return sources

@@ -31,6 +31,7 @@ from triptych.models.backbones.base import (
     decoder,
     gated_mlp,
     layer_types,
+    listed_layers,
     num_layers,
 )
 from triptych.models.backbones.rope import read_rope
@@ -102,7 +103,7 @@ def _ffns(text: TextConfig) -> list[FfnSpec]:
     )
     layers = range(num_layers(text))
     if "moe_layers" in text and text["moe_layers"] is not None:
-        mixed = setting(text, "moe_layers", list)
+        mixed = listed_layers(text, "moe_layers")
     else:
         step = setting(text, "interleave_moe_layer_step", int, default=1)
         mixed = [index for index in layers if (1 + index) % step == 0]

@@ -69,10 +69,13 @@ def delta_net(text: TextConfig) -> DeltaNetSpec:
         value_dim=setting(text, "linear_value_head_dim", int, default=128),
     )
     if spec.value_heads % spec.key_heads:
-        raise CheckpointError(f"config.json: {spec.key_heads} key heads don't divide {spec.value_heads} value heads")
+        raise CheckpointError(
+            f"config.json: linear_num_key_heads: {spec.key_heads} key heads don't divide {spec.value_heads} value heads"
+        )
     if spec.value_heads * spec.key_dim * spec.value_dim > MAX_STATE_VALUES or spec.channels > MAX_HEAD_VALUES:
         raise CheckpointError(
-            f"config.json: {spec.value_heads} linear heads of {spec.key_dim} x {spec.value_dim} can't be served"
+            "config.json: linear_num_value_heads, linear_key_head_dim or linear_value_head_dim: "
+            f"{spec.value_heads} linear heads of {spec.key_dim} x {spec.value_dim} can't be served"
         )
     if (kernel := setting(text, "linear_conv_kernel_dim", int, default=4)) != spec.CONV_TOKENS + 1:
         raise CheckpointError(f"config.json: linear_conv_kernel_dim must be {spec.CONV_TOKENS + 1}, not {kernel}")
@@ -88,7 +91,7 @@ def _layer_types(text: TextConfig) -> list[str]:
     if len(types) != len(default) or not all(kind in (FULL, LINEAR) for kind in types):
         raise CheckpointError(f"config.json: layer_types {types} must name {FULL} or {LINEAR} per layer")
     if FULL not in types:
-        raise CheckpointError(f"config.json: a model without a layer of {FULL} is not served")
+        raise CheckpointError(f"config.json: layer_types: a model without a layer of {FULL} is not served")
     return types
 
 

@@ -73,7 +73,9 @@ def rope_settings(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings as the config spells them; empty if there are none."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise CheckpointError(f"config.json: the rope settings must be an object, not {rope!r}")
+        raise CheckpointError(
+            f"config.json: rope_parameters or rope_scaling: the rope settings must be an object, not {rope!r}"
+        )
     return rope
 
 
