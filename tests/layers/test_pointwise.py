@@ -92,6 +92,7 @@ def test_activations(shape: tuple[int, ...], scale: float, activation: Activatio
         Activation.SILU: F.silu(wide),
         Activation.GELU_TANH: F.gelu(wide, approximate="tanh"),
         Activation.QUICK_GELU: wide * torch.sigmoid(1.702 * wide),
+        Activation.GELU: F.gelu(wide),
     }[activation].float()
     found = activation(values)
     assert found is values

@@ -19,7 +19,7 @@ from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
 from triptych.layers.specs import ClampedSwiGLU
 
-CLAMPED = 3
+CLAMPED = 4
 """The kind of ``ClampedSwiGLU`` in ``kernels/cpu/pointwise.h``, after those of ``Activation``."""
 
 

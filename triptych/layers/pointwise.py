@@ -99,6 +99,8 @@ class Activation(IntEnum):
     """GELU in its tanh approximation (arXiv:1606.08415, section 2)."""
     QUICK_GELU = 2
     """GELU as ``x * sigmoid(1.702 * x)``."""
+    GELU = 3
+    """GELU as it is defined, with the error function."""
 
     def __call__(self, activations: Tensor) -> Tensor:
         """Return the function of each value, of any shape. The kernel works in place: don't use ``activations``
@@ -115,6 +117,7 @@ _BY_PYTORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.QUICK_GELU: lambda activations: activations * torch.sigmoid(1.702 * activations),
+    Activation.GELU: F.gelu,
 }
 
 

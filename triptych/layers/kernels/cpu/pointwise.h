@@ -55,19 +55,33 @@ inlined void normalise(const float *from, const Norm *by, float *to, int64_t dim
 }
 
 /* What an MLP applies to its first product: as in ``pointwise.Activation``, or ``ClampedSwiGLU`` of specs.py. */
-enum { SILU, GELU_TANH, QUICK_GELU, CLAMPED };
+enum { SILU, GELU_TANH, QUICK_GELU, GELU, CLAMPED };
 
 typedef struct {
     int64_t kind;
     float limit, alpha; /* CLAMPED only */
 } Activation;
 
+/* The share of a standard normal distribution below x: within 1e-7 (Abramowitz and Stegun, 7.1.26). */
+inlined floats below(floats x) {
+    floats size = choose(x > 0, x, -x), t = 1.0f / (1.0f + 0.231641888f * size); /* of size / sqrt(2) */
+    floats sum = splat(1.061405429f);
+    sum = sum * t - 1.453152027f;
+    sum = sum * t + 1.421413741f;
+    sum = sum * t - 0.284496736f;
+    sum = sum * t + 0.254829592f;
+    floats above = 0.5f * sum * t * exponential(-0.5f * size * size);
+    return choose(x > 0, 1.0f - above, above);
+}
+
 /* SiLU: x sigmoid(x). GELU in its tanh approximation (arXiv:1606.08415, section 2): x (1 + tanh(sqrt(2 / pi)
- * (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)), and in its coarser one: x sigmoid(1.702 x). */
+ * (x + 0.044715 x^3))) / 2, which equals x sigmoid(2 sqrt(2 / pi) (...)), in its coarser one: x sigmoid(1.702 x), and
+ * exactly: x below(x). */
 inlined floats activated(floats x, const int activation) {
     switch (activation) {
     case GELU_TANH: return x * sigmoid(1.59576912f * x * (1.0f + 0.044715f * x * x));
     case QUICK_GELU: return x * sigmoid(1.702f * x);
+    case GELU: return x * below(x);
     default: return x * sigmoid(x);
     }
 }
@@ -96,6 +110,7 @@ inlined void activate(const float *from, const float *factors, float *to, int64_
     switch (by->kind) {
     case GELU_TANH: activate_as(from, factors, to, width, GELU_TANH); break;
     case QUICK_GELU: activate_as(from, factors, to, width, QUICK_GELU); break;
+    case GELU: activate_as(from, factors, to, width, GELU); break;
     case CLAMPED: activate_clamped(from, factors, to, width, by->limit, by->alpha); break;
     default: activate_as(from, factors, to, width, SILU);
     }
