@@ -79,11 +79,21 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, reader, index, backend) for index in range(config.num_layers))
         self.run_layers = layers_in_one_call(self.layers, self.config.cache_groups.of_layer)
         self.norm = reader.norm("norm", config.hidden_size, config.rms_norm_eps)
-        if config.tie_embeddings:
-            reader.ignore(HEAD)  # some tied checkpoints store it anyway
         part = ShardedDimension(config.vocab_size).part(reader.group)
         self.num_logits = config.vocab_size if reader.group.rank == 0 else part.stop - part.start
-        self.head = reader.head(self.embedding if config.tie_embeddings else reader.tensor(HEAD, vocab_and_hidden))
+        self.head = reader.head(self._head_weight(config, reader, embedding))
+
+    def _head_weight(self, config: DecoderConfig, reader: WeightReader, embedding: Tensor) -> Tensor:
+        """Return the weight of the projection to the vocabulary.
+
+        A config may tie it to the embedding only because that is the default. As in transformers 5, a checkpoint's own
+        one is used if it differs.
+        """
+        if not config.tie_embeddings:
+            return reader.tensor(HEAD, embedding.shape)
+        if not reader.has(HEAD) or torch.equal(stored := reader.tensor(HEAD, embedding.shape), embedding):
+            return self.embedding
+        return stored
 
     @classmethod
     def load(

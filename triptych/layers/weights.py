@@ -96,6 +96,10 @@ class WeightReader:
         self._read.add(key)
         return self._checkpoint.read([key])[key]
 
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has the tensor ``name``."""
+        return self._keys.key(name) in self._checkpoint.tensors
+
     def column_parallel(
         self,
         layers: Mapping[str, ShardedDimension | Segments],
@@ -223,10 +227,6 @@ class WeightReader:
         )
         if unread:
             raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {unread[0]!r}")
-
-    def ignore(self, name: str) -> None:
-        """Exempt the tensor ``name`` from the check of ``finish``."""
-        self._read.add(self._keys.key(name))
 
 
 def concatenate(tensors: list[Tensor]) -> Tensor:
