@@ -5,20 +5,17 @@ Published files, and those that ``save_pretrained`` of transformers 5 writes, na
 of transformers 4.52 to 4.57 are named as the modules: ``model.vision_tower.…``, ``model.language_model.…``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError, PlanMismatch
+from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import Linear, WeightFormat
-from triptych.layers.pinned import to_device
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
@@ -26,24 +23,16 @@ from triptych.models.llava.config import VisionConfig, text_config, vision_confi
 from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
-from triptych.models.shared.tower_weights import TowerWeights
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
-A = TypeVar("A")
-
 PROJECTOR = "projector"
-TOWER_ACTIVATIONS = {
-    "quick_gelu": Activation.QUICK_GELU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "silu": Activation.SILU,
-}
-PROJECTOR_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, **TOWER_ACTIVATIONS}
 
 
 class Projector(nn.Module):
     """``second(activation(first(features)))``: features [T, values] → embeddings [T, hidden size]."""
 
-    def __init__(self, first: Linear, activation: Callable[[Tensor], Tensor], second: Linear) -> None:
+    def __init__(self, first: Linear, activation: Activation, second: Linear) -> None:
         super().__init__()
         self.first = first
         self.activation = activation
@@ -71,13 +60,7 @@ class LlavaTower(nn.Module):
         """See ``triptych.layers.encoder.Encoder``."""
         if not inputs:
             return []
-        side = self.config.side
-        for item in inputs:
-            if item.grid != (1, side, side) or len(item.patches) != side**2:
-                raise PlanMismatch(f"{len(item.patches)} patches of a grid of {item.grid} don't fill {side} by {side}")
-        table = self.transformer.positions
-        [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], table.device)
-        states = self.transformer(patches.to(table.dtype), self.config.feature_layers)
+        states = self.transformer.states_of(inputs, self.config.feature_layers)
         features = torch.cat(states, dim=-1)[:, 0 if self.config.keeps_class_row else 1 :]
         rows: Tensor = self.projector(features.flatten(0, 1))
         return list(rows.split(self.config.rows))
@@ -108,9 +91,9 @@ class Llava(SplitAdapter):
         self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
         self.vision = vision_config(config)
-        self._tower_activation = _activation(self.vision.activation, "vision_config.hidden_act", TOWER_ACTIVATIONS)
+        self._tower_activation = tower_activation(self.vision.activation, "vision_config.hidden_act")
         name = setting(config, "projector_hidden_act", str, default="gelu")
-        self._projector_activation = _activation(name, "projector_hidden_act", PROJECTOR_ACTIVATIONS)
+        self._projector_activation = tower_activation(name, "projector_hidden_act")
         self._projector_bias = setting(config, "multimodal_projector_bias", bool, default=True)
 
     @classmethod
@@ -126,11 +109,10 @@ class Llava(SplitAdapter):
         """
         if device.type == "cpu":
             native.library()  # builds the kernels now, if necessary, rather than while the first item waits
-        keys: dict[str, str] = {}
-        for part, prefix in self.weight_prefixes(checkpoint.tensors).towers.items():
-            for key in self.encoder_keys(checkpoint.tensors):
-                if key.startswith(prefix):
-                    keys[f"{part}.{key.removeprefix(prefix).removeprefix('vision_model.')}"] = key
+        keys = {
+            name.replace(f"{VISION}.vision_model.", f"{VISION}.", 1): key
+            for name, key in self.tower_keys(checkpoint.tensors).items()
+        }
         reader, depth = TowerWeights(checkpoint, keys, weights, device), max(self.vision.feature_layers)
         tower = LlavaTower(self.vision, self._transformer(reader, depth), self._projector(reader), self.embedding_width)
         unused = [f"{VISION}.encoder.layers.{number}." for number in range(depth, self.vision.num_layers)]
@@ -170,9 +152,3 @@ class Llava(SplitAdapter):
         first = reader.linear([f"{PROJECTOR}.linear_1"], width, values, self._projector_bias)
         second = reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias)
         return Projector(first, self._projector_activation, second)
-
-
-def _activation(name: str, setting_name: str, served: Mapping[str, A]) -> A:
-    if name not in served:
-        raise CheckpointError(f"config.json: {setting_name} {name!r} is not served; served are {', '.join(served)}")
-    return served[name]

@@ -48,6 +48,18 @@ class SplitAdapter(ABC):
         """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
         return self._split_keys(all_keys)[0]
 
+    def tower_keys(self, all_keys: Iterable[str]) -> dict[str, str]:
+        """Return the keys of the towers' tensors by their names within the model: the tower's name, a dot, and the rest
+        after its prefix. Raises CheckpointError for an unknown key."""
+        keys = list(all_keys)
+        prefixes = self.weight_prefixes(keys).towers
+        return {
+            f"{tower}.{key.removeprefix(prefix)}": key
+            for key in self.encoder_keys(keys)
+            for tower, prefix in prefixes.items()
+            if key.startswith(prefix)
+        }
+
     def decoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return the keys of the decoder's tensors, sorted. Raises CheckpointError for an unknown key."""
         return self._split_keys(all_keys)[1]

@@ -7,8 +7,26 @@ from torch import Tensor
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
+from triptych.layers.pointwise import Activation
 from triptych.layers.weights import concatenate
+
+ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "quick_gelu": Activation.QUICK_GELU,
+    "silu": Activation.SILU,
+}
+"""By their names in configs."""
+
+
+def tower_activation(name: str, setting_name: str) -> Activation:
+    """Return the activation that a setting names. Raises CheckpointError for one that isn't served."""
+    if name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: {setting_name} {name!r} is not served; served are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 class TowerWeights:
@@ -45,11 +63,21 @@ class TowerWeights:
         """Load a norm over ``size`` values."""
         return LayerNorm(self.parameter(f"{name}.weight", size), self.parameter(f"{name}.bias", size), eps)
 
+    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """Load an RMSNorm over ``size`` values."""
+        return RMSNorm(self.parameter(f"{name}.weight", size), eps)
+
     def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool = True) -> Linear:
         """Load layers of ``outputs`` each as one that concatenates their outputs."""
         weight = concatenate([self.tensor(f"{name}.weight", outputs, inputs) for name in names])
         biases = [self.tensor(f"{name}.bias", outputs) for name in names] if bias else []
         return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
+
+    def scaled_linear(self, name: str, scales: str, outputs: int, inputs: int) -> Linear:
+        """Load a layer whose outputs are multiplied by factors, the tensor ``scales``, as one with scaled weights."""
+        factors = self.tensor(scales, outputs).float()
+        weight = self.tensor(f"{name}.weight", outputs, inputs).float() * factors[:, None]
+        return self.weights.linear(weight, self.tensor(f"{name}.bias", outputs).float() * factors, self.device)
 
     def patch_projection(self, name: str, outputs: int, patch_size: int, bias: bool = False) -> Linear:
         """Load a convolution [outputs, 3, patch, patch] whose inputs are single patches, as a matrix product of

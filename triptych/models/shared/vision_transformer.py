@@ -1,14 +1,18 @@
 """A vision transformer for images of one size, with absolute positions and a class embedding, of our own layers.
 
-The reference is ``CLIPVisionModel`` in transformers.
+The references are ``CLIPVisionModel`` and ``InternVLVisionModel`` in transformers.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from triptych.errors import PlanMismatch
+from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
+from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 
 
@@ -20,11 +24,11 @@ class VisionTransformer(nn.Module):
         projection: Linear,
         class_embedding: Tensor,
         positions: Tensor,
-        first_norm: LayerNorm,
+        first_norm: LayerNorm | None,
         layers: Sequence[TowerLayer],
     ) -> None:
         """``class_embedding`` [hidden] precedes the patches of an image; ``positions`` [1 + patches, hidden] are added
-        to both."""
+        to both, and ``first_norm`` normalises the sums."""
         super().__init__()
         self.projection = projection
         self.class_embedding = frozen(class_embedding)
@@ -38,6 +42,16 @@ class VisionTransformer(nn.Module):
         """Patches of an image."""
         return len(self.positions) - 1
 
+    def states_of(self, inputs: Sequence[PreprocessedPart], wanted: Sequence[int]) -> list[Tensor]:
+        """Return ``forward`` of images or tiles, one each. Raises PlanMismatch for one of another size."""
+        side = math.isqrt(self.num_patches)
+        for item in inputs:
+            if item.grid != (1, side, side) or len(item.patches) != side**2:
+                raise PlanMismatch(f"{len(item.patches)} patches of a grid of {item.grid} don't fill {side} by {side}")
+        [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], self.positions.device)
+        states: list[Tensor] = self(patches.to(self.positions.dtype), wanted)
+        return states
+
     def forward(self, patches: Tensor, wanted: Sequence[int]) -> list[Tensor]:
         """Return the hidden states [images, 1 + patches, hidden] after each of the ``wanted`` layers, numbered from 1;
         0 stands for the first layer's input.
@@ -47,7 +61,9 @@ class VisionTransformer(nn.Module):
         embedded = self.projection(patches).unflatten(0, (-1, self.num_patches))
         images, length = len(embedded), len(self.positions)
         first = self.class_embedding.expand(images, 1, -1)
-        hidden = self.first_norm((torch.cat((first, embedded), dim=1) + self.positions).flatten(0, 1))
+        hidden = (torch.cat((first, embedded), dim=1) + self.positions).flatten(0, 1)
+        if self.first_norm is not None:
+            hidden = self.first_norm(hidden)
         boundaries = torch.arange(0, len(hidden) + 1, length)
         # a rotation by nothing: positions have been added already
         ones = torch.ones(len(hidden), self.head_dim, device=hidden.device)
