@@ -58,5 +58,5 @@ class Reference:
         if images:
             processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
             processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")
-            inputs |= dict(processed)
+            inputs |= {name: value for name, value in processed.items() if name != "num_patches"}
         return inputs

@@ -91,6 +91,11 @@ def _as_llava(name: str) -> str:
     return name.removeprefix("model.").replace("lm_head.", "language_model.lm_head.")
 
 
+def _as_internvl(name: str) -> str:
+    name = name.removeprefix("model.")
+    return name.replace("language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head.")
+
+
 def _mrope(section: list[int]) -> dict[str, Any]:
     return {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
 
@@ -274,6 +279,37 @@ FIXED_SIZE = {
             "resample": 3,
             "image_mean": PREPROCESSOR["image_mean"],
             "image_std": PREPROCESSOR["image_std"],
+        },
+    ),
+    "internvl": Tiny(
+        {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
+        | {"tie_word_embeddings": False, "image_token_id": IDS["<|image_pad|>"]}
+        | {"downsample_ratio": 0.5, "image_seq_length": 4, "projector_hidden_act": "gelu"}
+        | {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        | {"text_config": {"model_type": "qwen2", "tie_word_embeddings": False, "rope_theta": 1e6} | TEXT}
+        | {
+            "vision_config": {
+                "model_type": "internvl_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": [56, 56],
+                "patch_size": [14, 14],
+                "attention_bias": True,
+                "use_qk_norm": False,
+            }
+        },
+        published=_as_internvl,
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 6,
+            "resample": 3,
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
         },
     ),
 }

@@ -99,6 +99,13 @@ LLAVA = Family(
     adapter="triptych.models.llava.encoder:Llava",
     modalities=("text", "image"),
 )
+INTERNVL = Family(
+    name="InternVL2.5, InternVL3, InternVL3.5 (-hf)",
+    planner="triptych.models.internvl.plan:InternVLPlanner",
+    preprocessor="triptych.models.internvl.preprocess:InternVLPreprocessor",
+    adapter="triptych.models.internvl.encoder:InternVL",
+    modalities=("text", "image"),
+)
 
 FAMILIES = {
     "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
@@ -135,6 +142,7 @@ FAMILIES = {
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
     "llava": LLAVA,
+    "internvl": INTERNVL,
 }
 
 

@@ -1,0 +1,148 @@
+"""InternVL's settings, as ``InternVLConfig`` in transformers completes them. Published files leave out what is a
+default."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triptych.errors import CheckpointError
+from triptych.models.base import ModelConfig
+from triptych.models.shared.settings import positive_number, setting
+
+TOWER = "internvl_vision"
+MAX_LAYERS = 1000
+MAX_SIDE = 4096
+"""Bound what a damaged config can make a process allocate."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The tower's parameters."""
+
+    tile_size: int
+    """Side of the square tiles that the tower takes, in pixels."""
+    patch_size: int
+    merge_size: int
+    """Patches per side of the square that becomes one embedding."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    activation: str
+    has_rms_norms: bool
+    """Whether norms are RMSNorms, not LayerNorms."""
+    normalises_heads: bool
+    """Whether queries and keys are normalised, all heads together."""
+    attention_bias: bool
+    eps: float
+    features_of: int
+    """Layer after which the hidden states are the features."""
+
+    @property
+    def side(self) -> int:
+        """Patches per side of a tile."""
+        return self.tile_size // self.patch_size
+
+    @property
+    def rows(self) -> int:
+        """Embeddings of a tile."""
+        return (self.side // self.merge_size) ** 2
+
+
+def text_config(config: ModelConfig) -> Mapping[str, Any]:
+    """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
+    return {"model_type": "qwen2", **setting(config, "text_config", dict)}
+
+
+def image_token(config: ModelConfig) -> int:
+    """Return the placeholder's id. Raises CheckpointError for an invalid one."""
+    return setting(config, "image_token_id", int, default=151667)
+
+
+def vision_config(config: ModelConfig) -> VisionConfig:
+    """Return the tower's parameters. Raises CheckpointError for a setting that is missing, invalid or not served."""
+    vision = setting(config, "vision_config", dict)
+    _check_fixed(config, vision)
+    found = VisionConfig(
+        tile_size=_side(config, vision, "image_size", 448),
+        patch_size=_side(config, vision, "patch_size", 14),
+        merge_size=_merge_size(config),
+        hidden_size=_size(config, "hidden_size", 1024),
+        intermediate_size=_size(config, "intermediate_size", 4096),
+        num_layers=_size(config, "num_hidden_layers", 24),
+        num_heads=_size(config, "num_attention_heads", 16),
+        activation=setting(vision, "hidden_act", str, default="gelu"),
+        has_rms_norms=_has_rms_norms(vision),
+        normalises_heads=setting(vision, "use_qk_norm", bool, default=False),
+        attention_bias=setting(vision, "attention_bias", bool, default=False),
+        eps=positive_number(vision, "layer_norm_eps", 1e-6),
+        features_of=_features_of(config.get("vision_feature_layer", -1), _size(config, "num_hidden_layers", 24)),
+    )
+    return _checked(found, config)
+
+
+def _check_fixed(config: ModelConfig, vision: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a setting that all released checkpoints have alike, and that has another value."""
+    for where, settings, name, served in (
+        ("vision_config.", vision, "model_type", TOWER),
+        ("vision_config.", vision, "num_channels", 3),
+        ("vision_config.", vision, "use_absolute_position_embeddings", True),
+        ("vision_config.", vision, "use_mean_pooling", True),
+        ("", config, "vision_feature_select_strategy", "default"),
+    ):
+        if (value := settings.get(name, served)) != served:
+            raise CheckpointError(f"config.json: {where}{name} {value!r} is not served; only {served!r} is")
+
+
+def _checked(vision: VisionConfig, config: ModelConfig) -> VisionConfig:
+    if vision.hidden_size % vision.num_heads:
+        raise CheckpointError(f"config.json: {vision.num_heads} heads don't divide vision_config.hidden_size")
+    if vision.num_layers > MAX_LAYERS:
+        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    if not vision.patch_size <= vision.tile_size <= MAX_SIDE:
+        raise CheckpointError(
+            f"config.json: vision_config.image_size must be from patch_size to {MAX_SIDE}, not {vision.tile_size}"
+        )
+    if vision.side % vision.merge_size:
+        raise CheckpointError(f"config.json: downsample_ratio doesn't divide {vision.side} patches per side")
+    rows = setting(config, "image_seq_length", int, default=vision.rows)
+    if rows != vision.rows:
+        raise CheckpointError(f"config.json: image_seq_length must be a tile's {vision.rows} embeddings, not {rows}")
+    return vision
+
+
+def _size(config: Mapping[str, Any], name: str, default: int) -> int:
+    return setting(config, f"vision_config.{name}", int, default=default)
+
+
+def _side(config: ModelConfig, vision: Mapping[str, Any], name: str, default: int) -> int:
+    """Return the side of a square, which may be given twice."""
+    value = vision.get(name)
+    if not isinstance(value, list):
+        return _size(config, name, default)
+    if len(value) != 2 or value[0] != value[1]:
+        raise CheckpointError(f"config.json: vision_config.{name} {value!r} isn't two equal sides")
+    return _size({"vision_config": {name: value[0]}}, name, default)
+
+
+def _merge_size(config: ModelConfig) -> int:
+    ratio = positive_number(config, "downsample_ratio", 0.5)
+    size = round(1 / ratio) if 1 / MAX_SIDE <= ratio <= 1 else 0
+    if not size or not math.isclose(size * ratio, 1):
+        raise CheckpointError(f"config.json: downsample_ratio {ratio!r} isn't 1 over a whole number")
+    return size
+
+
+def _has_rms_norms(vision: Mapping[str, Any]) -> bool:
+    kind = setting(vision, "norm_type", str, default="layer_norm")
+    if kind not in {"layer_norm", "rms_norm"}:
+        raise CheckpointError(f"config.json: vision_config.norm_type must be layer_norm or rms_norm, not {kind!r}")
+    return kind == "rms_norm"
+
+
+def _features_of(value: Any, layers: int) -> int:
+    """Return the number of a layer, from 0 to ``layers``; negative ones count from the end."""
+    if type(value) is not int or not -layers - 1 <= value <= layers:
+        raise CheckpointError(f"config.json: vision_feature_layer {value!r} in a tower of {layers} layers")
+    return value % (layers + 1)

@@ -1,0 +1,54 @@
+"""Turns an image's bytes into tiles for InternVL's tower, as planned. Runs in encode workers; numpy and Pillow only.
+
+Bit-exact with ``GotOcr2ImageProcessorPil`` in transformers, which InternVL uses.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from triptych.errors import PlanMismatch
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.internvl.config import vision_config
+from triptych.models.internvl.tiles import TileGrids
+from triptych.models.shared.fixed_size import fixed_size_input
+from triptych.models.shared.images import decode_image
+from triptych.models.shared.patches import normalised_bytes, resampling
+from triptych.types import ImageHeader, ItemPlan
+
+
+class InternVLPreprocessor:
+    """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
+
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        self._vision = vision_config(config)
+        self._grids = TileGrids.from_config(preprocessor_config, self._vision.tile_size)
+        self._resample = resampling(preprocessor_config)
+        self._table = normalised_bytes(preprocessor_config)
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        """Decode, resize and cut one image; each tile's ``patches`` are float32 [patches, 3 * patch²].
+
+        Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
+        the tiles aren't the planned ones.
+        """
+        assert isinstance(plan.header, ImageHeader)
+        columns, rows = self._grids.within(plan.bounds).best(plan.header.width, plan.header.height)
+        side, tiles = self._vision.tile_size, columns * rows
+        planned = plan.resized_width, plan.resized_height, plan.num_parts
+        if planned != (columns * side, rows * side, tiles + (tiles > 1)):
+            raise PlanMismatch(f"an image becomes {columns} by {rows} tiles; its plan says {planned}")
+        image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
+        canvas = image.resize((columns * side, rows * side), self._resample)
+        for tile in range(tiles):
+            left, top = side * (tile % columns), side * (tile // columns)
+            yield self._input(canvas.crop((left, top, left + side, top + side)))
+        if tiles > 1:
+            yield self._input(image.resize((side, side), self._resample))
+
+    def _input(self, tile: Image.Image) -> EncoderInput:
+        return fixed_size_input(np.asarray(tile), self._table, self._vision.patch_size)
