@@ -1,0 +1,290 @@
+"""InternVL: plans, pixels, rows and keys as transformers has them, its markers, and bad configs."""
+
+import random
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import TOWER_TOLERANCE, assert_close, random_input
+from tests.support.image_cases import picture, png
+from tests.support.tiny import FIXED_SIZE, IDS, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
+from triptych.models.base import EncoderInput
+from triptych.models.internvl.encoder import InternVL
+from triptych.models.internvl.plan import InternVLPlanner
+from triptych.models.internvl.preprocess import InternVLPreprocessor
+from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
+from triptych.types import ImageHeader, ItemPlan, PixelBounds, VideoHeader
+
+CPU = torch.device("cpu")
+FP32 = WEIGHT_FORMATS["float32"]
+CONFIG: dict[str, Any] = FIXED_SIZE["internvl"].config
+PROCESSOR: dict[str, Any] = FIXED_SIZE["internvl"].preprocessor or {}
+PUBLISHED = PROCESSOR | {"size": {"height": 448, "width": 448}, "max_patches": 12}
+INPUTS = [random_input((1, 4, 4), seed, 3 * 14 * 14) for seed in range(2)]
+
+
+def changed(**settings: Any) -> dict[str, Any]:
+    """The tiny config with these settings; a dict changes a section's."""
+    config = deepcopy(CONFIG)
+    for name, value in settings.items():
+        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
+    return config
+
+
+def reference_of(processor: dict[str, Any]) -> GotOcr2ImageProcessorPil:
+    return GotOcr2ImageProcessorPil(**{name: it for name, it in processor.items() if name != "image_processor_type"})
+
+
+def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
+    """Pixels [tiles, 3, side, side] of patches."""
+    patches = torch.stack([torch.from_numpy(item.patches) for item in inputs])
+    return patches.view(-1, 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
+
+
+def check_pixels(processor: dict[str, Any], width: int, height: int) -> None:
+    image = picture(width, height, width + height)
+    plan = InternVLPlanner(CONFIG, processor).plan(probe_image(png(image)))
+    found = pixels_of(list(InternVLPreprocessor(CONFIG, processor)(png(image), plan)))
+    assert torch.equal(found, torch.from_numpy(np.stack(reference_of(processor)(image)["pixel_values"])))
+
+
+@pytest.mark.parametrize("processor", [PROCESSOR, PROCESSOR | {"min_patches": 2, "max_patches": 3}])
+def test_pixels_are_the_pillow_processors(processor: dict[str, Any]) -> None:
+    source = random.Random(0)
+    sizes = [(1, 1), (56, 56), (190, 3), (2, 150), *((source.randint(1, 300), source.randint(2, 300)) for _ in "1234")]
+    for width, height in sizes:
+        check_pixels(processor, width, height)
+
+
+@pytest.mark.slow
+def test_pixels_of_many_sizes() -> None:
+    source = random.Random(2)
+    for _ in range(1000):
+        check_pixels(PROCESSOR, source.randint(4, 500), source.randint(4, 500))
+
+
+def plans_are_the_processors(count: int) -> None:
+    source = random.Random(1)
+    config = changed(vision_config={"image_size": 448}, image_seq_length=256)
+    for bounds in ({}, {"min_patches": 2, "max_patches": 6}, {"max_patches": 40}, {"max_patches": 1}):
+        planner, reference = InternVLPlanner(config, PUBLISHED | bounds), reference_of(PUBLISHED | bounds)
+        for _ in range(count):
+            width, height = source.randint(20, 4000), source.randint(20, 4000)
+            plan = planner.plan(ImageHeader("PNG", width, height))
+            tiles = reference.get_number_of_image_patches(height, width)
+            assert (plan.num_parts, plan.rows, plan.part_rows) == (tiles, 256 * tiles, 256)
+            assert plan.is_whole
+            assert plan.patches == 1024 * tiles
+
+
+def test_plans_are_the_processors() -> None:
+    plans_are_the_processors(100)
+
+
+@pytest.mark.slow
+def test_many_plans_are_the_processors() -> None:
+    plans_are_the_processors(3000)
+
+
+def test_bounds_of_the_area() -> None:
+    planner = InternVLPlanner(CONFIG, PROCESSOR)
+    tile = 56 * 56
+
+    def tiles(least: int, most: int) -> int:
+        return planner.plan(ImageHeader("PNG", 900, 600), PixelBounds(least, most)).num_parts
+
+    assert [tiles(0, 0), tiles(0, tile), tiles(0, 2 * tile), tiles(5 * tile, 0)] == [7, 1, 3, 7]
+    assert planner.max_image_pixels == 6 * tile
+    for least, most in ((0, tile - 1), (0, 7 * tile), (2 * tile, tile), (tile + 1, 2 * tile - 1)):
+        with pytest.raises(BadMediaSize):
+            tiles(least, most)
+    data = png(picture(300, 200, 1))
+    plan = planner.plan(probe_image(data), PixelBounds(0, 2 * tile))
+    assert len(list(InternVLPreprocessor(CONFIG, PROCESSOR)(data, plan))) == 3
+
+
+def test_an_input_that_isnt_planned() -> None:
+    data = png(picture(300, 200, 1))
+    other = InternVLPlanner(CONFIG, PROCESSOR | {"max_patches": 2}).plan(probe_image(data))
+    with pytest.raises(PlanMismatch, match="tiles"):
+        next(InternVLPreprocessor(CONFIG, PROCESSOR)(data, other))
+    tower = load_tower_input(6)
+    with pytest.raises(PlanMismatch, match="fill"):
+        tower_of(folder_of("published")).encode([tower])
+
+
+def load_tower_input(side: int) -> EncoderInput:
+    return random_input((1, side, side), 0, 3 * 14 * 14)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tmp(tmp_path_factory: pytest.TempPathFactory) -> None:
+    _FOLDERS["all"] = tmp_path_factory.mktemp("internvl")
+
+
+_FOLDERS: dict[str, Path] = {}
+
+
+@cache
+def folder_of(layout: Any) -> Path:
+    return make_tiny(_FOLDERS["all"] / layout, "internvl", layout)
+
+
+def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
+    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
+
+
+def reference_rows(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with torch.inference_mode():
+        model: Any = load_reference(folder, dtype)
+        return model.get_image_features(pixels_of(INPUTS).to(dtype)).pooler_output.flatten(0, 1)
+
+
+VISION_SETTINGS = [
+    {},
+    {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+    {"hidden_act": "gelu_pytorch_tanh", "image_size": 56, "patch_size": 14},
+]
+
+
+@pytest.mark.parametrize("vision", VISION_SETTINGS)
+def test_rows(tmp_path: Path, vision: dict[str, Any]) -> None:
+    features = {"vision_feature_layer": 2 if vision else -1}
+    folder = make_tiny(tmp_path, "internvl", config=features | {"vision_config": CONFIG["vision_config"] | vision})
+    rows = tower_of(folder).encode(INPUTS)
+    exact, expected = reference_rows(folder, torch.float64), reference_rows(folder)
+    assert_close(torch.cat(rows), expected, TOWER_TOLERANCE)
+    ours, theirs = ((one - exact).square().mean().sqrt() for one in (torch.cat(rows), expected))
+    assert 0 < ours <= 1.5 * theirs
+    for item, part in zip(INPUTS, rows, strict=True):
+        assert_close(part, tower_of(folder).encode([item])[0], TOWER_TOLERANCE)
+
+
+def test_rows_of_all_formats_and_layouts() -> None:
+    expected = torch.cat(tower_of(folder_of("published")).encode(INPUTS))
+    assert torch.equal(torch.cat(tower_of(folder_of("saved")).encode(INPUTS)), expected)
+    formats = (PlainFormat(torch.float32), WEIGHT_FORMATS["float16"], WEIGHT_FORMATS["bfloat16"])
+    for weights, tolerance in zip((*formats, QUANTIZED_FORMATS["int8"]), (1e-4, 0.1, 0.5, 1.5), strict=True):
+        assert_close(torch.cat(tower_of(folder_of("published"), weights).encode(INPUTS)), expected, tolerance)
+
+
+def test_keys_named_as_the_modules(tmp_path: Path) -> None:
+    """``model.vision_tower.…``, as transformers 4.52 to 4.57 wrote them."""
+    folder = folder_of("published")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    renamed = {}
+    for key, weight in load_file(folder / "model.safetensors").items():
+        module = key.replace("language_model.model.", "language_model.")
+        renamed["lm_head.weight" if "lm_head" in key else f"model.{module}"] = weight
+    save_file(renamed, tmp_path / "model.safetensors")
+    for path in (folder, tmp_path):
+        adapter, keys = load_adapter(path), Checkpoint(path).tensors
+        assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    assert torch.equal(*(torch.cat(tower_of(path).encode(INPUTS)) for path in (folder, tmp_path)))
+    ours, other = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (folder, tmp_path))
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), other.parameters(), strict=True))
+
+
+LAYER = "vision_tower.encoder.layer.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(f"{LAYER}.lambda_1"), "lambda_1' is missing"),
+        (lambda weights: weights.update({f"{LAYER}.lambda_2": torch.ones(3)}), "shape"),
+        (lambda weights: weights.update({"vision_tower.embeddings.position_embeddings": torch.ones(1, 10, 32)}), "sha"),
+        (lambda weights: weights.update({f"{LAYER}.attention.q_norm.weight": torch.ones(32)}), "no place for"),
+        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+    weights = load_file(folder_of("published") / "model.safetensors")
+    change(weights)
+    (tmp_path / "config.json").write_text((folder_of("published") / "config.json").read_text())
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        tower_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vision_feature_layer": 4}, "vision_feature_layer"),
+        ({"vision_feature_layer": [1]}, "vision_feature_layer"),
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio"),
+        ({"downsample_ratio": 1e-9}, "downsample_ratio"),
+        ({"downsample_ratio": 1 / 3}, "doesn't divide"),
+        ({"image_seq_length": 5}, "image_seq_length"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
+        ({"vision_config": {"model_type": "clip_vision_model"}}, "model_type"),
+        ({"vision_config": {"num_attention_heads": 5}}, "divide"),
+        ({"vision_config": {"image_size": 10**9}}, "image_size"),
+        ({"vision_config": {"image_size": [56, 70]}}, "image_size"),
+        ({"vision_config": {"image_size": [56]}}, "image_size"),
+        ({"vision_config": {"patch_size": [0, 0]}}, "patch_size"),
+        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
+        ({"vision_config": {"use_mean_pooling": False}}, "use_mean_pooling"),
+        ({"vision_config": {"norm_type": ["rms_norm"]}}, "norm_type"),
+        ({"vision_config": {"layer_norm_eps": 0.0}}, "layer_norm_eps"),
+        ({"text_config": {"model_type": "internvl"}}, "text_config.model_type 'internvl'"),
+        ({"text_config": None}, "text_config"),
+    ],
+)
+def test_bad_configs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        InternVL(changed(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"height": 448, "width": 448}}, "size"),
+        ({"min_patches": 7}, "ascend"),
+        ({"max_patches": 10**6}, "max_patches"),
+        ({"max_patches": 0}, "max_patches"),
+        ({"min_patches": "2"}, "min_patches"),
+    ],
+)
+def test_bad_processors(settings: dict[str, Any], message: str) -> None:
+    for kind in (InternVLPlanner, InternVLPreprocessor):
+        with pytest.raises(CheckpointError, match=message):
+            kind(CONFIG, PROCESSOR | settings)
+
+
+def test_what_isnt_planned() -> None:
+    planner = InternVLPlanner(CONFIG, PROCESSOR)
+    for header, error in (
+        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 0, 1), BadMediaSize),
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
+    ):
+        with pytest.raises(error):
+            planner.plan(header)
+
+
+def test_markers_around_an_image() -> None:
+    plan: ItemPlan = InternVLPlanner(CONFIG, PROCESSOR).plan(ImageHeader("PNG", 90, 90))
+    placeholder = InternVLPlanner(CONFIG, PROCESSOR).placeholder(plan, lambda token: f"[{token}]")
+    assert placeholder == f"<img>[{IDS['<|image_pad|>']}]</img>"
+    messages = [{"role": "user", "content": [{"type": "image", "data": png(picture(300, 200, 1))}]}]
+    prompt = PromptBuilder(folder_of("published")).build(messages)
+    assert prompt.tokens.count(IDS["<|image_pad|>"]) == prompt.items[0].plan.rows == 28
+    assert np.array_equal(prompt.positions.prompt, np.tile(np.arange(len(prompt.tokens)), (3, 1)))
