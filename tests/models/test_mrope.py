@@ -53,7 +53,7 @@ class Mix:
             if marks:
                 self.add_text(1, marks[0])
             spans.append(Span(len(self.tokens), run))
-            self.tokens += [planner.placeholder_ids[plan.modality]] * run
+            self.tokens += [planner.placeholder_tokens[plan.modality]] * run
             self.types += [KINDS[plan.modality]] * run
             if marks:
                 self.add_text(1, marks[1])
@@ -62,7 +62,7 @@ class Mix:
 
     def add_heard(self, planner: Planner, plan: ItemPlan, marks: tuple[int, int]) -> None:
         """Add a video with audio, whose audio markers are between its own."""
-        kinds = {token: KINDS[name] for name, token in planner.placeholder_ids.items()}
+        kinds = {token: KINDS[name] for name, token in planner.placeholder_tokens.items()}
         runs, spans = iter(planner.runs(plan)), []
         self.add_text(1, marks[0])
         for token in map(int, planner.placeholder(plan, "{} ".format).split()):

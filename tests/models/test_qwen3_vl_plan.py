@@ -208,7 +208,7 @@ def random_prompt(
         spans = []
         for length in planner.runs(plans[-1]):
             spans.append(Span(len(tokens), length))
-            tokens += [planner.placeholder_ids[plans[-1].modality]] * length + [1] * random_source.choice([1, 2, 30])
+            tokens += [planner.placeholder_tokens[plans[-1].modality]] * length + [1] * random_source.choice([1, 2, 30])
         placements.append(Placement(tuple(spans)))
     if placements and random_source.random() < 0.3:
         tokens = tokens[: placements[-1].end]

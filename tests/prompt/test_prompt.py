@@ -45,7 +45,8 @@ def test_text_only(builder: PromptBuilder) -> None:
 def test_placeholders_are_expanded_in_order(builder: PromptBuilder) -> None:
     first, second = png(64, 32), png(40, 40)
     prompt = builder.build([user(text_part("a"), image_part(first), text_part("b")), user(image_part(second))])
-    image = builder.planner.placeholder_ids["image"]
+    image = builder.planner.placeholder_tokens["image"]
+    assert isinstance(image, int)
     assert [item.data for item in prompt.items] == [first, second]
     assert prompt.tokens.count(image) == sum(item.plan.rows for item in prompt.items)
     for item in prompt.items:

@@ -8,6 +8,8 @@ from triptych.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+LLM_CONFIG = "llm_config"
+"""What InternVL's original files call ``text_config``."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -63,11 +65,13 @@ def load_generation_config(folder: Path | str) -> dict[str, Any]:
 
 
 def load_config(folder: Path | str) -> dict[str, Any]:
-    """Return a checkpoint's ``config.json``. Raises CheckpointError if it is missing, unreadable or not an object."""
+    """Return a checkpoint's ``config.json``. The language model's section is ``text_config``, whatever the file calls
+    it. Raises CheckpointError if the file is missing, unreadable or not an object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
-    return read_json_object(path)
+    config = read_json_object(path)
+    return config if LLM_CONFIG not in config else {"text_config": config[LLM_CONFIG], **config}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

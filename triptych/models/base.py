@@ -26,13 +26,19 @@ class Positions(msgspec.Struct, frozen=True):
     """Position of the first generated token on all three axes; each following token adds 1."""
 
 
+MediaToken = int | str
+"""A token's id or, if no config has that, its text."""
+
+
 class Planner(Protocol):
     """Plans items and prompts of one model. Pure: holds configuration only."""
 
-    placeholder_ids: Mapping[str, int]
-    """Placeholder token of each served modality: once per item in the rendered template, once per embedding in the
-    final prompt."""
-    media_token_ids: frozenset[int]
+    placeholder_tokens: Mapping[str, MediaToken]
+    """Placeholder token of each served modality: once per embedding in the prompt and, unless ``template_texts`` has
+    another text, once per item in the rendered template."""
+    template_texts: Mapping[str, str]
+    """What a template that writes no placeholder tokens has for an item, by modality."""
+    media_tokens: frozenset[MediaToken]
     """Tokens that only the template may produce, never a user's text."""
     context_length: int
     """Maximum number of tokens of prompt and answer together."""
@@ -54,11 +60,10 @@ class Planner(Protocol):
         can't take the item or these options.
         """
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the text that replaces an item's placeholder in the rendered template.
 
-        It holds one placeholder for each contiguous run of the item's embeddings. ``spelling`` maps a token id to its
-        text.
+        It holds one placeholder for each contiguous run of the item's embeddings. ``spelling`` gives a token's text.
         """
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:

@@ -100,7 +100,7 @@ LLAVA = Family(
     modalities=("text", "image"),
 )
 INTERNVL = Family(
-    name="InternVL2.5, InternVL3, InternVL3.5 (-hf)",
+    name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
     preprocessor="triptych.models.internvl.preprocess:InternVLPreprocessor",
     adapter="triptych.models.internvl.encoder:InternVL",
@@ -143,6 +143,11 @@ FAMILIES = {
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
     "llava": LLAVA,
     "internvl": INTERNVL,
+    "internvl_chat": replace(
+        INTERNVL,
+        name="InternVL2.5, InternVL3, InternVL3.5 (original files)",
+        adapter="triptych.models.internvl.encoder:InternVLChat",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from triptych.errors import (
 )
 from triptych.messages.identity import ModelIdentity, update_with_length
 from triptych.models.backbones.rope import short_length
-from triptych.models.base import Planner, Positions
+from triptych.models.base import MediaToken, Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
@@ -100,8 +100,12 @@ class PromptBuilder:
         self.tokenizer = Tokenizer(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self.short_length = short_length(text_section(config))
-        self._media_tokens = tuple(self._spelling(token_id) for token_id in sorted(self.planner.media_token_ids))
-        self._modalities = {self._spelling(token): name for name, token in self.planner.placeholder_ids.items()}
+        placed = {name: self._spelling(token) for name, token in self.planner.placeholder_tokens.items()}
+        placed |= self.planner.template_texts
+        self._modalities = {text: name for name, text in placed.items()}
+        self._placeholder_ids = frozenset(map(self._id, self.planner.placeholder_tokens.values()))
+        self._media_ids = frozenset(map(self._id, self.planner.media_tokens))
+        self._media_texts = sorted({*map(self._spelling, self.planner.media_tokens), *placed.values()})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
         if not self._family.takes_media:
@@ -153,7 +157,7 @@ class PromptBuilder:
         adds_special = self._family.takes_media and not self.template.starts_sequence(text)
         rendered = self._encode(self._with_placeholders(text, plans), longest, "messages", adds_special)
         runs = [length for plan in plans for length in self.planner.runs(plan)]
-        if (placed := sum(map(rendered.count, self.planner.placeholder_ids.values()))) != len(runs):
+        if (placed := sum(map(rendered.count, self._placeholder_ids))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
         num_tokens = len(rendered) + sum(runs) - len(runs)
         _check_length(num_tokens, longest, "messages")
@@ -186,7 +190,7 @@ class PromptBuilder:
             tokens = self._encode(prompt, longest, param, add_special_tokens)
         else:
             tokens = list(prompt)
-            if forbidden := self.planner.media_token_ids.intersection(tokens):
+            if forbidden := self._media_ids.intersection(tokens):
                 raise InvalidRequest(f"{param} may not contain token {min(forbidden)}, which stands for media", param)
         if not tokens:
             raise InvalidRequest(f"{param} has no tokens", param)
@@ -198,11 +202,17 @@ class PromptBuilder:
         _check_length(self.tokenizer.min_num_tokens(text), longest, param, "at least ")
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _spelling(self, token_id: int) -> str:
-        token = self.tokenizer.token_of(token_id)
-        if not token:
-            raise CheckpointError(f"tokenizer.json has no token {token_id}, which config.json gives to media")
-        return token
+    def _id(self, token: MediaToken) -> int:
+        found = self.tokenizer.id_of(token) if isinstance(token, str) else token
+        if found is None:
+            raise CheckpointError(f"tokenizer.json has no token {token!r}, which stands for media")
+        return found
+
+    def _spelling(self, token: MediaToken) -> str:
+        spelled = self.tokenizer.token_of(self._id(token))
+        if not spelled:
+            raise CheckpointError(f"tokenizer.json has no token {token}, which config.json gives to media")
+        return spelled
 
     def _places(self, modality: str, placeholder: str) -> bool:
         """Return whether the template places media of a modality; True if that can't be determined."""
@@ -229,7 +239,7 @@ class PromptBuilder:
 
         Templates join texts, so a token that is split between two texts counts too.
         """
-        longest = max(map(len, self._media_tokens), default=0)
+        longest = max(map(len, self._media_texts), default=0)
         before = ""
         for param, text, is_alone in _texts(value, path):
             try:
@@ -237,7 +247,7 @@ class PromptBuilder:
             except UnicodeEncodeError:
                 raise InvalidRequest("the text is not valid Unicode: it has half of a surrogate pair", param) from None
             joined = text if is_alone else before + text
-            for token in self._media_tokens:
+            for token in self._media_texts:
                 if token in joined:
                     raise InvalidRequest(f"the text may not contain {token}, which stands for media", param)
             if not is_alone:
@@ -297,11 +307,10 @@ class PromptBuilder:
 
     def _expand(self, rendered: Sequence[int], runs: Sequence[int]) -> tuple[list[int], list[Span]]:
         """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans."""
-        placeholders = frozenset(self.planner.placeholder_ids.values())
         tokens: list[int] = []
         spans: list[Span] = []
         for token in rendered:
-            if token not in placeholders:
+            if token not in self._placeholder_ids:
                 tokens.append(token)
                 continue
             spans.append(Span(start=len(tokens), length=runs[len(spans)]))

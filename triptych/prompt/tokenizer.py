@@ -77,6 +77,11 @@ class Tokenizer:
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token that the vocabulary spells so; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
 
 def _byte_alphabet() -> dict[str, int]:
     """Return the characters by which byte-level vocabularies spell bytes: printable ones as themselves, the others as

@@ -1,5 +1,9 @@
 """InternVL's settings, as ``InternVLConfig`` in transformers completes them. Published files leave out what is a
-default."""
+default.
+
+The original files (``internvl_chat``) have the same settings by other names: ``unified`` renames them. Their defaults
+are those of ``InternVLChatConfig`` and ``InternVisionConfig`` in the published repositories.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import CheckpointError
-from triptych.models.base import ModelConfig
+from triptych.models.base import MediaToken, ModelConfig
 from triptych.models.shared.settings import positive_number, setting
 
 TOWER = "internvl_vision"
+ORIGINAL = "internvl_chat"
+IMAGE_CONTEXT = "<IMG_CONTEXT>"
+IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_LAYERS = 1000
 MAX_SIDE = 4096
 """Bound what a damaged config can make a process allocate."""
@@ -50,13 +57,61 @@ class VisionConfig:
         return (self.side // self.merge_size) ** 2
 
 
+def is_original(config: ModelConfig) -> bool:
+    """Return whether the checkpoint has the original files' names of settings and tensors."""
+    return config.get("model_type") == ORIGINAL
+
+
+def unified(config: ModelConfig) -> ModelConfig:
+    """Return the config with transformers' names of settings. Raises CheckpointError for a setting of the original
+    files that isn't served."""
+    if not is_original(config):
+        return config
+    for name, served in (("ps_version", "v2"), ("use_thumbnail", True)):
+        if (value := config.get(name)) != served:
+            raise CheckpointError(f"config.json: {name} {value!r} is not served; only {served!r} is")
+    vision = setting(config, "vision_config", dict)
+    text = setting(config, "text_config", dict)
+    renamed = {
+        "model_type": TOWER,
+        "image_size": config.get("force_image_size") or vision.get("image_size"),
+        "attention_bias": vision.get("qkv_bias"),
+        "use_qk_norm": vision.get("qk_normalization", True),
+        "norm_type": vision.get("norm_type", "rms_norm"),
+    }
+    return {
+        "model_type": ORIGINAL,
+        "text_config": text,
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        "downsample_ratio": config.get("downsample_ratio"),
+        "vision_feature_layer": _select_layer(config),
+        "vision_config": vision | renamed,
+    }
+
+
+def _select_layer(config: ModelConfig) -> Any:
+    return -1 if config.get("select_layer") is None else config["select_layer"]
+
+
+def tile_settings(config: ModelConfig, preprocessor_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the image processor. The original files' code has most of them instead of a file."""
+    if not is_original(config):
+        return preprocessor_config
+    tiles = config.get("min_dynamic_patch"), config.get("max_dynamic_patch")
+    least, most = tiles if setting(config, "dynamic_image_size", bool, default=False) else (1, 1)
+    return {"min_patches": least, "max_patches": most, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+
+
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
     """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
     return {"model_type": "qwen2", **setting(config, "text_config", dict)}
 
 
-def image_token(config: ModelConfig) -> int:
-    """Return the placeholder's id. Raises CheckpointError for an invalid one."""
+def image_token(config: ModelConfig) -> MediaToken:
+    """Return the placeholder, which the original files' config doesn't have. Raises CheckpointError for an invalid
+    one."""
+    if is_original(config):
+        return IMAGE_CONTEXT
     return setting(config, "image_token_id", int, default=151667)
 
 

@@ -2,10 +2,12 @@
 
 Published files, and those that ``save_pretrained`` of transformers 5 writes, name the parts ``vision_tower.…``,
 ``multi_modal_projector.…`` and ``language_model.…``. Files of transformers 4.52 to 4.57 are named as the modules:
-``model.vision_tower.…``, ``model.language_model.…``.
+``model.vision_tower.…``, ``model.language_model.…``. The original files (``internvl_chat``) have ``vision_model.…``,
+``mlp1.…`` and ``language_model.…``, and other names within the tower: ``ORIGINAL``.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,11 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear, WeightFormat
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.internvl.config import VisionConfig, text_config, vision_config
+from triptych.models.internvl.config import VisionConfig, text_config, unified, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
@@ -29,6 +31,50 @@ PROJECTOR = "projector"
 PROJECTOR_EPS = 1e-5
 HEADS_EPS = 1e-6
 """Not in the config: as in transformers."""
+
+
+@dataclass(frozen=True)
+class TowerNames:
+    """What a checkpoint calls the tensors of the tower and of the projector."""
+
+    class_embedding: str
+    positions: str
+    patches: str
+    layers: str
+    norms: tuple[str, str]
+    scales: tuple[str, str]
+    qkv: tuple[str, ...]
+    """Separate or fused."""
+    heads_norms: tuple[str, str]
+    output: str
+    projector: tuple[str, str, str]
+    """The norm and the two products."""
+
+
+TRANSFORMERS = TowerNames(
+    class_embedding="embeddings.cls_token",
+    positions="embeddings.position_embeddings",
+    patches="embeddings.patch_embeddings.projection",
+    layers="encoder.layer",
+    norms=("layernorm_before", "layernorm_after"),
+    scales=("lambda_1", "lambda_2"),
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    heads_norms=("attention.q_norm", "attention.k_norm"),
+    output="attention.projection_layer",
+    projector=("layer_norm", "linear_1", "linear_2"),
+)
+ORIGINAL = TowerNames(
+    class_embedding="embeddings.class_embedding",
+    positions="embeddings.position_embedding",
+    patches="embeddings.patch_embedding",
+    layers="encoder.layers",
+    norms=("norm1", "norm2"),
+    scales=("ls1", "ls2"),
+    qkv=("attn.qkv",),
+    heads_norms=("attn.q_norm", "attn.k_norm"),
+    output="attn.proj",
+    projector=("0", "1", "3"),
+)
 
 
 class Projector(nn.Module):
@@ -89,8 +135,10 @@ class InternVL(SplitAdapter):
             {VISION: "model.vision_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
         ),
     )
+    names = TRANSFORMERS
 
     def __init__(self, config: ModelConfig) -> None:
+        config = unified(config)
         text = text_config(config)
         tied = setting(config, "tie_word_embeddings", bool, default=True)
         backbone = backbone_of({**config, "text_config": text})
@@ -117,53 +165,61 @@ class InternVL(SplitAdapter):
         keys = self.tower_keys(checkpoint.tensors)
         reader, depth = TowerWeights(checkpoint, keys, weights, device), self.vision.features_of
         transformer, projector = self._transformer(reader, depth), self._projector(reader)
-        unused = [f"{VISION}.encoder.layer.{number}." for number in range(depth, self.vision.num_layers)]
+        unused = [f"{VISION}.{self.names.layers}.{number}." for number in range(depth, self.vision.num_layers)]
         reader.finish([*unused, f"{VISION}.embeddings.mask_token"])
         return InternVLTower(self.vision, transformer, projector, self.embedding_width)
 
     def _transformer(self, reader: TowerWeights, depth: int) -> VisionTransformer:
-        vision, hidden, embeddings = self.vision, self.vision.hidden_size, f"{VISION}.embeddings"
+        vision, hidden, names = self.vision, self.vision.hidden_size, self.names
         return VisionTransformer(
-            reader.patch_projection(f"{embeddings}.patch_embeddings.projection", hidden, vision.patch_size, bias=True),
-            reader.parameter(f"{embeddings}.cls_token", 1, 1, hidden)[0, 0],
-            reader.parameter(f"{embeddings}.position_embeddings", 1, vision.side**2 + 1, hidden)[0],
+            reader.patch_projection(f"{VISION}.{names.patches}", hidden, vision.patch_size, bias=True),
+            reader.parameter(f"{VISION}.{names.class_embedding}", 1, 1, hidden)[0, 0],
+            reader.parameter(f"{VISION}.{names.positions}", 1, vision.side**2 + 1, hidden)[0],
             None,
-            [self._layer(reader, f"{VISION}.encoder.layer.{number}") for number in range(depth)],
+            [self._layer(reader, f"{VISION}.{names.layers}.{number}") for number in range(depth)],
         )
 
-    def _layer(self, reader: TowerWeights, name: str) -> TowerLayer:
-        vision, hidden, inner = self.vision, self.vision.hidden_size, self.vision.intermediate_size
+    def _layer(self, reader: TowerWeights, layer: str) -> TowerLayer:
+        vision, names = self.vision, self.names
+        hidden, inner = vision.hidden_size, vision.intermediate_size
+        fused = 3 // len(names.qkv)
+        qkv = [f"{layer}.{name}" for name in names.qkv]
+        heads_norms = [f"{layer}.{name}" for name in names.heads_norms] if vision.normalises_heads else []
         attention = TowerAttention(
-            [reader.linear([f"{name}.attention.{kind}_proj" for kind in "qkv"], hidden, hidden, vision.attention_bias)],
-            reader.scaled_linear(f"{name}.attention.projection_layer", f"{name}.lambda_1", hidden, hidden),
+            [reader.linear(qkv, fused * hidden, hidden, vision.attention_bias)],
+            reader.scaled_linear(f"{layer}.{names.output}", f"{layer}.{names.scales[0]}", hidden, hidden),
             vision.num_heads,
             (hidden // vision.num_heads) ** -0.5,
             reader.weights.bf16_attention,
-            self._heads_norms(reader, f"{name}.attention"),
+            norms=[reader.rms_norm(name, hidden, HEADS_EPS) for name in heads_norms],
         )
         mlp = MLP(
-            reader.linear([f"{name}.mlp.fc1"], inner, hidden),
+            reader.linear([f"{layer}.mlp.fc1"], inner, hidden),
             self._tower_activation,
-            reader.scaled_linear(f"{name}.mlp.fc2", f"{name}.lambda_2", hidden, inner),
+            reader.scaled_linear(f"{layer}.mlp.fc2", f"{layer}.{names.scales[1]}", hidden, inner),
         )
         load_norm = reader.rms_norm if vision.has_rms_norms else reader.layer_norm
-        before, after = (load_norm(f"{name}.layernorm_{place}", hidden, vision.eps) for place in ("before", "after"))
+        before, after = (load_norm(f"{layer}.{name}", hidden, vision.eps) for name in names.norms)
         return TowerLayer(before, attention, after, mlp)
-
-    def _heads_norms(self, reader: TowerWeights, name: str) -> tuple[RMSNorm, RMSNorm] | None:
-        if not self.vision.normalises_heads:
-            return None
-        hidden = self.vision.hidden_size
-        return (
-            reader.rms_norm(f"{name}.q_norm", hidden, HEADS_EPS),
-            reader.rms_norm(f"{name}.k_norm", hidden, HEADS_EPS),
-        )
 
     def _projector(self, reader: TowerWeights) -> Projector:
         width, values = self.embedding_width, self.vision.hidden_size * self.vision.merge_size**2
+        norm, first, second = (f"{PROJECTOR}.{name}" for name in self.names.projector)
         return Projector(
-            reader.layer_norm(f"{PROJECTOR}.layer_norm", values, PROJECTOR_EPS),
-            reader.linear([f"{PROJECTOR}.linear_1"], width, values),
+            reader.layer_norm(norm, values, PROJECTOR_EPS),
+            reader.linear([first], width, values),
             self._projector_activation,
-            reader.linear([f"{PROJECTOR}.linear_2"], width, width),
+            reader.linear([second], width, width),
         )
+
+
+class InternVLChat(InternVL):
+    """``ModelAdapter`` for model type ``internvl_chat``, the original files. Raises as ``InternVL`` does."""
+
+    names = ORIGINAL
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        head = f"language_model.{self.decoder_config.names.head}"
+        towers = {VISION: "vision_model.", PROJECTOR: "mlp1."}
+        self.layouts = (WeightPrefixes(towers, "language_model.model.", head),)

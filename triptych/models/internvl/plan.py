@@ -9,8 +9,8 @@ from typing import Any
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig, Positions
-from triptych.models.internvl.config import image_token, text_config, vision_config
+from triptych.models.base import VISION, MediaToken, ModelConfig, Positions
+from triptych.models.internvl.config import image_token, is_original, text_config, tile_settings, unified, vision_config
 from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import (
@@ -34,6 +34,8 @@ from triptych.types import (
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
+ORIGINAL_IMAGE = "<image>"
+"""What the original files' templates have for an image; it is no token."""
 
 
 class InternVLPlanner:
@@ -49,10 +51,12 @@ class InternVLPlanner:
         *,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
+        config, tile_config = unified(config), tile_settings(config, preprocessor_config)
         self._vision = vision = vision_config(config)
-        self._grids = TileGrids.from_config(preprocessor_config, vision.tile_size)
-        self.placeholder_ids: Mapping[str, int] = {"image": image_token(config)}
-        self.media_token_ids = frozenset(self.placeholder_ids.values())
+        self._grids = TileGrids.from_config(tile_config, vision.tile_size)
+        self.placeholder_tokens: Mapping[str, MediaToken] = {"image": image_token(config)}
+        self.template_texts: Mapping[str, str] = {"image": ORIGINAL_IMAGE} if is_original(config) else {}
+        self.media_tokens: frozenset[MediaToken] = frozenset(self.placeholder_tokens.values())
         self.context_length = context_length(text_config(config))
         self.max_image_pixels = self._grids.max_pixels
         self._max_source_pixels = max_source_pixels
@@ -100,9 +104,9 @@ class InternVLPlanner:
             )
         return self._tiles[tiles]
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder between markers."""
-        return f"{IMAGE_START}{spelling(self.placeholder_ids[plan.modality])}{IMAGE_END}"
+        return f"{IMAGE_START}{spelling(self.placeholder_tokens[plan.modality])}{IMAGE_END}"
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return one run of all embeddings."""

@@ -11,7 +11,7 @@ from PIL import Image
 
 from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.internvl.config import vision_config
+from triptych.models.internvl.config import tile_settings, unified, vision_config
 from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.images import decode_image
@@ -25,10 +25,11 @@ class InternVLPreprocessor:
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        self._vision = vision_config(config)
-        self._grids = TileGrids.from_config(preprocessor_config, self._vision.tile_size)
-        self._resample = resampling(preprocessor_config)
-        self._table = normalised_bytes(preprocessor_config)
+        tile_config = tile_settings(config, preprocessor_config)
+        self._vision = vision_config(unified(config))
+        self._grids = TileGrids.from_config(tile_config, self._vision.tile_size)
+        self._resample = resampling(tile_config)
+        self._table = normalised_bytes(tile_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; each tile's ``patches`` are float32 [patches, 3 * patch²].

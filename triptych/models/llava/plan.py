@@ -8,7 +8,7 @@ from typing import Any
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig, Positions
+from triptych.models.base import VISION, MediaToken, ModelConfig, Positions
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import (
@@ -35,6 +35,7 @@ class LlavaPlanner:
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     audio_in_video = False
+    template_texts: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class LlavaPlanner:
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         self._vision = vision = vision_config(config)
-        self.placeholder_ids: Mapping[str, int] = {"image": image_token(config)}
-        self.media_token_ids = frozenset(self.placeholder_ids.values())
+        self.placeholder_tokens: Mapping[str, MediaToken] = {"image": image_token(config)}
+        self.media_tokens: frozenset[MediaToken] = frozenset(self.placeholder_tokens.values())
         self.context_length = context_length(text_config(config))
         self.max_image_pixels = vision.image_size**2
         self._max_source_pixels = max_source_pixels
@@ -84,9 +85,9 @@ class LlavaPlanner:
             parts=(self._part,),
         )
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder unchanged."""
-        return spelling(self.placeholder_ids[plan.modality])
+        return spelling(self.placeholder_tokens[plan.modality])
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return one run of all embeddings."""

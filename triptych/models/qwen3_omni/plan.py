@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.models.base import AUDIO, ModelConfig
+from triptych.models.base import AUDIO, MediaToken, ModelConfig
 from triptych.models.qwen3_omni.audio import AudioCostModel, AudioFraming
 from triptych.models.qwen3_omni.interleaving import interleaved_parts, runs_by_modality
 from triptych.models.shared.mrope import (
@@ -76,7 +76,7 @@ class Qwen3OmniPlanner(PatchPlanner):
             media_tokens=(*VISION_TOKENS, *AUDIO_TOKENS, *((AUDIO_END,) if has_end else ())),
         )
         self._positions_per_second = setting(thinker, "position_id_per_seconds", float, default=25.0)
-        self.placeholder_ids = {**self.placeholder_ids, "audio": setting(thinker, "audio_token_id", int)}
+        self.placeholder_tokens = {**self.placeholder_tokens, "audio": setting(thinker, "audio_token_id", int)}
         self._audio_start = setting(thinker, "audio_start_token_id", int)
         self._audio_end = setting(thinker, AUDIO_END, int) if has_end else None
         self.audio_in_video = self._audio_end is not None
@@ -124,12 +124,12 @@ class Qwen3OmniPlanner(PatchPlanner):
             sound=sound,
         )
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """For a video with audio, return one placeholder per run of rows of one modality, between the audio markers."""
         if self._audio_end is None or plan.sound is None:
             return super().placeholder(plan, spelling)
         modalities = ("audio" if is_audio else "video" for is_audio, _ in runs_by_modality(plan.parts))
-        placeholders = (self.placeholder_ids[modality] for modality in modalities)
+        placeholders = (self.placeholder_tokens[modality] for modality in modalities)
         return "".join(map(spelling, (self._audio_start, *placeholders, self._audio_end)))
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:

@@ -7,7 +7,7 @@ The reference is ``Qwen2VLImageProcessor`` (which Qwen3-VL uses), ``Qwen3VLVideo
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triptych.models.base import ModelConfig
+from triptych.models.base import MediaToken, ModelConfig
 from triptych.models.shared.mrope import MediaPositions, grid_positions
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
@@ -42,12 +42,12 @@ class Qwen3VLPlanner(PatchPlanner):
         self._vision_start = setting(config, "vision_start_token_id", int)
         self._vision_end = setting(config, "vision_end_token_id", int)
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return an image's placeholder unchanged. A video gets one per temporal patch, each after its timestamp and
         between its own vision markers, as in ``Qwen3VLProcessor.replace_video_token``."""
         if not isinstance(plan.header, VideoHeader):
             return super().placeholder(plan, spelling)
-        frame = "".join(map(spelling, (self._vision_start, self.placeholder_ids["video"], self._vision_end)))
+        frame = "".join(map(spelling, (self._vision_start, self.placeholder_tokens["video"], self._vision_end)))
         times = self._timestamps(sampled_frames(plan), plan.header.rate)
         return "".join(f"<{time:.1f} seconds>{frame}" for time in times)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.models.base import VISION, ModelConfig, Positions
+from triptych.models.base import VISION, MediaToken, ModelConfig, Positions
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_positions
 from triptych.models.shared.settings import setting
@@ -92,6 +92,7 @@ class PatchPlanner:
     video_geometry: ClassVar[type[VideoGeometry]]
     """How the family resizes frames."""
     audio_in_video = False
+    template_texts: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -105,11 +106,11 @@ class PatchPlanner:
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         """``media_tokens`` are the settings with the ids of tokens that only the template may produce."""
-        self.placeholder_ids: Mapping[str, int] = {
+        self.placeholder_tokens: Mapping[str, MediaToken] = {
             "image": setting(config, "image_token_id", int),
             "video": setting(config, "video_token_id", int),
         }
-        self.media_token_ids = frozenset(setting(config, key, int) for key in media_tokens)
+        self.media_tokens: frozenset[MediaToken] = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
         self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
         self.max_image_pixels = self._geometry.max_pixels
@@ -192,9 +193,9 @@ class PatchPlanner:
             sampling=sampling,
         )
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder unchanged."""
-        return spelling(self.placeholder_ids[plan.modality])
+        return spelling(self.placeholder_tokens[plan.modality])
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return one run of all embeddings."""

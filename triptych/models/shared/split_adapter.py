@@ -4,7 +4,6 @@ decoder."""
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -35,7 +34,7 @@ class WeightPrefixes:
 class SplitAdapter(ABC):
     """The parts of a ``ModelAdapter`` that depend on the names of tensors alone; subclasses set ``layouts``."""
 
-    layouts: ClassVar[Sequence[WeightPrefixes]]
+    layouts: Sequence[WeightPrefixes]
     """The naming schemes of checkpoints, in order of preference."""
     decoder_config: DecoderConfig
 

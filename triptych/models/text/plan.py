@@ -5,7 +5,7 @@ from typing import Any
 
 from triptych.errors import MediaNotServed
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import ModelConfig, Positions
+from triptych.models.base import MediaToken, ModelConfig, Positions
 from triptych.models.shared.mrope import mrope_positions
 from triptych.models.shared.settings import text_section
 from triptych.types import (
@@ -23,10 +23,11 @@ from triptych.types import (
 class TextPlanner:
     """``Planner`` of text-only models. Raises CheckpointError for an invalid context length."""
 
-    placeholder_ids: Mapping[str, int] = {}
-    media_token_ids: frozenset[int] = frozenset()
+    placeholder_tokens: Mapping[str, MediaToken] = {}
+    media_tokens: frozenset[MediaToken] = frozenset()
     max_image_pixels = 0
     audio_in_video = False
+    template_texts: Mapping[str, str] = {}
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -43,7 +44,7 @@ class TextPlanner:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
 
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[int], str]) -> str:
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
 
