@@ -79,7 +79,7 @@ class TowerLayer(nn.Module):
             finish = FinishLayer(self.mlp_norm, output, up, down, mlp.activation)
         kernel, heads = paged_attention(attention.in_bf16), attention.num_heads
         qkv = compiled(attention.inputs[0]) if len(attention.inputs) == 1 else None
-        if kernel is not None and qkv is not None and qkv.library is kernel.library and attention.norms is None:
+        if kernel is not None and qkv is not None and qkv.library is kernel.library and not attention.norms:
             head_dim = qkv.outputs // 3 // heads
             if kernel.suits_heads(heads, heads, head_dim):
                 attend = AttendLayer(kernel, self.attention_norm, qkv, None, (heads, heads, head_dim))

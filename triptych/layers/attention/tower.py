@@ -25,17 +25,18 @@ class TowerAttention(nn.Module):
         num_heads: int,
         scale: float,
         in_bf16: bool,
-        norms: tuple[nn.Module, nn.Module] | None = None,
+        *,
+        norms: Sequence[nn.Module] = (),
     ) -> None:
-        """``in_bf16`` lets the compiled kernel multiply in bfloat16; ``norms`` are those of queries and of keys, over
-        all heads together."""
+        """``in_bf16`` lets the compiled kernel multiply in bfloat16; ``norms``, if any, are those of queries and
+        of keys, over all heads together."""
         super().__init__()
         self.inputs = nn.ModuleList(inputs)
         self.output = output
         self.num_heads = num_heads
         self.scale = scale
         self.in_bf16 = in_bf16
-        self.norms = None if norms is None else nn.ModuleList(norms)
+        self.norms = nn.ModuleList(norms)
 
     @classmethod
     def in_place_of(cls, module: nn.Module, in_bf16: bool = False) -> "TowerAttention | None":
@@ -75,8 +76,8 @@ class TowerAttention(nn.Module):
         """
         count = 3 // len(self.inputs)
         projected = [part for linear in self.inputs for part in linear(hidden_states).chunk(count, dim=1)]
-        if self.norms is not None:
-            projected[:2] = [norm(part) for norm, part in zip(self.norms, projected, strict=False)]
+        for number, norm in enumerate(self.norms):
+            projected[number] = norm(projected[number])
         query, key, value = (part.unflatten(1, (self.num_heads, -1)) for part in projected)
         if position_embeddings is not None:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)

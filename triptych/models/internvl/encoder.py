@@ -18,7 +18,7 @@ from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.internvl.config import VisionConfig, text_config, vision_config
+from triptych.models.internvl.config import TileTowerConfig, text_config, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
@@ -31,7 +31,7 @@ HEADS_EPS = 1e-6
 """Not in the config: as in transformers."""
 
 
-class Projector(nn.Module):
+class NormedProjector(nn.Module):
     """``second(activation(first(norm(features))))``: features [T, values] → embeddings [T, hidden size]."""
 
     def __init__(self, norm: LayerNorm, first: Linear, activation: Activation, second: Linear) -> None:
@@ -57,7 +57,7 @@ class InternVLTower(nn.Module):
     """``Encoder`` of tiles."""
 
     def __init__(
-        self, config: VisionConfig, transformer: VisionTransformer, projector: Projector, embedding_width: int
+        self, config: TileTowerConfig, transformer: VisionTransformer, projector: NormedProjector, embedding_width: int
     ) -> None:
         super().__init__()
         self.config = config
@@ -139,7 +139,7 @@ class InternVL(SplitAdapter):
             vision.num_heads,
             (hidden // vision.num_heads) ** -0.5,
             reader.weights.bf16_attention,
-            self._heads_norms(reader, f"{name}.attention"),
+            norms=self._heads_norms(reader, f"{name}.attention"),
         )
         mlp = MLP(
             reader.linear([f"{name}.mlp.fc1"], inner, hidden),
@@ -150,18 +150,13 @@ class InternVL(SplitAdapter):
         before, after = (load_norm(f"{name}.layernorm_{place}", hidden, vision.eps) for place in ("before", "after"))
         return TowerLayer(before, attention, after, mlp)
 
-    def _heads_norms(self, reader: TowerWeights, name: str) -> tuple[RMSNorm, RMSNorm] | None:
-        if not self.vision.normalises_heads:
-            return None
-        hidden = self.vision.hidden_size
-        return (
-            reader.rms_norm(f"{name}.q_norm", hidden, HEADS_EPS),
-            reader.rms_norm(f"{name}.k_norm", hidden, HEADS_EPS),
-        )
+    def _heads_norms(self, reader: TowerWeights, name: str) -> list[RMSNorm]:
+        kinds = "qk" if self.vision.normalises_heads else ""
+        return [reader.rms_norm(f"{name}.{kind}_norm", self.vision.hidden_size, HEADS_EPS) for kind in kinds]
 
-    def _projector(self, reader: TowerWeights) -> Projector:
+    def _projector(self, reader: TowerWeights) -> NormedProjector:
         width, values = self.embedding_width, self.vision.hidden_size * self.vision.merge_size**2
-        return Projector(
+        return NormedProjector(
             reader.layer_norm(f"{PROJECTOR}.layer_norm", values, PROJECTOR_EPS),
             reader.linear([f"{PROJECTOR}.linear_1"], width, values),
             self._projector_activation,

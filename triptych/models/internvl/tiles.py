@@ -42,7 +42,9 @@ class TileGrids:
         number of tiles is within them."""
         found = apply_bounds(self, bounds, "image")
         if not found.grids:
-            raise BadMediaSize(f"no whole tiles of {self.factor} by {self.factor} pixels have an area within the bounds")
+            raise BadMediaSize(
+                f"no whole tiles of {self.factor} by {self.factor} pixels have an area within the bounds"
+            )
         return found
 
     @cached_property

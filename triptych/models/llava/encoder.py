@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
