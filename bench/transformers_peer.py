@@ -38,8 +38,10 @@ def inputs(folder: Path, builder: PromptBuilder, load: Load, seed: int) -> dict[
     assert preprocessor is not None
     preprocess = resolve(preprocessor)(config, load_preprocessor_config(folder), load_video_config(folder))
     made = [one for item in prompt.items for one in preprocess(item.data, item.plan)]
+    image = builder.planner.placeholder_tokens["image"]
+    assert isinstance(image, int)
     return text_alone | {
-        "mm_token_type_ids": (tokens == builder.planner.placeholder_tokens["image"]).int(),
+        "mm_token_type_ids": torch.eq(tokens, image).int(),
         "pixel_values": torch.cat([torch.from_numpy(one.patches) for one in made]),
         "image_grid_thw": torch.tensor([one.grid for one in made]),
     }

@@ -123,7 +123,8 @@ def test_tied_checkpoint_that_stores_its_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, tied=True)
     embedding = load_decoder(folder).embedding
     for stored in (embedding.clone(), torch.full_like(embedding, 3.0)):
-        rewrite(folder, lambda tensors, stored=stored: tensors.update({"lm_head.weight": stored}))
+        with_head = {"lm_head.weight": stored}
+        rewrite(folder, lambda tensors: tensors.update(with_head))  # noqa: B023 (called at once)
         decoder = load_decoder(folder)
         assert torch.equal(decoder.head.linear.weight, stored)
         assert (decoder.head.linear.weight.data_ptr() == decoder.embedding.data_ptr()) == torch.equal(stored, embedding)

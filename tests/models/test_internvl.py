@@ -15,13 +15,14 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import TOWER_TOLERANCE, assert_close, random_input
 from tests.support.image_cases import picture, png
-from tests.support.tiny import FIXED_SIZE, IDS, make_tiny
+from tests.support.tiny import FIXED_SIZE, IDS, make_original_internvl, make_tiny
+from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat
 from triptych.models.base import EncoderInput
-from triptych.models.internvl.encoder import InternVL
+from triptych.models.internvl.encoder import InternVL, InternVLChat
 from triptych.models.internvl.plan import InternVLPlanner
 from triptych.models.internvl.preprocess import InternVLPreprocessor
 from triptych.prompt.probe import probe_image
@@ -288,3 +289,54 @@ def test_markers_around_an_image() -> None:
     prompt = PromptBuilder(folder_of("published")).build(messages)
     assert prompt.tokens.count(IDS["<|image_pad|>"]) == prompt.items[0].plan.rows == 28
     assert np.array_equal(prompt.positions.prompt, np.tile(np.arange(len(prompt.tokens)), (3, 1)))
+
+
+def test_original_files(tmp_path: Path) -> None:
+    """They have the same rows, decoder and prompts as the same model in transformers' layout."""
+    original, folder = make_original_internvl(tmp_path), folder_of("published")
+    assert torch.equal(*(torch.cat(tower_of(path).encode(INPUTS)) for path in (original, folder)))
+    adapter, keys = load_adapter(original), Checkpoint(original).tensors
+    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    ours, other = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (original, folder))
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), other.parameters(), strict=True))
+    data = png(picture(300, 200, 1))
+    content = [{"type": "text", "text": "a"}, {"type": "image", "data": data}, {"type": "image", "data": data}]
+    first, second = (PromptBuilder(path).build([{"role": "user", "content": content}]) for path in (original, folder))
+    assert (first.tokens, first.items[1].placement) == (second.tokens, second.items[1].placement)
+    config = load_config(original)
+    [made, other_made] = (
+        list(InternVLPreprocessor(one, processor)(data, first.items[0].plan))
+        for one, processor in ((config, {"image_mean": [9, 9, 9], "crop_size": 448}), (CONFIG, PROCESSOR))
+    )
+    assert [part.name for part in made] == [part.name for part in other_made]
+    for text in ("<image>", "<IMG_CONTEXT>"):
+        with pytest.raises(InvalidRequest, match=text):
+            PromptBuilder(original).build([{"role": "user", "content": f"see {text}"}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ps_version": "v1"}, "ps_version"),
+        ({"use_thumbnail": False}, "use_thumbnail"),
+        ({"select_layer": 9}, "vision_feature_layer"),
+        ({"max_dynamic_patch": 10**9}, "max_patches"),
+        ({"force_image_size": 10**9}, "image_size"),
+        ({"llm_config": 3, "text_config": 3}, "text_config"),
+        ({"vision_config": []}, "vision_config"),
+        ({"dynamic_image_size": "yes"}, "dynamic_image_size"),
+    ],
+)
+def test_bad_original_configs(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    config = load_config(make_original_internvl(tmp_path)) | settings
+    with pytest.raises(CheckpointError, match=message):
+        InternVLPlanner(config, {})
+        InternVLChat(config)
+
+
+def test_original_files_without_the_token(tmp_path: Path) -> None:
+    original = make_original_internvl(tmp_path)
+    tokenizer = original / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<IMG_CONTEXT>", "<OTHER>"))
+    with pytest.raises(CheckpointError, match="<IMG_CONTEXT>"):
+        PromptBuilder(original)

@@ -53,7 +53,9 @@ class Mix:
             if marks:
                 self.add_text(1, marks[0])
             spans.append(Span(len(self.tokens), run))
-            self.tokens += [planner.placeholder_tokens[plan.modality]] * run
+            placeholder = planner.placeholder_tokens[plan.modality]
+            assert isinstance(placeholder, int)
+            self.tokens += [placeholder] * run
             self.types += [KINDS[plan.modality]] * run
             if marks:
                 self.add_text(1, marks[1])

@@ -208,7 +208,9 @@ def random_prompt(
         spans = []
         for length in planner.runs(plans[-1]):
             spans.append(Span(len(tokens), length))
-            tokens += [planner.placeholder_tokens[plans[-1].modality]] * length + [1] * random_source.choice([1, 2, 30])
+            placeholder = planner.placeholder_tokens[plans[-1].modality]
+            assert isinstance(placeholder, int)
+            tokens += [placeholder] * length + [1] * random_source.choice([1, 2, 30])
         placements.append(Placement(tuple(spans)))
     if placements and random_source.random() < 0.3:
         tokens = tokens[: placements[-1].end]

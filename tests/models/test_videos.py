@@ -34,7 +34,7 @@ from triptych.types import FrameSampling, ItemPlan, PixelBounds, Placement, Span
 TIMED = [number for number, case in enumerate(VIDEO_CASES) if case["seconds"] is not None]
 IMAGES = {"size": {"shortest_edge": 4096, "longest_edge": 65536}}
 SIZE = SIZES["qwen3_vl"]
-SPELLING = {1: "<|image_pad|>", 2: "<|video_pad|>", 3: "<|vision_start|>", 4: "<|vision_end|>"}
+SPELLING: dict[int | str, str] = {1: "<|image_pad|>", 2: "<|video_pad|>", 3: "<|vision_start|>", 4: "<|vision_end|>"}
 SPELLING |= {token_id: token for token, token_id in IDS.items()}
 
 

@@ -13,7 +13,7 @@ from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE,
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
 from tests.support.stage_loops import Recording, count_parts, engine_loop
-from tests.support.tiny import FIXED_SIZE, TINY, make_tiny
+from tests.support.tiny import FIXED_SIZE, TINY, make_original_internvl, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 
@@ -111,3 +111,11 @@ def test_first_token_logits(models: dict[str, Model], family: str) -> None:
     assert len(recorded) == len(model.cases)
     for case, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
         assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name
+
+
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+def test_original_files_of_internvl(models: dict[str, Model], tmp_path: Path, topology: str) -> None:
+    """The same model by other names answers alike."""
+    model = models["internvl"]
+    original = Model(make_original_internvl(tmp_path, seed=4), model.cases)
+    assert answered(original, topology) == model.answers

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -341,6 +341,56 @@ def make_tiny(
         weights = split_experts(weights)
     renamed = {tiny.published(name): weight.contiguous() for name, weight in weights.items()}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+ORIGINAL_NAMES = (
+    ("vision_tower.", "vision_model."),
+    ("embeddings.cls_token", "embeddings.class_embedding"),
+    ("embeddings.position_embeddings", "embeddings.position_embedding"),
+    ("embeddings.patch_embeddings.projection", "embeddings.patch_embedding"),
+    ("encoder.layer.", "encoder.layers."),
+    ("attention.projection_layer", "attn.proj"),
+    ("layernorm_before", "norm1"),
+    ("layernorm_after", "norm2"),
+    ("lambda_", "ls"),
+    ("multi_modal_projector.layer_norm", "mlp1.0"),
+    ("multi_modal_projector.linear_1", "mlp1.1"),
+    ("multi_modal_projector.linear_2", "mlp1.3"),
+)
+
+
+def make_original_internvl(folder: Path, seed: int = 1) -> Path:
+    """Writes the tiny ``internvl`` as the original files have it (``internvl_chat``), and returns the folder. The
+    placeholder's token has the same id."""
+    tiny = FIXED_SIZE["internvl"]
+    ids = {"<IMG_CONTEXT>" if token == "<|image_pad|>" else token: number for token, number in IDS.items()}
+    make_tiny(folder, replace(tiny, ids=ids), seed=seed)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(tiny.config["vision_config"]["num_hidden_layers"]):
+        module = f"vision_tower.encoder.layer.{layer}.att"
+        for kind in ("weight", "bias"):
+            parts = [weights.pop(f"{module}ention.{name}_proj.{kind}") for name in "qkv"]
+            weights[f"{module}n.qkv.{kind}"] = torch.cat(parts)
+    renamed = {}
+    for name, weight in weights.items():
+        new = name
+        for theirs, original in ORIGINAL_NAMES:
+            new = new.replace(theirs, original)
+        renamed[new if not name.startswith("language_model.") else name] = weight
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    vision = {name: tiny.config["vision_config"][name] for name in ("hidden_size", "intermediate_size")}
+    vision |= {"model_type": "intern_vit_6b", "image_size": 28, "patch_size": 14, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 2, "qkv_bias": True, "qk_normalization": False, "norm_type": "layer_norm"}
+    config: dict[str, Any] = {"model_type": "internvl_chat", "architectures": ["InternVLChatModel"], "ps_version": "v2"}
+    config |= {"force_image_size": 56, "downsample_ratio": 0.5, "select_layer": -1, "use_thumbnail": True}
+    config |= {"dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 6, "template": "internvl2_5"}
+    config |= {"llm_config": tiny.config["text_config"], "vision_config": vision}
+    write_json(folder / "config.json", config)
+    clip = {"image_processor_type": "CLIPFeatureExtractor", "size": 448, "crop_size": 448}
+    write_json(folder / "preprocessor_config.json", clip | {"image_mean": [0.485, 0.456, 0.406]})
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|image_pad|>", "<image>"))
     return folder
 
 

@@ -24,7 +24,7 @@ MAX_SIDE = 4096
 
 
 @dataclass(frozen=True)
-class VisionConfig:
+class TileTowerConfig:
     """The tower's parameters."""
 
     tile_size: int
@@ -115,11 +115,11 @@ def image_token(config: ModelConfig) -> MediaToken:
     return setting(config, "image_token_id", int, default=151667)
 
 
-def vision_config(config: ModelConfig) -> VisionConfig:
+def vision_config(config: ModelConfig) -> TileTowerConfig:
     """Return the tower's parameters. Raises CheckpointError for a setting that is missing, invalid or not served."""
     vision = setting(config, "vision_config", dict)
     _check_fixed(config, vision)
-    found = VisionConfig(
+    found = TileTowerConfig(
         tile_size=_side(config, vision, "image_size", 448),
         patch_size=_side(config, vision, "patch_size", 14),
         merge_size=_merge_size(config),
@@ -150,7 +150,7 @@ def _check_fixed(config: ModelConfig, vision: Mapping[str, Any]) -> None:
             raise CheckpointError(f"config.json: {where}{name} {value!r} is not served; only {served!r} is")
 
 
-def _checked(vision: VisionConfig, config: ModelConfig) -> VisionConfig:
+def _checked(vision: TileTowerConfig, config: ModelConfig) -> TileTowerConfig:
     if vision.hidden_size % vision.num_heads:
         raise CheckpointError(f"config.json: {vision.num_heads} heads don't divide vision_config.hidden_size")
     if vision.num_layers > MAX_LAYERS:

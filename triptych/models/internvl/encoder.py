@@ -20,7 +20,7 @@ from triptych.layers.linear import LayerNorm, Linear, WeightFormat
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.internvl.config import VisionConfig, text_config, unified, vision_config
+from triptych.models.internvl.config import TileTowerConfig, text_config, unified, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
@@ -77,7 +77,7 @@ ORIGINAL = TowerNames(
 )
 
 
-class Projector(nn.Module):
+class NormedProjector(nn.Module):
     """``second(activation(first(norm(features))))``: features [T, values] → embeddings [T, hidden size]."""
 
     def __init__(self, norm: LayerNorm, first: Linear, activation: Activation, second: Linear) -> None:
@@ -103,7 +103,7 @@ class InternVLTower(nn.Module):
     """``Encoder`` of tiles."""
 
     def __init__(
-        self, config: VisionConfig, transformer: VisionTransformer, projector: Projector, embedding_width: int
+        self, config: TileTowerConfig, transformer: VisionTransformer, projector: NormedProjector, embedding_width: int
     ) -> None:
         super().__init__()
         self.config = config
@@ -125,7 +125,7 @@ class InternVL(SplitAdapter):
     """``ModelAdapter`` for model type ``internvl``. Raises CheckpointError for a config that lacks a setting or asks
     for something unsupported."""
 
-    layouts = (
+    layouts: Sequence[WeightPrefixes] = (
         WeightPrefixes(
             {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector."},
             "language_model.model.",
@@ -202,10 +202,10 @@ class InternVL(SplitAdapter):
         before, after = (load_norm(f"{layer}.{name}", hidden, vision.eps) for name in names.norms)
         return TowerLayer(before, attention, after, mlp)
 
-    def _projector(self, reader: TowerWeights) -> Projector:
+    def _projector(self, reader: TowerWeights) -> NormedProjector:
         width, values = self.embedding_width, self.vision.hidden_size * self.vision.merge_size**2
         norm, first, second = (f"{PROJECTOR}.{name}" for name in self.names.projector)
-        return Projector(
+        return NormedProjector(
             reader.layer_norm(norm, values, PROJECTOR_EPS),
             reader.linear([first], width, values),
             self._projector_activation,

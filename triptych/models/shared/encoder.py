@@ -106,7 +106,7 @@ class MultimodalAdapter(SplitAdapter):
 
     specs: ClassVar[Sequence[TowerSpec]]
     """The towers, the vision tower first."""
-    layouts: ClassVar[Sequence[WeightPrefixes]] = LAYOUTS
+    layouts: Sequence[WeightPrefixes] = LAYOUTS
 
     def __init__(self, config: ModelConfig) -> None:
         text = self.text_config(config)
