@@ -53,11 +53,13 @@ class Planner(Protocol):
         bounds: PixelBounds = ...,
         sampling: FrameSampling = ...,
         sound: AudioHeader | None = ...,
+        siblings: int = ...,
     ) -> ItemPlan:
         """Return what the item becomes under a request's ``bounds`` and, for a video, its frame ``sampling``.
 
-        ``sound`` is the header of the video's audio track if that is to be encoded too. Raises MediaError if the model
-        can't take the item or these options.
+        ``sound`` is the header of the video's audio track if that is to be encoded too, and ``siblings`` the number of
+        the request's other items of the same modality. Raises MediaError if the model can't take the item or these
+        options.
         """
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:

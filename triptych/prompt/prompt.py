@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -255,22 +256,22 @@ class PromptBuilder:
 
     def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
         counted = MediaBudget(self._caps)
-        for i, message in enumerate(messages):
-            content = message.get("content")
-            if not isinstance(content, list):
-                continue
+        contents = [message.get("content") for message in messages]
+        lists = [(i, content) for i, content in enumerate(contents) if isinstance(content, list)]
+        totals = Counter(part["type"] for _, content in lists for part in content)
+        for i, content in lists:
             for j, part in enumerate(content):
                 if part["type"] not in PROBES:
                     continue
                 param = media_param(i, j, part.get("field", f"{part['type']}_url.url"))
                 try:
-                    plan = self._plan(part, counted)
+                    plan = self._plan(part, counted, totals[part["type"]] - 1)
                 except MediaError as error:
                     error.param = param
                     raise
                 yield part["data"], plan, param
 
-    def _plan(self, part: Mapping[str, Any], counted: MediaBudget) -> ItemPlan:
+    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, siblings: int) -> ItemPlan:
         modality = part["type"]
         if not self._family.takes_media:
             raise MediaNotServed("this model takes text alone")
@@ -282,7 +283,7 @@ class PromptBuilder:
         if audio_track is not None:
             counted.add_header(audio_track)
         view = part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING)
-        plan = self.planner.plan(header, *view, audio_track)
+        plan = self.planner.plan(header, *view, audio_track, siblings)
         counted.add_plan(plan)
         return plan
 

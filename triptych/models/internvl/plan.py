@@ -4,33 +4,16 @@ The reference is ``InternVLProcessor`` in transformers: an image becomes a grid 
 a thumbnail after them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, MediaToken, ModelConfig, Positions
+from triptych.models.base import VISION, MediaToken, ModelConfig
 from triptych.models.internvl.config import image_token, is_original, text_config, tile_settings, unified, vision_config
 from triptych.models.internvl.tiles import TileGrids
-from triptych.models.shared.mrope import plain_positions
-from triptych.models.shared.planner import (
-    MAX_SOURCE_PIXELS,
-    VisionCostModel,
-    check_aspect_ratio,
-    check_source_size,
-)
-from triptych.types import (
-    MODEL_BOUNDS,
-    MODEL_SAMPLING,
-    AudioHeader,
-    FrameSampling,
-    ImageHeader,
-    ItemPart,
-    ItemPlan,
-    MediaHeader,
-    PixelBounds,
-    Placement,
-)
+from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
@@ -38,10 +21,8 @@ ORIGINAL_IMAGE = "<image>"
 """What the original files' templates have for an image; it is no token."""
 
 
-class InternVLPlanner:
+class InternVLPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
-
-    audio_in_video = False
 
     def __init__(
         self,
@@ -54,31 +35,22 @@ class InternVLPlanner:
         config, tile_config = unified(config), tile_settings(config, preprocessor_config)
         self._vision = vision = vision_config(config)
         self._grids = TileGrids.from_config(tile_config, vision.tile_size)
-        self.placeholder_tokens: Mapping[str, MediaToken] = {"image": image_token(config)}
-        self.template_texts: Mapping[str, str] = {"image": ORIGINAL_IMAGE} if is_original(config) else {}
-        self.media_tokens: frozenset[MediaToken] = frozenset(self.placeholder_tokens.values())
-        self.context_length = context_length(text_config(config))
-        self.max_image_pixels = self._grids.max_pixels
-        self._max_source_pixels = max_source_pixels
+        super().__init__(
+            {"image": image_token(config)},
+            context_length=context_length(text_config(config)),
+            max_image_pixels=self._grids.max_pixels,
+            max_source_pixels=max_source_pixels,
+        )
+        if is_original(config):
+            self.template_texts: Mapping[str, str] = {"image": ORIGINAL_IMAGE}
         self._tile_cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
         self._tiles: dict[int, tuple[ItemPart, ...]] = {}
 
-    def plan(
-        self,
-        header: MediaHeader,
-        bounds: PixelBounds = MODEL_BOUNDS,
-        sampling: FrameSampling = MODEL_SAMPLING,
-        sound: AudioHeader | None = None,
-    ) -> ItemPlan:
-        """Plan an image. ``bounds`` are those of the area of all tiles but the thumbnail.
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+        """``bounds`` are those of the area of all tiles but the thumbnail.
 
-        Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, and BadMediaSize for
-        an aspect ratio above 200 or for bounds that no grid of tiles is within.
+        Raises BadMediaSize for bounds that no grid of tiles is within.
         """
-        if not isinstance(header, ImageHeader):
-            raise UnsupportedMedia("the model takes only images")
-        check_source_size("image", header.width, header.height, self._max_source_pixels)
-        check_aspect_ratio(header.width, header.height)
         grids, vision = self._grids if bounds == MODEL_BOUNDS else self._grids.within(bounds), self._vision
         columns, rows = grids.best(header.width, header.height)
         parts = self._parts(columns * rows + (columns * rows > 1))
@@ -107,12 +79,3 @@ class InternVLPlanner:
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder between markers."""
         return f"{IMAGE_START}{spelling(self.placeholder_tokens[plan.modality])}{IMAGE_END}"
-
-    def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """Return one run of all embeddings."""
-        return [plan.rows]
-
-    def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
-        """Return 0, 1, 2, … on all three axes. Raises PlanMismatch if a placement doesn't fit its plan, or if
-        placements overlap or extend beyond the prompt."""
-        return plain_positions(num_tokens, placements, [plan.rows for plan in plans])

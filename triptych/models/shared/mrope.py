@@ -56,15 +56,15 @@ def sequential_positions(tokens: int) -> MediaPositions:
     return MediaPositions(np.tile(np.arange(tokens, dtype=np.float64), (3, 1)), tokens)
 
 
-def plain_positions(num_tokens: int, placements: Sequence[Placement], rows: Sequence[int]) -> Positions:
-    """Return 0, 1, 2, … on all three axes, as for text, of a prompt whose items are one run of ``rows[i]`` each.
+def plain_positions(num_tokens: int, placements: Sequence[Placement], runs: Sequence[Sequence[int]]) -> Positions:
+    """Return 0, 1, 2, … on all three axes, as for text, of a prompt whose item ``i`` has runs of ``runs[i]`` rows.
 
-    Raises PlanMismatch as ``mrope_positions`` does, and if an item isn't at one place.
+    Raises PlanMismatch as ``mrope_positions`` does, and if an item's runs aren't at as many places.
     """
+    if [len(placement.spans) for placement in placements] != [len(rows) for rows in runs]:
+        raise PlanMismatch(f"{sum(map(len, runs))} runs of rows of {len(runs)} items aren't at their places")
     spans = [span for placement in placements for span in placement.spans]
-    if len(spans) != len(rows) or len(placements) != len(rows):
-        raise PlanMismatch(f"{len(rows)} runs of rows can't be at {len(spans)} places")
-    return mrope_positions(num_tokens, spans, [sequential_positions(count) for count in rows])
+    return mrope_positions(num_tokens, spans, [sequential_positions(count) for rows in runs for count in rows])
 
 
 def interleaved_positions(sources: Sequence[MediaPositions], runs: Sequence[tuple[int, int]]) -> list[MediaPositions]:

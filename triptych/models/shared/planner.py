@@ -126,8 +126,10 @@ class PatchPlanner:
         bounds: PixelBounds = MODEL_BOUNDS,
         sampling: FrameSampling = MODEL_SAMPLING,
         sound: AudioHeader | None = None,
+        siblings: int = 0,
     ) -> ItemPlan:
         """Plan an image, a video or an audio clip; ``sound`` is the audio track of a video, if it is to be encoded.
+        ``siblings`` change nothing.
 
         Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``. Raises BadMediaSize for an aspect
         ratio above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling or

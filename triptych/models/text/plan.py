@@ -40,6 +40,7 @@ class TextPlanner:
         bounds: PixelBounds = MODEL_BOUNDS,
         sampling: FrameSampling = MODEL_SAMPLING,
         sound: AudioHeader | None = None,
+        siblings: int = 0,
     ) -> ItemPlan:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")

@@ -1,0 +1,77 @@
+"""What planners of families with plain positions share: 0, 1, 2, …, as for text. Frontend; numpy only."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from triptych.errors import UnsupportedMedia
+from triptych.models.base import MediaToken, Positions
+from triptych.models.shared.mrope import plain_positions
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, check_aspect_ratio, check_source_size
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    AudioHeader,
+    FrameSampling,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    PixelBounds,
+    Placement,
+)
+
+
+class PlainPlanner(ABC):
+    """``Planner`` of images whose embeddings are one run, and of prompts with plain positions."""
+
+    audio_in_video = False
+    template_texts: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        placeholder_tokens: Mapping[str, MediaToken],
+        *,
+        context_length: int,
+        max_image_pixels: int,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        self.placeholder_tokens = placeholder_tokens
+        self.media_tokens: frozenset[MediaToken] = frozenset(placeholder_tokens.values())
+        self.context_length = context_length
+        self.max_image_pixels = max_image_pixels
+        self._max_source_pixels = max_source_pixels
+
+    def plan(
+        self,
+        header: MediaHeader,
+        bounds: PixelBounds = MODEL_BOUNDS,
+        sampling: FrameSampling = MODEL_SAMPLING,
+        sound: AudioHeader | None = None,
+        siblings: int = 0,
+    ) -> ItemPlan:
+        """Plan an image; see ``Planner``.
+
+        Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, BadMediaSize for an
+        aspect ratio above 200, and what the family raises.
+        """
+        if not isinstance(header, ImageHeader):
+            raise UnsupportedMedia("the model takes only images")
+        check_source_size("image", header.width, header.height, self._max_source_pixels)
+        check_aspect_ratio(header.width, header.height)
+        return self._plan_image(header, bounds, siblings)
+
+    @abstractmethod
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+        """Plan an image whose size has been checked."""
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
+        """Return the template's placeholder unchanged."""
+        return spelling(self.placeholder_tokens[plan.modality])
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """Return one run of all embeddings."""
+        return [plan.rows]
+
+    def positions(self, num_tokens: int, placements: Sequence[Placement], plans: Sequence[ItemPlan]) -> Positions:
+        """Return 0, 1, 2, … on all three axes. Raises PlanMismatch if a placement doesn't fit its plan, or if
+        placements overlap or extend beyond the prompt."""
+        return plain_positions(num_tokens, placements, [self.runs(plan) for plan in plans])
