@@ -57,6 +57,6 @@ class Reference:
             inputs |= media_types(self.model, tokens == image)
         if images:
             processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
-            processed = processor([np.asarray(image.convert("RGB")) for image in images], return_tensors="pt")
+            processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
             inputs |= {name: value for name, value in processed.items() if name != "num_patches"}
         return inputs

@@ -252,24 +252,51 @@ TINY = {
     ),
 }
 
+CLIP_TOWER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 75,
+    "patch_size": 14,
+    "projection_dim": 16,
+}
+SIGLIP_TOWER = {name: it for name, it in CLIP_TOWER.items() if name != "projection_dim"} | {
+    "model_type": "siglip_vision_model",
+    "vision_use_head": False,
+}
+TILE = 75
+PINPOINTS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE], [3 * TILE, TILE], [TILE, 3 * TILE]]
+NEXT_SETTINGS = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+ONE_VISION_SETTINGS = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} | {
+    "vision_aspect_ratio": "anyres_max_2",
+    "video_token_index": IDS["<|video_pad|>"],
+}
+
+
+def _llava_next(
+    architecture: str, model_type: str, text: str, vision: dict[str, Any], settings: dict[str, Any]
+) -> Tiny:
+    config: dict[str, Any] = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": model_type}
+    config |= {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu", "tie_word_embeddings": False}
+    config |= {"image_grid_pinpoints": PINPOINTS, "vision_config": vision}
+    config |= {"text_config": {"model_type": text, "tie_word_embeddings": False, "rope_theta": 1e4} | LLAMA_TEXT}
+    size: dict[str, Any] = {"shortest_edge": TILE} if text == "llama" else {"height": TILE, "width": TILE}
+    processor = {"image_processor_type": f"{architecture}ImageProcessor", "size": size, "resample": 3}
+    processor |= {"image_grid_pinpoints": PINPOINTS, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]}
+    if text == "llama":
+        processor |= {"crop_size": {"height": TILE, "width": TILE}, "do_center_crop": True}
+    return Tiny(config | settings, published=_as_llava, preprocessor=processor)
+
+
 FIXED_SIZE = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
         | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}
         | {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
         | {"text_config": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4} | LLAMA_TEXT}
-        | {
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 2,
-                "image_size": 75,
-                "patch_size": 14,
-                "projection_dim": 16,
-            }
-        },
+        | {"vision_config": CLIP_TOWER},
         published=_as_llava,
         preprocessor={
             "image_processor_type": "CLIPImageProcessor",
@@ -281,6 +308,8 @@ FIXED_SIZE = {
             "image_std": PREPROCESSOR["image_std"],
         },
     ),
+    "llava_next": _llava_next("LlavaNext", "llava_next", "llama", CLIP_TOWER, NEXT_SETTINGS),
+    "llava_onevision": _llava_next("LlavaOnevision", "llava_onevision", "qwen2", SIGLIP_TOWER, ONE_VISION_SETTINGS),
     "internvl": Tiny(
         {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
         | {"tie_word_embeddings": False, "image_token_id": IDS["<|image_pad|>"]}

@@ -26,6 +26,7 @@ class _PartHeader(msgspec.Struct, frozen=True):
     """Shape of the patches, which are float32."""
     grid: tuple[int, int, int]
     tower: str
+    layout: tuple[int, ...]
 
 
 class PreprocessWorkers:
@@ -52,7 +53,7 @@ class PreprocessWorkers:
             if values is None or len(values) != 4 * math.prod(header.shape):
                 raise InternalError("a worker returned an invalid result")
             array = np.frombuffer(values, np.float32).reshape(header.shape)
-            yield EncoderInput(patches=array, grid=header.grid, name=header.name, tower=header.tower)
+            yield EncoderInput(array, header.grid, header.name, header.tower, header.layout)
 
     @property
     def pids(self) -> list[int]:
@@ -77,7 +78,7 @@ def serve(folder: str) -> Handler:
     def handle(request: bytes, data: bytes) -> Iterator[tuple[bytes, Sequence[memoryview]]]:
         for part in preprocessor(data, msgspec.msgpack.decode(request, type=ItemPlan)):
             rows, values = part.patches.shape
-            payload = msgspec.msgpack.encode(_PartHeader(part.name, (rows, values), part.grid, part.tower))
+            payload = msgspec.msgpack.encode(_PartHeader(part.name, (rows, values), part.grid, part.tower, part.layout))
             yield payload, [np.ascontiguousarray(part.patches, np.float32).data]
 
     return handle

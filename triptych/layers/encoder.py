@@ -37,6 +37,10 @@ class PreprocessedPart(Protocol):
     def tower(self) -> str:
         """Name of the tower that encodes the part."""
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What the tower needs to know of the part beyond its grid."""
+
 
 class Encoder(Protocol):
     """Stage E's loaded model, or one of its towers."""

@@ -84,10 +84,12 @@ class EncoderInput(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     """Number of patches in time, rows and columns."""
     name: str
-    """Digest, 64 hexadecimal digits. A preprocessor's covers the content: equal exactly for parts with equal patches
-    and grid. The encode loop's covers the tower, the model, the format of its rows and the ``cache_salt``, too."""
+    """Digest, 64 hexadecimal digits. A preprocessor's covers the content: equal exactly for parts with equal patches,
+    grid and layout. The encode loop's covers the tower, the model, the rows' format and the ``cache_salt``, too."""
     tower: str = VISION
     """Name of the tower that encodes the part."""
+    layout: tuple[int, ...] = ()
+    """What the family's tower needs to know of the part beyond its grid. Nothing else reads it."""
 
 
 class Preprocessor(Protocol):

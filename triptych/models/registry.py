@@ -99,6 +99,13 @@ LLAVA = Family(
     adapter="triptych.models.llava.encoder:Llava",
     modalities=("text", "image"),
 )
+LLAVA_NEXT = replace(
+    LLAVA,
+    name="LLaVA-NeXT (1.6)",
+    planner="triptych.models.llava.next_plan:LlavaNextPlanner",
+    preprocessor="triptych.models.llava.next_preprocess:LlavaNextPreprocessor",
+    adapter="triptych.models.llava.encoder:LlavaNext",
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -142,6 +149,10 @@ FAMILIES = {
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
     "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
+    "llava_onevision": replace(
+        LLAVA_NEXT, name="LLaVA-OneVision", planner="triptych.models.llava.next_plan:LlavaOneVisionPlanner"
+    ),
     "internvl": INTERNVL,
     "internvl_chat": replace(
         INTERNVL,

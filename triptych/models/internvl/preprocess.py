@@ -6,7 +6,6 @@ Bit-exact with ``GotOcr2ImageProcessorPil`` in transformers, which InternVL uses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from triptych.errors import PlanMismatch
@@ -52,4 +51,4 @@ class InternVLPreprocessor:
             yield self._input(image.resize((side, side), self._resample))
 
     def _input(self, tile: Image.Image) -> EncoderInput:
-        return fixed_size_input(np.asarray(tile), self._table, self._vision.patch_size)
+        return fixed_size_input([tile], self._table, self._vision.patch_size)

@@ -1,5 +1,5 @@
-"""LLaVA-1.5's settings, as ``LlavaConfig`` in transformers completes them. Published files leave out what is a
-default."""
+"""The settings of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision, as ``LlavaConfig``, ``LlavaNextConfig`` and
+``LlavaOnevisionConfig`` in transformers complete them. Published files leave out what is a default."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,99 +7,110 @@ from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
-from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.clip_config import CLIP, SIGLIP, ClipConfig, clip_config
+from triptych.models.shared.settings import setting
 
-LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+    },
 }
-"""Defaults of ``LlamaConfig``, which the published files of LLaVA-1.5-7B rely on."""
-TOWER = "clip_vision_model"
-MAX_LAYERS = 1000
-MAX_SIDE = 4096
-"""Bound what a damaged config can make a process allocate."""
+"""Those of ``LlamaConfig`` and ``MistralConfig`` that published files rely on, by ``model_type``."""
+
+
+@dataclass(frozen=True)
+class FamilyDefaults:
+    """What a family's config class takes for settings that a file lacks."""
+
+    text: str
+    tower: str
+    """``model_type`` of the sections."""
+    image_token: int
+    strategy: str
+    """``vision_feature_select_strategy``."""
+    feature_layer: int
+
+
+DEFAULTS: Mapping[str, FamilyDefaults] = {
+    "llava": FamilyDefaults("llama", CLIP, 32000, "default", -2),
+    "llava_next": FamilyDefaults("llama", CLIP, 32000, "default", -2),
+    "llava_onevision": FamilyDefaults("qwen2", SIGLIP, 151646, "full", -1),
+}
+"""By ``model_type``."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The CLIP tower's parameters."""
+    """What of the tower's hidden states becomes embeddings."""
 
-    image_size: int
-    """Side of the square image that the tower takes, in pixels."""
-    patch_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    activation: str
-    eps: float
+    clip: ClipConfig
     feature_layers: tuple[int, ...]
     """Layers after which the hidden states are features; 0 stands for the first layer's input."""
     keeps_class_row: bool
     """Whether the row of the class embedding is a feature, too."""
 
     @property
-    def side(self) -> int:
-        """Patches per side."""
-        return self.image_size // self.patch_size
-
-    @property
     def rows(self) -> int:
-        """Embeddings of an image."""
-        return self.side**2 + self.keeps_class_row
+        """Embeddings of an image or tile."""
+        return self.clip.side**2 + self.keeps_class_row
 
 
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
     """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
-    text = {"model_type": "llama", **setting(config, "text_config", dict)}
-    return LLAMA | text if text["model_type"] == "llama" else text
+    text = {"model_type": DEFAULTS[config["model_type"]].text, **setting(config, "text_config", dict)}
+    kind = text["model_type"]
+    return {**TEXT_DEFAULTS.get(kind, {}), **text} if isinstance(kind, str) else text
+
+
+def token(config: ModelConfig, modality: str, default: int) -> int:
+    """Return a placeholder's id. Raises CheckpointError for an invalid one."""
+    return setting(
+        config, f"{modality}_token_index", int, default=setting(config, f"{modality}_token_id", int, default=default)
+    )
 
 
 def image_token(config: ModelConfig) -> int:
-    """Return the placeholder's id. Raises CheckpointError for an invalid one."""
-    return setting(config, "image_token_index", int, default=setting(config, "image_token_id", int, default=32000))
+    """Return the id of the images' placeholder. Raises CheckpointError for an invalid one."""
+    return token(config, "image", DEFAULTS[config["model_type"]].image_token)
 
 
 def vision_config(config: ModelConfig) -> VisionConfig:
     """Return the tower's parameters. Raises CheckpointError for a setting that is missing, invalid or not served."""
-    vision = setting(config, "vision_config", dict)
-    if (kind := vision.get("model_type", TOWER)) != TOWER:
-        raise CheckpointError(f"config.json: vision_config.model_type {kind!r} is not served; only {TOWER!r} is")
-    sizes = {
-        name: setting(config, f"vision_config.{name}", int)
-        for name in ("image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    }
-    heads, layers = setting(config, "vision_config.num_attention_heads", int), sizes["num_hidden_layers"]
-    if sizes["hidden_size"] % heads:
-        raise CheckpointError(f"config.json: {heads} heads don't divide vision_config.hidden_size")
-    if not sizes["patch_size"] <= sizes["image_size"] <= MAX_SIDE:
+    defaults = DEFAULTS[config["model_type"]]
+    clip, strategy = clip_config(config, defaults.tower), _strategy(config, defaults.strategy)
+    if strategy == "default" and not clip.is_clip:
         raise CheckpointError(
-            f"config.json: vision_config.image_size must be from patch_size to {MAX_SIDE}, not {sizes['image_size']}"
+            "config.json: vision_feature_select_strategy 'default' would drop a patch: SigLIP has no class embedding"
         )
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
-    if setting(config, "vision_config.num_channels", int, default=3) != 3:
-        raise CheckpointError("config.json: vision_config.num_channels must be 3")
-    return VisionConfig(
-        image_size=sizes["image_size"],
-        patch_size=sizes["patch_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_layers=layers,
-        num_heads=heads,
-        activation=setting(vision, "hidden_act", str, default="quick_gelu"),
-        eps=positive_number(vision, "layer_norm_eps", 1e-5),
-        feature_layers=_feature_layers(config.get("vision_feature_layer", -2), layers),
-        keeps_class_row=_strategy(config) == "full",
-    )
+    layers = _feature_layers(config.get("vision_feature_layer", defaults.feature_layer), clip.num_layers)
+    return VisionConfig(clip, layers, keeps_class_row=clip.is_clip and strategy == "full")
 
 
-def _strategy(config: ModelConfig) -> str:
-    strategy = setting(config, "vision_feature_select_strategy", str, default="default")
+def tile_config(config: ModelConfig) -> VisionConfig:
+    """Return the parameters of a tower whose tiles' embeddings are put together. Raises CheckpointError as
+    ``vision_config`` does, and for class embeddings among them."""
+    vision = vision_config(config)
+    if vision.keeps_class_row:
+        raise CheckpointError("config.json: vision_feature_select_strategy 'full' is not served for tiles of CLIP")
+    return vision
+
+
+def _strategy(config: ModelConfig, default: str) -> str:
+    strategy = setting(config, "vision_feature_select_strategy", str, default=default)
     if strategy not in ("default", "full"):
         raise CheckpointError(
             f"config.json: vision_feature_select_strategy must be 'default' or 'full', not {strategy!r}"

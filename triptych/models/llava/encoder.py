@@ -1,31 +1,34 @@
-"""Adapter of LLaVA-1.5: CLIP tower, projector, decoder parameters and tensor names.
+"""Adapter of LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision: tower, projector, decoder parameters and tensor names.
 
 Published files, and those that ``save_pretrained`` of transformers 5 writes, name the parts ``vision_tower.…``,
 ``multi_modal_projector.…`` and ``language_model.…``; the former have ``vision_model.`` within the tower's names. Files
 of transformers 4.52 to 4.57 are named as the modules: ``model.vision_tower.…``, ``model.language_model.…``.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import PlanMismatch
 from triptych.layers import native
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import Linear, WeightFormat
+from triptych.layers.linear import Linear, WeightFormat, frozen
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.llava.config import VisionConfig, text_config, vision_config
+from triptych.models.llava.anyres import Layout, layout_of
+from triptych.models.llava.config import VisionConfig, text_config, tile_config, vision_config
 from triptych.models.registry import backbone_of
+from triptych.models.shared.clip import load_clip, unused
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
-PROJECTOR = "projector"
+PROJECTOR, NEWLINE = "projector", "newline"
 
 
 class Projector(nn.Module):
@@ -43,15 +46,23 @@ class Projector(nn.Module):
 
 
 class LlavaTower(nn.Module):
-    """``Encoder`` of images of one size: hidden states of some layers, projected."""
+    """``Encoder`` of images or tiles of one size: hidden states of some layers, projected. Those of an input with a
+    layout are put together."""
 
     def __init__(
-        self, config: VisionConfig, transformer: VisionTransformer, projector: Projector, embedding_width: int
+        self,
+        config: VisionConfig,
+        transformer: VisionTransformer,
+        projector: Projector,
+        newline: Tensor | None,
+        embedding_width: int,
     ) -> None:
+        """``newline`` [embedding width] ends each row of embeddings."""
         super().__init__()
         self.config = config
         self.transformer = transformer
         self.projector = projector
+        self.newline = None if newline is None else frozen(newline)
         self.embedding_width = embedding_width
 
     @torch.inference_mode()
@@ -60,25 +71,50 @@ class LlavaTower(nn.Module):
         if not inputs:
             return []
         states = self.transformer.states_of(inputs, self.config.feature_layers)
-        features = torch.cat(states, dim=-1)[:, 0 if self.config.keeps_class_row else 1 :]
-        rows: Tensor = self.projector(features.flatten(0, 1))
-        return list(rows.split(self.config.rows))
+        drops_class = self.config.clip.is_clip and not self.config.keeps_class_row
+        features = torch.cat(states, dim=-1)[:, int(drops_class) :]
+        rows = self.projector(features.flatten(0, 1)).unflatten(0, (-1, self.config.rows))
+        each = rows.split([item.grid[0] for item in inputs])
+        return [
+            arranged(tiles, layout_of(item.layout), self.newline) if item.layout else tiles.flatten(0, 1)
+            for tiles, item in zip(each, inputs, strict=True)
+        ]
+
+
+def arranged(tiles: Tensor, layout: Layout, newline: Tensor | None) -> Tensor:
+    """Return the rows [layout.rows, width] of tiles [tiles, embeddings, width]; ``newline`` is [width]. Raises
+    PlanMismatch for another number of tiles."""
+    (rows, columns), width, side = layout.tiles, tiles.shape[2], math.isqrt(tiles.shape[1])
+    if len(tiles) != rows * columns:
+        raise PlanMismatch(f"{len(tiles)} tiles don't fill {rows} by {columns}")
+    grid = tiles.view(rows, columns, side, side, width).transpose(1, 2).reshape(rows * side, columns * side, width)
+    top, left = (rows * side - layout.kept[0]) // 2, (columns * side - layout.kept[1]) // 2
+    grid = grid[top : top + layout.kept[0], left : left + layout.kept[1]]
+    if layout.pooled != layout.kept:
+        pooled = interpolate(grid.permute(2, 0, 1)[None], layout.pooled, mode="bilinear", align_corners=False)
+        grid = pooled[0].permute(1, 2, 0)
+    if not layout.newlines or newline is None:
+        return grid.reshape(-1, width)
+    size = layout.pooled[0] * layout.pooled[1] // layout.newlines
+    lines = grid.reshape(layout.newlines, size, width)
+    return torch.cat((lines, newline.expand(layout.newlines, 1, -1)), dim=1).flatten(0, 1)
+
+
+def _layouts(**others: str) -> tuple[WeightPrefixes, ...]:
+    """Return the naming schemes; ``others`` are names of more tensors, by the names that ``tower_keys`` gives them."""
+    parts = {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector.", **others}
+    nested = {name: f"model.{prefix}" for name, prefix in parts.items()}
+    return (
+        WeightPrefixes(parts, "language_model.model.", "language_model.lm_head.weight"),
+        WeightPrefixes(nested, "model.language_model."),
+    )
 
 
 class Llava(SplitAdapter):
     """``ModelAdapter`` for model type ``llava``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
-    layouts = (
-        WeightPrefixes(
-            {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector."},
-            "language_model.model.",
-            "language_model.lm_head.weight",
-        ),
-        WeightPrefixes(
-            {VISION: "model.vision_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
-        ),
-    )
+    layouts = _layouts()
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)
@@ -90,7 +126,7 @@ class Llava(SplitAdapter):
         self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
         self.embedding_width = self.decoder_config.hidden_size
         self.vision = vision_config(config)
-        self._tower_activation = tower_activation(self.vision.activation, "vision_config.hidden_act")
+        tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
         name = setting(config, "projector_hidden_act", str, default="gelu")
         self._projector_activation = tower_activation(name, "projector_hidden_act")
         self._projector_bias = setting(config, "multimodal_projector_bias", bool, default=True)
@@ -98,7 +134,7 @@ class Llava(SplitAdapter):
     @classmethod
     def describe_towers(cls) -> str:
         """See ``SplitAdapter``."""
-        return "CLIPVisionModel and projector, of our own layers"
+        return "CLIPVisionModel or SiglipVisionModel, of our own layers"
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
         """Load the tower's used layers and the projector.
@@ -112,42 +148,31 @@ class Llava(SplitAdapter):
             name.replace(f"{VISION}.vision_model.", f"{VISION}.", 1): key
             for name, key in self.tower_keys(checkpoint.tensors).items()
         }
-        reader, depth = TowerWeights(checkpoint, keys, weights, device), max(self.vision.feature_layers)
-        tower = LlavaTower(self.vision, self._transformer(reader, depth), self._projector(reader), self.embedding_width)
-        unused = [f"{VISION}.encoder.layers.{number}." for number in range(depth, self.vision.num_layers)]
-        reader.finish([*unused, f"{VISION}.post_layernorm.", f"{VISION}.embeddings.position_ids"])
-        return tower
+        reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
+        depth = max(self.vision.feature_layers)
+        transformer = load_clip(reader, clip, VISION, depth)
+        projector, newline = self._projector(reader), self._newline(reader)
+        reader.finish(unused(clip, VISION, depth))
+        return LlavaTower(self.vision, transformer, projector, newline, self.embedding_width)
 
-    def _transformer(self, reader: TowerWeights, depth: int) -> VisionTransformer:
-        vision, hidden = self.vision, self.vision.hidden_size
-        embeddings = f"{VISION}.embeddings"
-        return VisionTransformer(
-            reader.patch_projection(f"{embeddings}.patch_embedding", hidden, vision.patch_size),
-            reader.parameter(f"{embeddings}.class_embedding", hidden),
-            reader.parameter(f"{embeddings}.position_embedding.weight", vision.side**2 + 1, hidden),
-            reader.layer_norm(f"{VISION}.pre_layrnorm", hidden, vision.eps),
-            [self._layer(reader, f"{VISION}.encoder.layers.{number}") for number in range(depth)],
-        )
-
-    def _layer(self, reader: TowerWeights, name: str) -> TowerLayer:
-        vision, hidden, inner = self.vision, self.vision.hidden_size, self.vision.intermediate_size
-        attention = TowerAttention(
-            [reader.linear([f"{name}.self_attn.{kind}_proj" for kind in "qkv"], hidden, hidden)],
-            reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
-            vision.num_heads,
-            (hidden // vision.num_heads) ** -0.5,
-            reader.weights.bf16_attention,
-        )
-        mlp = MLP(
-            reader.linear([f"{name}.mlp.fc1"], inner, hidden),
-            self._tower_activation,
-            reader.linear([f"{name}.mlp.fc2"], hidden, inner),
-        )
-        norms = [reader.layer_norm(f"{name}.layer_norm{number}", hidden, vision.eps) for number in (1, 2)]
-        return TowerLayer(norms[0], attention, norms[1], mlp)
+    def _newline(self, reader: TowerWeights) -> Tensor | None:
+        return None
 
     def _projector(self, reader: TowerWeights) -> Projector:
-        width, values = self.embedding_width, self.vision.hidden_size * len(self.vision.feature_layers)
+        width, values = self.embedding_width, self.vision.clip.hidden_size * len(self.vision.feature_layers)
         first = reader.linear([f"{PROJECTOR}.linear_1"], width, values, self._projector_bias)
         second = reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias)
         return Projector(first, self._projector_activation, second)
+
+
+class LlavaNext(Llava):
+    """``ModelAdapter`` for model types ``llava_next`` and ``llava_onevision``. Raises as ``Llava`` does."""
+
+    layouts = _layouts(**{NEWLINE: "image_newline"})
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.vision = tile_config(config)
+
+    def _newline(self, reader: TowerWeights) -> Tensor:
+        return reader.parameter(f"{NEWLINE}.", self.embedding_width)

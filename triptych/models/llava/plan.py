@@ -10,7 +10,7 @@ from triptych.models.backbones.rope import context_length
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
 
 
@@ -29,11 +29,10 @@ class LlavaPlanner(PlainPlanner):
         super().__init__(
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
-            max_image_pixels=vision.image_size**2,
+            max_image_pixels=vision.clip.image_size**2,
             max_source_pixels=max_source_pixels,
         )
-        cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
-        self._part = ItemPart(((0, vision.rows),), vision.side**2, cost, VISION)
+        self._part = ItemPart(((0, vision.rows),), vision.clip.side**2, vision.clip.cost, VISION)
 
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
         """Raises UnsupportedMedia for bounds of the image's area, which the model fixes."""
@@ -43,9 +42,9 @@ class LlavaPlanner(PlainPlanner):
         return ItemPlan(
             modality="image",
             header=header,
-            resized_height=vision.image_size,
-            resized_width=vision.image_size,
-            grid=(1, vision.side, vision.side),
+            resized_height=vision.clip.image_size,
+            resized_width=vision.clip.image_size,
+            grid=(1, vision.clip.side, vision.clip.side),
             rows=vision.rows,
             patches=self._part.patches,
             cost=self._part.cost,

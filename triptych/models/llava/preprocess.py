@@ -6,7 +6,6 @@ Bit-exact with ``CLIPImageProcessorPil`` and ``LlavaImageProcessorPil`` in trans
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
@@ -26,7 +25,7 @@ class LlavaPreprocessor:
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        vision = vision_config(config)
+        vision = vision_config(config).clip
         self._side, self._patch_size = vision.image_size, vision.patch_size
         self._grid = 1, vision.side, vision.side
         self._resample = resampling(preprocessor_config)
@@ -44,17 +43,11 @@ class LlavaPreprocessor:
         if plan.grid != self._grid:
             raise PlanMismatch(f"an item becomes a grid of {self._grid}; its plan says {plan.grid}")
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
-        pixels = np.asarray(self._cropped(self._resized(self._padded(image))))
-        yield fixed_size_input(pixels, self._table, self._patch_size)
+        yield fixed_size_input([self._cropped(self._resized(self._padded(image)))], self._table, self._patch_size)
 
     def _padded(self, image: Image.Image) -> Image.Image:
         """Centre the image on a square, if the processor does."""
-        side = max(image.size)
-        if self._background is None or image.width == image.height:
-            return image
-        square = Image.new("RGB", (side, side), self._background)
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
+        return image if self._background is None else squared(image, self._background)
 
     def _resized(self, image: Image.Image) -> Image.Image:
         """Scale the shorter side or, if the processor doesn't keep the aspect ratio, both."""
@@ -77,11 +70,26 @@ def _background(preprocessor_config: dict[str, Any]) -> tuple[int, ...] | None:
     kind = setting(preprocessor_config, "image_processor_type", str, default="", file=PREPROCESSOR_FILE)
     if not kind.startswith("LlavaImageProcessor") or not preprocessor_config.get("do_pad"):
         return None
+    return mean_colour(preprocessor_config)
+
+
+def squared(image: Image.Image, background: tuple[int, ...]) -> Image.Image:
+    """Return the image in the middle of a square of a colour."""
+    side = max(image.size)
+    if image.width == image.height:
+        return image
+    square = Image.new("RGB", (side, side), background)
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
+def mean_colour(preprocessor_config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the colour that becomes about zero. Raises CheckpointError for a mean that is no colour."""
     per_channel(preprocessor_config, "image_mean", CLIP_MEAN)  # checks it
     mean = preprocessor_config.get("image_mean", CLIP_MEAN)
     colours = [mean] * CHANNELS if isinstance(mean, int | float) else mean
     if not all(0 <= value <= 1 for value in colours):
-        raise CheckpointError(f"{PREPROCESSOR_FILE}: image_mean {mean!r} is no colour, which do_pad takes it for")
+        raise CheckpointError(f"{PREPROCESSOR_FILE}: image_mean {mean!r} is no colour, but images are padded with it")
     return tuple(int(value * 255) for value in colours)
 
 

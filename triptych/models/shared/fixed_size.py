@@ -1,27 +1,40 @@
 """Inputs of towers that take images of one size: cut into patches, row by row. Runs in encode workers; numpy only."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
+from PIL import Image
 
 from triptych.models.base import EncoderInput
 from triptych.models.shared.patches import CHANNELS
 
 
-def fixed_size_input(pixels: NDArray[np.uint8], table: NDArray[np.float32], patch_size: int) -> EncoderInput:
-    """Return the encoder input of an image or tile; its ``patches`` are float32 [patches, 3 * patch²].
+def fixed_size_input(
+    tiles: Sequence[Image.Image], table: NDArray[np.float32], patch_size: int, layout: tuple[int, ...] = ()
+) -> EncoderInput:
+    """Return the encoder input of an image or of tiles, all of one size; its ``patches`` are float32
+    [tiles * patches, 3 * patch²].
 
-    ``pixels`` is uint8 [height, width, channels]; ``table``, float32 [channels, 256], has the normalised value of each
-    byte. As with a convolution, pixels beyond the last whole patch are dropped.
+    ``table``, float32 [channels, 256], has the normalised value of each byte. As with a convolution, pixels beyond the
+    last whole patch are dropped.
     """
-    rows, columns = (side // patch_size for side in pixels.shape[:2])
-    whole = pixels[: rows * patch_size, : columns * patch_size]
-    blocks = whole.reshape(rows, patch_size, columns, patch_size, CHANNELS).transpose(0, 2, 4, 1, 3)
-    ordered = np.ascontiguousarray(blocks).reshape(rows * columns, CHANNELS, patch_size * patch_size)
-    patches = np.empty(ordered.shape, dtype=np.float32)
-    for channel in range(CHANNELS):
-        patches[:, channel] = np.take(table[channel], ordered[:, channel])
-    digest = blake3(np.array((patch_size, *pixels.shape)).tobytes())
+    rows, columns = (side // patch_size for side in (tiles[0].height, tiles[0].width))
+    patches = np.empty((len(tiles), rows * columns, CHANNELS, patch_size**2), dtype=np.float32)
+    digest = blake3(np.array((patch_size, *tiles[0].size, len(tiles), *layout)).tobytes())
     digest.update(table.tobytes())
-    digest.update(np.ascontiguousarray(pixels).data)
-    return EncoderInput(patches=patches.reshape(rows * columns, -1), grid=(1, rows, columns), name=digest.hexdigest())
+    for number, tile in enumerate(tiles):
+        pixels = np.asarray(tile)
+        digest.update(np.ascontiguousarray(pixels).data)
+        whole = pixels[: rows * patch_size, : columns * patch_size]
+        blocks = whole.reshape(rows, patch_size, columns, patch_size, CHANNELS).transpose(0, 2, 4, 1, 3)
+        ordered = np.ascontiguousarray(blocks).reshape(rows * columns, CHANNELS, patch_size**2)
+        for channel in range(CHANNELS):
+            patches[number, :, channel] = np.take(table[channel], ordered[:, channel])
+    return EncoderInput(
+        patches=patches.reshape(len(tiles) * rows * columns, -1),
+        grid=(len(tiles), rows, columns),
+        name=digest.hexdigest(),
+        layout=layout,
+    )

@@ -1,6 +1,6 @@
-"""A vision transformer for images of one size, with absolute positions and a class embedding, of our own layers.
+"""A vision transformer for images of one size, with absolute positions, of our own layers.
 
-The references are ``CLIPVisionModel`` and ``InternVLVisionModel`` in transformers.
+The references are ``CLIPVisionModel``, ``SiglipVisionModel`` and ``InternVLVisionModel`` in transformers.
 """
 
 import math
@@ -15,6 +15,9 @@ from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 
+MAX_STATES = 4096
+"""Of the images that go through the layers together, unless one has more. Bounds the memory for activations."""
+
 
 class VisionTransformer(nn.Module):
     """Hidden states of patches after some of its layers."""
@@ -22,46 +25,49 @@ class VisionTransformer(nn.Module):
     def __init__(
         self,
         projection: Linear,
-        class_embedding: Tensor,
+        class_embedding: Tensor | None,
         positions: Tensor,
         first_norm: LayerNorm | None,
         layers: Sequence[TowerLayer],
     ) -> None:
-        """``class_embedding`` [hidden] precedes the patches of an image; ``positions`` [1 + patches, hidden] are added
-        to both, and ``first_norm`` normalises the sums."""
+        """``class_embedding`` [hidden], if any, precedes the patches of an image. ``positions`` [states, hidden] are
+        added to all, and ``first_norm`` normalises the sums."""
         super().__init__()
         self.projection = projection
-        self.class_embedding = frozen(class_embedding)
+        self.class_embedding = None if class_embedding is None else frozen(class_embedding)
         self.positions = frozen(positions)
         self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
-        self.head_dim = len(class_embedding) // layers[0].attention.num_heads if layers else 0
+        self.head_dim = positions.shape[1] // layers[0].attention.num_heads if layers else 0
 
     @property
     def num_patches(self) -> int:
         """Patches of an image."""
-        return len(self.positions) - 1
+        return len(self.positions) - (self.class_embedding is not None)
 
     def states_of(self, inputs: Sequence[PreprocessedPart], wanted: Sequence[int]) -> list[Tensor]:
-        """Return ``forward`` of images or tiles, one each. Raises PlanMismatch for one of another size."""
+        """Return ``forward`` of images or tiles, of which an input has ``grid[0]``. Raises PlanMismatch for one of
+        another size."""
         side = math.isqrt(self.num_patches)
         for item in inputs:
-            if item.grid != (1, side, side) or len(item.patches) != side**2:
+            if item.grid[1:] != (side, side) or len(item.patches) != item.grid[0] * side**2:
                 raise PlanMismatch(f"{len(item.patches)} patches of a grid of {item.grid} don't fill {side} by {side}")
         [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], self.positions.device)
-        states: list[Tensor] = self(patches.to(self.positions.dtype), wanted)
-        return states
+        images = max(MAX_STATES // len(self.positions), 1)
+        batches = torch.split(patches.to(self.positions.dtype), images * self.num_patches)
+        return [torch.cat(states) for states in zip(*(self(batch, wanted) for batch in batches), strict=True)]
 
     def forward(self, patches: Tensor, wanted: Sequence[int]) -> list[Tensor]:
-        """Return the hidden states [images, 1 + patches, hidden] after each of the ``wanted`` layers, numbered from 1;
-        0 stands for the first layer's input.
+        """Return the hidden states [images, states, hidden] after each of the ``wanted`` layers, numbered from 1; 0
+        stands for the first layer's input. An image has a state for the class embedding, if any, and for each patch.
 
         ``patches`` [images * patches, values per patch] are those of whole images. Images don't attend to each other.
         """
         embedded = self.projection(patches).unflatten(0, (-1, self.num_patches))
         images, length = len(embedded), len(self.positions)
-        first = self.class_embedding.expand(images, 1, -1)
-        hidden = (torch.cat((first, embedded), dim=1) + self.positions).flatten(0, 1)
+        if self.class_embedding is not None:
+            embedded = torch.cat((self.class_embedding.expand(images, 1, -1), embedded), dim=1)
+        hidden = (embedded + self.positions).flatten(0, 1)
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
         boundaries = torch.arange(0, len(hidden) + 1, length)

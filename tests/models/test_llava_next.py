@@ -1,0 +1,349 @@
+"""LLaVA-NeXT and LLaVA-OneVision: plans, pixels, rows and keys as transformers has them, and bad configs."""
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.image_cases import picture, png
+from tests.support.tiny import FIXED_SIZE, Layout, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.llava.anyres import DEFAULTS
+from triptych.models.llava.encoder import LlavaNext
+from triptych.models.llava.next_plan import LlavaNextPlanner, LlavaOneVisionPlanner
+from triptych.models.llava.next_preprocess import LlavaNextPreprocessor
+from triptych.models.shared.vision_transformer import MAX_STATES
+from triptych.prompt.probe import probe_image
+from triptych.types import ImageHeader, ItemPlan, PixelBounds, VideoHeader
+
+CPU = torch.device("cpu")
+FP32 = WEIGHT_FORMATS["float32"]
+NAMES = ("llava_next", "llava_onevision")
+PLANNERS: dict[str, Any] = {"llava_next": LlavaNextPlanner, "llava_onevision": LlavaOneVisionPlanner}
+REFERENCES: dict[str, Any] = {
+    "llava_next": LlavaNextImageProcessorPil,
+    "llava_onevision": LlavaOnevisionImageProcessorPil,
+}
+PUBLISHED_TILES = {"llava_next": 336, "llava_onevision": 384}
+
+
+def config_of(name: str, **settings: Any) -> ModelConfig:
+    """The tiny config with these settings; a dict changes a section's."""
+    config = deepcopy(FIXED_SIZE[name].config)
+    for key, value in settings.items():
+        config[key] = config[key] | value if isinstance(config.get(key), dict) and isinstance(value, dict) else value
+    return config
+
+
+def processor_of(name: str, **settings: Any) -> dict[str, Any]:
+    return {**(FIXED_SIZE[name].preprocessor or {}), **settings}
+
+
+def published(name: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """Config and processor with the sizes of released checkpoints, which are the defaults."""
+    config = config_of(name, vision_config={"image_size": PUBLISHED_TILES[name]}, image_grid_pinpoints=None)
+    if name == "llava_onevision":
+        del config["vision_aspect_ratio"]
+    return config, {}
+
+
+def reference_of(name: str, processor: dict[str, Any]) -> Any:
+    return REFERENCES[name](**{key: it for key, it in processor.items() if key != "image_processor_type"})
+
+
+def planned(name: str, image: Image.Image, siblings: int = 0) -> ItemPlan:
+    planner = PLANNERS[name](config_of(name), processor_of(name))
+    plan: ItemPlan = planner.plan(probe_image(png(image)), siblings=siblings)
+    return plan
+
+
+def inputs_of(name: str, image: Image.Image, siblings: int = 0) -> list[EncoderInput]:
+    preprocess = LlavaNextPreprocessor(config_of(name), processor_of(name))
+    return list(preprocess(png(image), planned(name, image, siblings)))
+
+
+def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
+    """Pixels [tiles, 3, 70, 70] of patches: those of the last 5 aren't in any."""
+    patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
+    return patches.view(-1, 5, 5, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 70, 70)
+
+
+def processed(name: str, images: list[Image.Image]) -> Any:
+    """What the reference makes of one request's images."""
+    return reference_of(name, processor_of(name))([images], return_tensors="pt")
+
+
+def check_pixels(name: str, width: int, height: int) -> None:
+    image = picture(width, height, width + height)
+    found, expected = pixels_of(inputs_of(name, image)), processed(name, [image])["pixel_values"][0]
+    assert torch.equal(found, expected[: len(found), :, :70, :70])
+    assert planned(name, image).rows == 25 or len(found) == len(expected)
+
+
+SIZES = [(75, 75), (190, 3), (2, 150), (7, 7), (300, 100)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_are_the_pillow_processors(name: str) -> None:
+    source = random.Random(0)
+    for width, height in [*SIZES, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
+        check_pixels(name, width, height)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_of_many_sizes(name: str) -> None:
+    source = random.Random(2)
+    for _ in range(1000):
+        check_pixels(name, source.randint(4, 500), source.randint(4, 500))
+
+
+def test_pixels_of_several_images() -> None:
+    """Of LLaVA-OneVision's, each is one tile, padded with the mean colour."""
+    images = [picture(200, 150, 1), picture(31, 90, 2), picture(64, 64, 3)]
+    found = [inputs_of("llava_onevision", image, siblings=2) for image in images]
+    assert torch.equal(
+        torch.cat([pixels_of(one) for one in found]),
+        processed("llava_onevision", images)["pixel_values"].flatten(0, 1)[..., :70, :70],
+    )
+    assert [planned("llava_onevision", image, 2).rows for image in images] == [26] * 3
+    assert planned("llava_next", images[0], 2) == planned("llava_next", images[0])
+
+
+def plans_are_the_processors(name: str, count: int) -> None:
+    source, (config, processor), tile = random.Random(1), published(name), PUBLISHED_TILES[name]
+    planner, reference, side = PLANNERS[name](config, processor), REFERENCES[name](), tile // 14
+    counting: Any = LlavaNextProcessor if name == "llava_next" else LlavaOnevisionProcessor
+    counter = counting.__new__(counting)
+    counter.image_processor, counter.patch_size = reference, 14
+    counter.num_additional_image_tokens, counter.num_image_tokens = 0, side**2
+    counter.vision_aspect_ratio = "anyres_max_9"
+    for _ in range(count):
+        width, height = source.randint(14, 4000), source.randint(14, 4000)
+        if max(width, height) > 200 * min(width, height):
+            continue
+        plan = planner.plan(ImageHeader("PNG", width, height))
+        assert plan.rows == counter._get_number_of_features(height, width, tile, tile)
+        assert plan.is_whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_are_the_processors(name: str) -> None:
+    plans_are_the_processors(name, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_many_plans_are_the_processors(name: str) -> None:
+    plans_are_the_processors(name, 3000)
+
+
+@pytest.mark.parametrize(
+    ("name", "height", "width", "rows"),
+    [
+        ("llava_next", 336, 336, 1176),
+        ("llava_next", 480, 640, 2340),
+        ("llava_next", 640, 480, 2352),
+        ("llava_next", 1080, 1920, 1948),
+        ("llava_onevision", 480, 640, 2929),
+        ("llava_onevision", 1080, 1920, 7269),
+    ],
+)
+def test_known_numbers_of_rows(name: str, height: int, width: int, rows: int) -> None:
+    assert PLANNERS[name](*published(name)).plan(ImageHeader("PNG", width, height)).rows == rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_default_pinpoints_are_the_processors(name: str) -> None:
+    assert DEFAULTS[name][0] == REFERENCES[name]().image_grid_pinpoints
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bounds_of_the_area(name: str) -> None:
+    planner, tile = PLANNERS[name](config_of(name), processor_of(name)), 75 * 75
+
+    def tiles(least: int, most: int) -> int:
+        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), PixelBounds(least, most))
+        return plan.patches // 25
+
+    assert [tiles(0, 0), tiles(0, 2 * tile), tiles(3 * tile, 3 * tile), tiles(4 * tile, 0)] == [5, 3, 4, 5]
+    assert planner.max_image_pixels == 4 * tile
+    for least, most in ((0, tile), (0, 5 * tile), (3 * tile, 2 * tile), (2 * tile + 1, 3 * tile - 1)):
+        with pytest.raises(BadMediaSize):
+            tiles(least, most)
+    data = png(picture(300, 290, 1))
+    plan = planner.plan(probe_image(data), PixelBounds(0, 2 * tile))
+    preprocess = LlavaNextPreprocessor(config_of(name), processor_of(name))
+    assert [item.grid for item in preprocess(data, plan)] == [(1, 5, 5), (2, 5, 5)]
+    for other in (planner.plan(probe_image(data)), planner.plan(probe_image(png(picture(290, 120, 1))))):
+        with pytest.raises(PlanMismatch):
+            next(preprocess(data, msgspec.structs.replace(plan, parts=other.parts)))
+
+
+def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
+    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
+
+
+ROW_CASES = [
+    ("llava_next", [(200, 150)]),
+    ("llava_next", [(75, 75), (3, 140), (300, 60), (500, 499)]),
+    ("llava_onevision", [(300, 290)]),
+    ("llava_onevision", [(300, 60)]),
+    ("llava_onevision", [(3, 140)]),
+    ("llava_onevision", [(200, 150), (31, 90), (64, 64)]),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), ROW_CASES)
+@pytest.mark.parametrize("features", [{}, {"vision_feature_layer": [1, -1], "projector_hidden_act": "silu"}])
+def test_rows(tmp_path: Path, name: str, sizes: list[tuple[int, int]], features: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path, name, config=features)
+    images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+    parts = [inputs_of(name, image, len(images) - 1) for image in images]
+    rows = torch.cat(tower_of(folder).encode([part for one in parts for part in one]))
+    model: Any = load_reference(folder, torch.float32)
+    given = {key: value for key, value in processed(name, images).items() if key != "num_patches"}
+    with torch.inference_mode():
+        expected = torch.cat(model.get_image_features(**given).pooler_output)
+    assert rows.shape == expected.shape == (sum(planned(name, image, len(images) - 1).rows for image in images), 64)
+    assert_close(rows, expected, 1e-4)  # at values up to 24
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_in_one_batch(tmp_path: Path, name: str) -> None:
+    """Parts of different sizes are encoded together as they are alone; so is one of more tiles than go at once."""
+    tower = tower_of(make_tiny(tmp_path, name))
+    parts = [part for seed, side in enumerate((75, 300)) for part in inputs_of(name, picture(side, 280, seed))]
+    alone = [tower.encode([part])[0] for part in parts]
+    for rows, expected in zip(tower.encode(parts), alone, strict=True):
+        assert_close(rows, expected, TOWER_TOLERANCE)
+    times = 1 + MAX_STATES // sum(len(part.patches) for part in parts)
+    for rows, expected in zip(tower.encode(parts * times), alone * times, strict=True):
+        assert_close(rows, expected, TOWER_TOLERANCE)
+
+
+@pytest.mark.parametrize("weights", [*QUANTIZED_FORMATS, "bfloat16"])
+def test_formats(tmp_path: Path, weights: str) -> None:
+    folder, parts = make_tiny(tmp_path, "llava_onevision"), inputs_of("llava_onevision", picture(200, 150, 1))
+    expected = torch.cat(tower_of(folder).encode(parts))
+    found = torch.cat(tower_of(folder, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]).encode(parts)).float()
+    assert 0 < (found - expected).abs().max() < 0.25 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["saved", "nested"])
+def test_other_names(tmp_path: Path, name: str, layout: Layout | str) -> None:
+    """Those that ``save_pretrained`` writes, and those of the modules."""
+    folder, other = make_tiny(tmp_path / "published", name), tmp_path / "other"
+    if layout == "saved":
+        make_tiny(other, name, "saved")
+    else:
+        make_tiny(other, name)
+        weights = {
+            "model." + key.replace("language_model.model.", "language_model.").replace("vision_model.", ""): tensor
+            for key, tensor in load_file(folder / "model.safetensors").items()
+        }
+        weights["lm_head.weight"] = weights.pop("model.language_model.lm_head.weight")
+        save_file(weights, other / "model.safetensors")
+    parts = inputs_of(name, picture(200, 150, 1))
+    assert torch.equal(*(torch.cat(tower_of(path).encode(parts)) for path in (folder, other)))
+    adapter, keys = load_adapter(other), Checkpoint(other).tensors
+    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    ours, theirs = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (folder, other))
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("image_newline"), "missing"),
+        (lambda weights: weights.update({"image_newline": torch.ones(3)}), "shape"),
+        (lambda weights: weights.update({"vision_tower.vision_model.odd": torch.ones(3)}), "no place for"),
+        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+    folder = make_tiny(tmp_path, "llava_onevision")
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        tower_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llava_next", {"vision_feature_select_strategy": "full"}, "full"),
+        ("llava_onevision", {"vision_feature_select_strategy": "default"}, "default"),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio"),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres_max_0"}, "vision_aspect_ratio"),
+        ("llava_onevision", {"vision_aspect_ratio": 9}, "vision_aspect_ratio"),
+        ("llava_next", {"image_grid_pinpoints": [[75, 80]]}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": []}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [[75, 75, 75]]}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [[75 * 9, 75 * 8]]}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [[75, 75.0]]}, "image_grid_pinpoints"),
+        ("llava_next", {"image_grid_pinpoints": [[75, 75]]}, "image_grid_pinpoints aren't those"),
+        ("llava_next", {"vision_config": {"model_type": "pixtral"}}, "pixtral"),
+        ("llava_next", {"vision_config": {"model_type": ["clip_vision_model"]}}, "model_type"),
+        ("llava_onevision", {"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
+        ("llava_onevision", {"text_config": {"model_type": "llava"}}, "text_config.model_type"),
+    ],
+)
+def test_bad_configs(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        LlavaNext(config_of(name, **settings))
+        PLANNERS[name](config_of(name, **settings), processor_of(name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"shortest_edge": 224}}, "size"),
+        ({"crop_size": {"height": 75, "width": 70}}, "crop_size"),
+        ({"image_mean": [5, 5, 5]}, "colour"),
+        ({"image_grid_pinpoints": 5}, "image_grid_pinpoints"),
+    ],
+)
+def test_bad_processors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        LlavaNextPreprocessor(config_of("llava_next"), processor_of("llava_next", **settings))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_isnt_planned(name: str) -> None:
+    planner = PLANNERS[name](config_of(name), processor_of(name))
+    for header, error in (
+        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
+    ):
+        with pytest.raises(error):
+            planner.plan(header)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_without_tiles(name: str) -> None:
+    """Nothing remains of a thin image's tiles, so it is only shown as a whole."""
+    pinpoints = {"image_grid_pinpoints": [[150, 150]]}
+    config, processor, data = config_of(name, **pinpoints), processor_of(name, **pinpoints), png(picture(200, 1, 1))
+    plan = PLANNERS[name](config, processor).plan(probe_image(data))
+    assert [part.grid for part in LlavaNextPreprocessor(config, processor)(data, plan)] == [(1, 5, 5)]
+    assert plan.rows == 25

@@ -1,0 +1,74 @@
+"""Plans the images and prompts of LLaVA-NeXT and LLaVA-OneVision. Frontend; numpy only."""
+
+from typing import Any
+
+from triptych.models.backbones.rope import context_length
+from triptych.models.base import VISION, ModelConfig
+from triptych.models.llava.anyres import AnyResolution, ImageView
+from triptych.models.llava.config import image_token, text_config, tile_config
+from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
+
+
+class LlavaNextPlanner(PlainPlanner):
+    """``Planner`` of LLaVA-NeXT. Raises CheckpointError for a missing key or a value of the wrong type.
+
+    An image's parts are its views. That of tiles is one part, since rows of embeddings, which end with a newline, go
+    through several tiles.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        self._tile = tile_config(config).clip
+        self._anyres = AnyResolution.from_configs(config, preprocessor_config, self._tile.image_size, self._tile.side)
+        super().__init__(
+            {"image": image_token(config)},
+            context_length=context_length(text_config(config)),
+            max_image_pixels=self._anyres.max_pixels,
+            max_source_pixels=max_source_pixels,
+        )
+
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+        """``bounds`` are those of the area of all tiles. Raises BadMediaSize for bounds that no size of the model is
+        within."""
+        anyres = self._anyres if bounds == MODEL_BOUNDS else self._anyres.within(bounds)
+        return self._plan_views(header, bounds, anyres.views(header.width, header.height))
+
+    def _plan_views(self, header: ImageHeader, bounds: PixelBounds, views: tuple[ImageView, ...]) -> ItemPlan:
+        """Plan a part for each view. Its payload is that of ``ImageView``."""
+        parts, rows, tile = list[ItemPart](), 0, self._tile
+        for one in views:
+            tiles = one.layout.tiles[0] * one.layout.tiles[1]
+            runs = ((rows, one.layout.rows),)
+            parts.append(ItemPart(runs, tiles * tile.side**2, tiles * tile.cost, VISION, one.payload))
+            rows += one.layout.rows
+        tile_rows, tile_columns = views[-1].layout.tiles
+        return ItemPlan(
+            modality="image",
+            header=header,
+            resized_height=tile_rows * tile.image_size,
+            resized_width=tile_columns * tile.image_size,
+            grid=(1, tile_rows * tile.side, tile_columns * tile.side),
+            rows=rows,
+            patches=sum(part.patches for part in parts),
+            cost=sum(part.cost for part in parts),
+            parts=tuple(parts),
+            bounds=bounds,
+        )
+
+
+class LlavaOneVisionPlanner(LlavaNextPlanner):
+    """``Planner`` of LLaVA-OneVision. Raises as ``LlavaNextPlanner``."""
+
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+        """Of several images, each is one tile, whatever the bounds, as in transformers' processor."""
+        if siblings:
+            return self._plan_views(header, bounds, self._anyres.square())
+        return super()._plan_image(header, bounds, siblings)

@@ -1,0 +1,77 @@
+"""Turns an image's bytes into tiles for the towers of LLaVA-NeXT and LLaVA-OneVision, as planned. Runs in encode
+workers; numpy and Pillow only.
+
+Bit-exact with ``LlavaNextImageProcessorPil`` and ``LlavaOnevisionImageProcessorPil`` in transformers.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from PIL import Image
+
+from triptych.errors import CheckpointError, PlanMismatch
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.llava.anyres import AnyResolution, View, scaled
+from triptych.models.llava.config import tile_config
+from triptych.models.llava.preprocess import mean_colour, squared
+from triptych.models.shared.fixed_size import fixed_size_input
+from triptych.models.shared.geometry import PREPROCESSOR_FILE
+from triptych.models.shared.images import decode_image
+from triptych.models.shared.patches import normalised_bytes, resampling
+from triptych.types import ImageHeader, ItemPlan
+
+BLACK = (0, 0, 0)
+
+
+class LlavaNextPreprocessor:
+    """``Preprocessor`` of both families. Raises CheckpointError for an unsupported setting."""
+
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        self._tile = tile_config(config).clip
+        self._anyres = AnyResolution.from_configs(config, preprocessor_config, self._tile.image_size, self._tile.side)
+        _check_size(preprocessor_config, self._tile.image_size)
+        self._resample = resampling(preprocessor_config)
+        self._table = normalised_bytes(preprocessor_config)
+        self._background = mean_colour(preprocessor_config)
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        """Decode, resize and cut one image; each view's ``patches`` are float32 [patches, 3 * patch²].
+
+        Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
+        the tiles aren't the planned ones.
+        """
+        header = plan.header
+        assert isinstance(header, ImageHeader)
+        anyres = self._anyres.within(plan.bounds)
+        is_square = bool(plan.parts[0].payload) and plan.parts[0].payload[0] == View.SQUARE
+        views = anyres.square() if is_square else anyres.views(header.width, header.height)
+        if [view.payload for view in views] != [part.payload for part in plan.parts]:
+            raise PlanMismatch("an image's tiles aren't those of its plan")
+        image = decode_image(data, header.format, (header.width, header.height))
+        for one in views:
+            tiles = list(self._tiles(image, one.view, anyres))
+            yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.payload)
+
+    def _tiles(self, image: Image.Image, view: View, anyres: AnyResolution) -> Iterator[Image.Image]:
+        side = self._tile.image_size
+        if view != View.TILED:
+            whole = squared(image, self._background) if view == View.SQUARE else image
+            yield whole.resize((side, side), self._resample)
+            return
+        height, width = size = anyres.canvas(image.width, image.height)
+        resized = image.resize(scaled(image.width, image.height, size), self._resample)
+        canvas = Image.new("RGB", (width, height), BLACK)
+        canvas.paste(resized, ((width - resized.width) // 2, (height - resized.height) // 2))
+        for top in range(0, height, side):
+            for left in range(0, width, side):
+                yield canvas.crop((left, top, left + side, top + side))
+
+
+def _check_size(preprocessor_config: dict[str, Any], side: int) -> None:
+    """Raise CheckpointError for tiles of another size than the tower's."""
+    square = {"height": side, "width": side}
+    for name in ("size", "crop_size"):
+        if (size := preprocessor_config.get(name)) not in (None, side, {"shortest_edge": side}, square):
+            raise CheckpointError(f"{PREPROCESSOR_FILE}: {name} must be the tower's image_size {side}, not {size!r}")

@@ -1,0 +1,45 @@
+"""CLIP's and SigLIP's vision transformers of our own layers. The references are ``CLIPVisionModel`` and
+``SiglipVisionModel`` in transformers."""
+
+from triptych.layers.attention.tower import TowerAttention
+from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.models.shared.clip_config import ClipConfig
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+from triptych.models.shared.vision_transformer import VisionTransformer
+
+
+def load_clip(reader: TowerWeights, vision: ClipConfig, tower: str, depth: int) -> VisionTransformer:
+    """Load the first ``depth`` layers of the tower of this name. Raises CheckpointError as ``TowerWeights`` does, and
+    for an activation that isn't served."""
+    hidden, embeddings = vision.hidden_size, f"{tower}.embeddings"
+    return VisionTransformer(
+        reader.patch_projection(f"{embeddings}.patch_embedding", hidden, vision.patch_size, bias=not vision.is_clip),
+        reader.parameter(f"{embeddings}.class_embedding", hidden) if vision.is_clip else None,
+        reader.parameter(f"{embeddings}.position_embedding.weight", vision.states, hidden),
+        reader.layer_norm(f"{tower}.pre_layrnorm", hidden, vision.eps) if vision.is_clip else None,
+        [_layer(reader, vision, f"{tower}.encoder.layers.{number}") for number in range(depth)],
+    )
+
+
+def unused(vision: ClipConfig, tower: str, depth: int) -> list[str]:
+    """Return the beginnings of the names of tensors that aren't read: layers, the norm after them, SigLIP's pooling."""
+    layers = [f"{tower}.encoder.layers.{number}." for number in range(depth, vision.num_layers)]
+    return [*layers, f"{tower}.post_layernorm.", f"{tower}.head.", f"{tower}.embeddings.position_ids"]
+
+
+def _layer(reader: TowerWeights, vision: ClipConfig, name: str) -> TowerLayer:
+    hidden, inner = vision.hidden_size, vision.intermediate_size
+    attention = TowerAttention(
+        [reader.linear([f"{name}.self_attn.{kind}_proj" for kind in "qkv"], hidden, hidden)],
+        reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
+        vision.num_heads,
+        (hidden // vision.num_heads) ** -0.5,
+        reader.weights.bf16_attention,
+    )
+    mlp = MLP(
+        reader.linear([f"{name}.mlp.fc1"], inner, hidden),
+        tower_activation(vision.activation, "vision_config.hidden_act"),
+        reader.linear([f"{name}.mlp.fc2"], hidden, inner),
+    )
+    norms = [reader.layer_norm(f"{name}.layer_norm{number}", hidden, vision.eps) for number in (1, 2)]
+    return TowerLayer(norms[0], attention, norms[1], mlp)
