@@ -48,8 +48,8 @@ CHECKS = (
     Check(
         "plans, placeholders and patches of videos",
         "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
-        "tests/models/test_videos.py",
-        {family_of(case) for case in families.VIDEO_CASES},
+        "tests/models/test_videos.py, tests/models/test_frame_tiles.py",
+        {*(family_of(case) for case in families.VIDEO_CASES), *families.FRAME_TILES},
     ),
     Check(
         "positions",
@@ -88,7 +88,7 @@ CHECKS = (
         "answers about videos",
         "as above, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
-        {*families.VIDEO_ANSWERS, "qwen3_vl"},
+        {*families.VIDEO_ANSWERS, *families.FRAME_TILES, "qwen3_vl"},
     ),
     Check(
         "audio",

@@ -27,7 +27,7 @@ from triptych.models.internvl.plan import InternVLPlanner
 from triptych.models.internvl.preprocess import InternVLPreprocessor
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import AudioHeader, ImageHeader, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -272,7 +272,7 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
 def test_what_isnt_planned() -> None:
     planner = InternVLPlanner(CONFIG, PROCESSOR)
     for header, error in (
-        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (AudioHeader("WAV", 16000, 1, 4000), UnsupportedMedia),
         (ImageHeader("PNG", 201, 1), BadMediaSize),
         (ImageHeader("PNG", 0, 1), BadMediaSize),
         (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),

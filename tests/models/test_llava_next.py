@@ -30,7 +30,7 @@ from triptych.models.llava.next_plan import LlavaNextPlanner, LlavaOneVisionPlan
 from triptych.models.llava.next_preprocess import LlavaNextPreprocessor
 from triptych.models.shared.vision_transformer import MAX_STATES
 from triptych.prompt.probe import probe_image
-from triptych.types import ImageHeader, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import AudioHeader, ImageHeader, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -331,7 +331,7 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
 def test_what_isnt_planned(name: str) -> None:
     planner = PLANNERS[name](config_of(name), processor_of(name))
     for header, error in (
-        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (AudioHeader("WAV", 16000, 1, 4000), UnsupportedMedia),
         (ImageHeader("PNG", 201, 1), BadMediaSize),
         (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
     ):

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.chat import url_of
 from tests.support.clips import clip
-from tests.support.families import VIDEO_ANSWERS
+from tests.support.families import FRAME_TILES, VIDEO_ANSWERS
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.serving import served
 from tests.support.stage_loops import count_parts
@@ -36,17 +36,31 @@ CASES: dict[str, Messages] = {
 }
 
 
+def cases_of(family: str) -> dict[str, Messages]:
+    """Frames that are tiles all have one size: a request that bounds it is refused."""
+    if family in VIDEO_ANSWERS:
+        return CASES
+    return {name: user(*map(_unbounded, messages[0]["content"])) for name, messages in CASES.items()}
+
+
+def _unbounded(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "bounds"}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model]]:
     torch.set_num_threads(1)
-    yield {family: Model(make_tiny(tmp_path_factory.mktemp(family), family), CASES) for family in VIDEO_ANSWERS}
+    yield {
+        family: Model(make_tiny(tmp_path_factory.mktemp(family), family), cases_of(family))
+        for family in (*VIDEO_ANSWERS, *FRAME_TILES)
+    }
     asyncio.set_event_loop(None)
 
 
 @pytest.mark.parametrize(
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
-@pytest.mark.parametrize("family", VIDEO_ANSWERS)
+@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES])
 def test_as_the_reference(
     models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, Any]
 ) -> None:
@@ -55,7 +69,7 @@ def test_as_the_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", VIDEO_ANSWERS)
+@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES])
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)

@@ -75,6 +75,9 @@ class Tiny:
     preprocessor: dict[str, Any] | None = None
     split_experts: bool = False
     ids: Mapping[str, int] = field(default_factory=lambda: IDS)
+    video_text: str = "<|video_pad|>"
+    """What the template has for a video."""
+    video_preprocessor: dict[str, Any] | None = None
 
 
 def _as_qwen2_vl(name: str) -> str:
@@ -287,7 +290,9 @@ def _llava_next(
     processor |= {"image_grid_pinpoints": PINPOINTS, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]}
     if text == "llama":
         processor |= {"crop_size": {"height": TILE, "width": TILE}, "do_center_crop": True}
-    return Tiny(config | settings, published=_as_llava, preprocessor=processor)
+    frames = {name: processor[name] for name in ("image_mean", "image_std")}
+    frames |= {"size": {"height": TILE, "width": TILE}, "num_frames": 6}
+    return Tiny(config | settings, published=_as_llava, preprocessor=processor, video_preprocessor=frames)
 
 
 FIXED_SIZE = {
@@ -340,6 +345,13 @@ FIXED_SIZE = {
             "image_mean": [0.485, 0.456, 0.406],
             "image_std": [0.229, 0.224, 0.225],
         },
+        video_text="<video>",
+        video_preprocessor={
+            "size": {"height": 56, "width": 56},
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+            "num_frames": 6,
+        },
     ),
 }
 """Families whose images all have one size, or tiles of one."""
@@ -357,8 +369,11 @@ def make_tiny(
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
     write_tokenizer(folder, VOCABULARY, tiny.ids)
-    if tiny.preprocessor is not None:
-        write_json(folder / "preprocessor_config.json", tiny.preprocessor)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|video_pad|>", tiny.video_text))
+    for name, settings in (("preprocessor", tiny.preprocessor), ("video_preprocessor", tiny.video_preprocessor)):
+        if settings is not None:
+            write_json(folder / f"{name}_config.json", settings)
     model = _random_model(tiny, seed)
     if layout == "saved":
         model.save_pretrained(folder)

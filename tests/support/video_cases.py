@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
 
 from tests.support.checkpoints import load_reference
 from tests.support.clips import picture
+from tests.support.families import FRAME_TILES
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
@@ -20,10 +23,10 @@ from tests.support.planners import seconds_of
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EncodeConfig, EngineConfig
 from triptych.media.frames import PackedFrames, pack_frames
-from triptych.models.base import VISION
+from triptych.models.base import VISION, EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
-from triptych.types import PixelBounds
+from triptych.types import ImageHeader, PixelBounds
 
 
 def video_part(data: bytes, **options: Any) -> dict[str, Any]:
@@ -85,6 +88,9 @@ class Model:
         ids = config.get("thinker_config", config)
         tokens = torch.tensor([prompt.tokens])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if family in FRAME_TILES:
+            pixels = [pixels_of(list(preprocess(item.data, item.plan)), config) for item in prompt.items]
+            return inputs | TILE_INPUTS[family](prompt, pixels)
         if family != "qwen3_omni_moe":  # which finds out by itself
             kinds = (tokens == ids["image_token_id"]).int() + 2 * (tokens == ids["video_token_id"]).int()
             inputs["mm_token_type_ids"] = kinds
@@ -100,6 +106,35 @@ class Model:
             seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
             inputs[name] = torch.tensor(seconds)
         return inputs
+
+
+def pixels_of(parts: list[EncoderInput], config: dict[str, Any]) -> Tensor:
+    """Pixels [tiles, 3, side, side] of the parts' patches; those beyond the last whole patch are 0."""
+    side, patch = (np.atleast_1d(config["vision_config"][f"{name}_size"])[0] for name in ("image", "patch"))
+    patches = torch.cat([torch.from_numpy(part.patches) for part in parts])
+    grid = patches.view(-1, side // patch, side // patch, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
+    whole = grid.reshape(len(grid), 3, side // patch * patch, -1)
+    return F.pad(whole, (0, side % patch, 0, side % patch))
+
+
+def _internvl_inputs(prompt: PlannedPrompt, pixels: list[Tensor]) -> dict[str, Any]:
+    return {"pixel_values": torch.cat(pixels)} if pixels else {}
+
+
+def _llava_onevision_inputs(prompt: PlannedPrompt, pixels: list[Tensor]) -> dict[str, Any]:
+    modalities = [item.plan.modality for item in prompt.items]
+    frames = [made for made, modality in zip(pixels, modalities, strict=True) if modality == "video"]
+    inputs: dict[str, Any] = {"pixel_values_videos": torch.stack(frames)} if frames else {}
+    if "image" in modalities:
+        number = modalities.index("image")  # the only one
+        header = prompt.items[number].plan.header
+        assert isinstance(header, ImageHeader)
+        inputs |= {"pixel_values": pixels[number][None], "batch_num_images": torch.tensor([1])}
+        inputs["image_sizes"] = torch.tensor([[header.height, header.width]])
+    return inputs
+
+
+TILE_INPUTS = {"internvl": _internvl_inputs, "llava_onevision": _llava_onevision_inputs}
 
 
 def answered(

@@ -111,7 +111,7 @@ INTERNVL = Family(
     planner="triptych.models.internvl.plan:InternVLPlanner",
     preprocessor="triptych.models.internvl.preprocess:InternVLPreprocessor",
     adapter="triptych.models.internvl.encoder:InternVL",
-    modalities=("text", "image"),
+    modalities=("text", "image", "video"),
 )
 
 FAMILIES = {
@@ -151,7 +151,11 @@ FAMILIES = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "llava_onevision": replace(
-        LLAVA_NEXT, name="LLaVA-OneVision", planner="triptych.models.llava.next_plan:LlavaOneVisionPlanner"
+        LLAVA_NEXT,
+        name="LLaVA-OneVision",
+        planner="triptych.models.llava.next_plan:LlavaOneVisionPlanner",
+        preprocessor="triptych.models.llava.next_preprocess:LlavaOneVisionPreprocessor",
+        modalities=("text", "image", "video"),
     ),
     "internvl": INTERNVL,
     "internvl_chat": replace(

@@ -102,6 +102,16 @@ def tile_settings(config: ModelConfig, preprocessor_config: dict[str, Any]) -> d
     return {"min_patches": least, "max_patches": most, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
 
 
+def frame_settings(
+    config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the settings of the video processor. The original files' code treats a frame like a tile."""
+    if not is_original(config):
+        return video_config or {}
+    tile_config = tile_settings(config, preprocessor_config)
+    return {name: tile_config[name] for name in ("image_mean", "image_std")}
+
+
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
     """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
     return {"model_type": "qwen2", **setting(config, "text_config", dict)}

@@ -4,21 +4,32 @@ The reference is ``InternVLProcessor`` in transformers: an image becomes a grid 
 a thumbnail after them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import VISION, MediaToken, ModelConfig
-from triptych.models.internvl.config import image_token, is_original, text_config, tile_settings, unified, vision_config
+from triptych.models.internvl.config import (
+    frame_settings,
+    image_token,
+    is_original,
+    text_config,
+    tile_settings,
+    unified,
+    vision_config,
+)
 from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
+from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
+from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
 ORIGINAL_IMAGE = "<image>"
 """What the original files' templates have for an image; it is no token."""
+VIDEO = "<video>"
+"""What all templates have for a video."""
 
 
 class InternVLPlanner(PlainPlanner):
@@ -32,17 +43,19 @@ class InternVLPlanner(PlainPlanner):
         *,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
-        config, tile_config = unified(config), tile_settings(config, preprocessor_config)
+        tile_config = tile_settings(config, preprocessor_config)
+        frame_config = frame_settings(config, preprocessor_config, video_config)
+        config = unified(config)
         self._vision = vision = vision_config(config)
         self._grids = TileGrids.from_config(tile_config, vision.tile_size)
         super().__init__(
-            {"image": image_token(config)},
+            {"image": image_token(config), "video": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._grids.max_pixels,
             max_source_pixels=max_source_pixels,
         )
-        if is_original(config):
-            self.template_texts: Mapping[str, str] = {"image": ORIGINAL_IMAGE}
+        self.template_texts = {"video": VIDEO} | ({"image": ORIGINAL_IMAGE} if is_original(config) else {})
+        self._sampling = frame_sampling(IntervalMiddleSampling, frame_config)
         self._tile_cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
         self._tiles: dict[int, tuple[ItemPart, ...]] = {}
 
@@ -76,6 +89,19 @@ class InternVLPlanner(PlainPlanner):
             )
         return self._tiles[tiles]
 
+    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
+        frames = self._sampling.for_request(sampling).frames(header)
+        [part] = self._parts(1)
+        return frames_plan(header, sampling, frames, part, last_rows=part.rows, side=self._vision.tile_size)
+
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
-        """Return the template's placeholder between markers."""
-        return f"{IMAGE_START}{spelling(self.placeholder_tokens[plan.modality])}{IMAGE_END}"
+        """Return the template's placeholder between markers and, for each frame of a video, after its number."""
+        image = f"{IMAGE_START}{spelling(self.placeholder_tokens[plan.modality])}{IMAGE_END}"
+        if plan.modality == "image":
+            return image
+        return "\n".join(f"Frame{number}: {image}" for number in range(1, plan.num_parts + 1))
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """Return one run of all embeddings of an image, and one for each frame of a video."""
+        return [plan.rows] if plan.modality == "image" else [part.rows for part in plan.parts]

@@ -6,16 +6,18 @@ Bit-exact with ``GotOcr2ImageProcessorPil`` in transformers, which InternVL uses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.internvl.config import tile_settings, unified, vision_config
+from triptych.models.internvl.config import frame_settings, tile_settings, unified, vision_config
 from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.fixed_size import fixed_size_input
+from triptych.models.shared.frame_tiles import FrameTiles
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import normalised_bytes, resampling
-from triptych.types import ImageHeader, ItemPlan
+from triptych.types import ImageHeader, ItemPlan, VideoHeader
 
 
 class InternVLPreprocessor:
@@ -29,13 +31,19 @@ class InternVLPreprocessor:
         self._grids = TileGrids.from_config(tile_config, self._vision.tile_size)
         self._resample = resampling(tile_config)
         self._table = normalised_bytes(tile_config)
+        self._frames = FrameTiles(frame_settings(config, preprocessor_config, video_config), self._vision.tile_size)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Decode, resize and cut one image; each tile's ``patches`` are float32 [patches, 3 * patch²].
+        """Decode, resize and cut an image or the frames of a video; each tile's ``patches`` are float32
+        [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
         the tiles aren't the planned ones.
         """
+        if isinstance(plan.header, VideoHeader):
+            for frame in self._frames(data, plan):
+                yield fixed_size_input([frame], self._frames.table, self._vision.patch_size)
+            return
         assert isinstance(plan.header, ImageHeader)
         columns, rows = self._grids.within(plan.bounds).best(plan.header.width, plan.header.height)
         side, tiles = self._vision.tile_size, columns * rows
@@ -51,4 +59,4 @@ class InternVLPreprocessor:
             yield self._input(image.resize((side, side), self._resample))
 
     def _input(self, tile: Image.Image) -> EncoderInput:
-        return fixed_size_input([tile], self._table, self._vision.patch_size)
+        return fixed_size_input([np.asarray(tile)], self._table, self._vision.patch_size)

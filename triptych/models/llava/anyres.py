@@ -48,7 +48,12 @@ class Layout(NamedTuple):
     pooled: tuple[int, int]
     """Those that these are interpolated to."""
     newlines: int
-    """The rows are so many groups of equal size, each followed by the newline's embedding; 0 for none of these."""
+    """Groups of equal size that the rows are in, each followed by the newline's embedding; 0 for none of these."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As ``EncoderInput`` has it."""
+        return (*self.tiles, *self.kept, *self.pooled, self.newlines)
 
     @property
     def rows(self) -> int:
@@ -65,8 +70,7 @@ class ImageView(NamedTuple):
     @property
     def payload(self) -> tuple[int, ...]:
         """As ``ItemPart`` has it."""
-        layout = self.layout
-        return (self.view, *layout.tiles, *layout.kept, *layout.pooled, layout.newlines)
+        return (self.view, *self.layout.numbers)
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,12 @@ class AnyResolution:
         return pooled
 
 
+def frame_layout(side: int, newlines: int = 0) -> Layout:
+    """Return the layout of a video's frame, which is interpolated to half the embeddings per side, rounded up."""
+    half = math.ceil(side / 2)
+    return Layout((1, 1), (side, side), (half, half), newlines)
+
+
 def scaled(width: int, height: int, canvas: tuple[int, int]) -> tuple[int, int]:
     """Return (width, height) of the largest image of this shape within a canvas's (height, width), rounded up."""
     across, down = canvas[1] / width, canvas[0] / height
@@ -168,9 +178,9 @@ def scaled(width: int, height: int, canvas: tuple[int, int]) -> tuple[int, int]:
     return min(math.ceil(width * down), canvas[1]), canvas[0]
 
 
-def layout_of(payload: Sequence[int]) -> Layout:
-    """Return the layout of ``ImageView.payload``."""
-    _, rows, columns, kept_rows, kept_columns, pooled_rows, pooled_columns, newlines = payload
+def layout_of(numbers: Sequence[int]) -> Layout:
+    """Return the layout with these ``numbers``."""
+    rows, columns, kept_rows, kept_columns, pooled_rows, pooled_columns, newlines = numbers
     return Layout((rows, columns), (kept_rows, kept_columns), (pooled_rows, pooled_columns), newlines)
 
 

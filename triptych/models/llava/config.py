@@ -69,6 +69,10 @@ class VisionConfig:
         return self.clip.side**2 + self.keeps_class_row
 
 
+VIDEO_TOKEN = 151647
+"""Default of LLaVA-OneVision's."""
+
+
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
     """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
     text = {"model_type": DEFAULTS[config["model_type"]].text, **setting(config, "text_config", dict)}
@@ -76,7 +80,7 @@ def text_config(config: ModelConfig) -> Mapping[str, Any]:
     return {**TEXT_DEFAULTS.get(kind, {}), **text} if isinstance(kind, str) else text
 
 
-def token(config: ModelConfig, modality: str, default: int) -> int:
+def _token(config: ModelConfig, modality: str, default: int) -> int:
     """Return a placeholder's id. Raises CheckpointError for an invalid one."""
     return setting(
         config, f"{modality}_token_index", int, default=setting(config, f"{modality}_token_id", int, default=default)
@@ -85,7 +89,12 @@ def token(config: ModelConfig, modality: str, default: int) -> int:
 
 def image_token(config: ModelConfig) -> int:
     """Return the id of the images' placeholder. Raises CheckpointError for an invalid one."""
-    return token(config, "image", DEFAULTS[config["model_type"]].image_token)
+    return _token(config, "image", DEFAULTS[config["model_type"]].image_token)
+
+
+def video_token(config: ModelConfig) -> int:
+    """Return the id of the videos' placeholder. Raises CheckpointError for an invalid one."""
+    return _token(config, "video", VIDEO_TOKEN)
 
 
 def vision_config(config: ModelConfig) -> VisionConfig:

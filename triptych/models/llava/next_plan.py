@@ -4,11 +4,12 @@ from typing import Any
 
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import VISION, ModelConfig
-from triptych.models.llava.anyres import AnyResolution, ImageView
-from triptych.models.llava.config import image_token, text_config, tile_config
+from triptych.models.llava.anyres import AnyResolution, ImageView, frame_layout
+from triptych.models.llava.config import image_token, text_config, tile_config, video_token
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
+from triptych.models.shared.video import IntervalStartSampling, frame_sampling, frames_plan
+from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
 
 class LlavaNextPlanner(PlainPlanner):
@@ -67,8 +68,28 @@ class LlavaNextPlanner(PlainPlanner):
 class LlavaOneVisionPlanner(LlavaNextPlanner):
     """``Planner`` of LLaVA-OneVision. Raises as ``LlavaNextPlanner``."""
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        super().__init__(config, preprocessor_config, video_config, max_source_pixels=max_source_pixels)
+        self.placeholder_tokens = {**self.placeholder_tokens, "video": video_token(config)}
+        self.media_tokens = frozenset(self.placeholder_tokens.values())
+        self._sampling = frame_sampling(IntervalStartSampling, video_config or {})
+
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
         """Of several images, each is one tile, whatever the bounds, as in transformers' processor."""
         if siblings:
             return self._plan_views(header, bounds, self._anyres.square())
         return super()._plan_image(header, bounds, siblings)
+
+    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+        """Each frame is a tile, and one newline follows the last. Raises UnsupportedMedia for invalid sampling."""
+        tile, layout = self._tile, frame_layout(self._tile.side)
+        part = ItemPart(((0, layout.rows),), tile.side**2, tile.cost, VISION)
+        frames = self._sampling.for_request(sampling).frames(header)
+        return frames_plan(header, sampling, frames, part, last_rows=layout.rows + 1, side=tile.image_size)

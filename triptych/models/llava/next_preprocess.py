@@ -7,24 +7,26 @@ Bit-exact with ``LlavaNextImageProcessorPil`` and ``LlavaOnevisionImageProcessor
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.llava.anyres import AnyResolution, View, scaled
+from triptych.models.llava.anyres import AnyResolution, View, frame_layout, scaled
 from triptych.models.llava.config import tile_config
 from triptych.models.llava.preprocess import mean_colour, squared
 from triptych.models.shared.fixed_size import fixed_size_input
+from triptych.models.shared.frame_tiles import FrameTiles
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import normalised_bytes, resampling
-from triptych.types import ImageHeader, ItemPlan
+from triptych.types import ImageHeader, ItemPlan, VideoHeader
 
 BLACK = (0, 0, 0)
 
 
 class LlavaNextPreprocessor:
-    """``Preprocessor`` of both families. Raises CheckpointError for an unsupported setting."""
+    """``Preprocessor`` of LLaVA-NeXT. Raises CheckpointError for an unsupported setting."""
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
@@ -51,8 +53,8 @@ class LlavaNextPreprocessor:
             raise PlanMismatch("an image's tiles aren't those of its plan")
         image = decode_image(data, header.format, (header.width, header.height))
         for one in views:
-            tiles = list(self._tiles(image, one.view, anyres))
-            yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.payload)
+            tiles = [np.asarray(tile) for tile in self._tiles(image, one.view, anyres)]
+            yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.layout.numbers)
 
     def _tiles(self, image: Image.Image, view: View, anyres: AnyResolution) -> Iterator[Image.Image]:
         side = self._tile.image_size
@@ -67,6 +69,25 @@ class LlavaNextPreprocessor:
         for top in range(0, height, side):
             for left in range(0, width, side):
                 yield canvas.crop((left, top, left + side, top + side))
+
+
+class LlavaOneVisionPreprocessor(LlavaNextPreprocessor):
+    """``Preprocessor`` of LLaVA-OneVision. Raises CheckpointError for an unsupported setting."""
+
+    def __init__(
+        self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(config, preprocessor_config)
+        self._frames = FrameTiles(video_config or {}, self._tile.image_size)
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        """Return the parts of an image as ``LlavaNextPreprocessor`` does, and one for each frame of a video."""
+        if not isinstance(plan.header, VideoHeader):
+            yield from super().__call__(data, plan)
+            return
+        for number, frame in enumerate(self._frames(data, plan), start=1):
+            layout = frame_layout(self._tile.side, newlines=int(number == plan.num_parts))
+            yield fixed_size_input([frame], self._frames.table, self._tile.patch_size, layout.numbers)
 
 
 def _check_size(preprocessor_config: dict[str, Any], side: int) -> None:

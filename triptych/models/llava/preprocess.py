@@ -6,6 +6,7 @@ Bit-exact with ``CLIPImageProcessorPil`` and ``LlavaImageProcessorPil`` in trans
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
@@ -43,7 +44,8 @@ class LlavaPreprocessor:
         if plan.grid != self._grid:
             raise PlanMismatch(f"an item becomes a grid of {self._grid}; its plan says {plan.grid}")
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
-        yield fixed_size_input([self._cropped(self._resized(self._padded(image)))], self._table, self._patch_size)
+        pixels = np.asarray(self._cropped(self._resized(self._padded(image))))
+        yield fixed_size_input([pixels], self._table, self._patch_size)
 
     def _padded(self, image: Image.Image) -> Image.Image:
         """Centre the image on a square, if the processor does."""

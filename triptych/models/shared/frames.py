@@ -45,8 +45,8 @@ class VideoPreprocessor(PatchPreprocessor):
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         super().__init__(config, preprocessor_config)
-        self._video_mode = _mode(video_config or {})
-        self._video_table = self._normalised_bytes(video_config or {})
+        self._video_mode = video_mode(video_config or {})
+        self._video_table = normalised_video_bytes(video_config or {}, self.video_mean, self.video_std)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
         """Yield an image as ``PatchPreprocessor`` does, and a video as one part per temporal patch.
@@ -58,41 +58,45 @@ class VideoPreprocessor(PatchPreprocessor):
             yield from super().__call__(data, plan)
             return
         size = self._geometry.temporal_patch_size
-        sampled = _frames(data, plan, plan.header)
+        sampled, resized_to = decoded_frames(data, plan, plan.header), (plan.resized_height, plan.resized_width)
         while some := list(itertools.islice(sampled, size)):
             some += some[-1:] * (size - len(some))
-            yield self._input(self._resize(np.stack(some), plan), self._video_table, plan)
-
-    def _resize(self, pixels: NDArray[np.uint8], plan: ItemPlan) -> NDArray[np.uint8]:
-        """Resize frames, uint8 [frames, height, width, channels], to the planned size.
-
-        Uses the kernel that torchvision calls: Pillow's is slower and rounds differently.
-        """
-        from torch import from_numpy  # here, because the frontend imports this file, and images don't need torch
-        from torch.nn.functional import interpolate
-
-        size = plan.resized_height, plan.resized_width
-        if pixels.shape[1:3] == size:
-            return pixels
-        frames_first = from_numpy(pixels).permute(0, 3, 1, 2)
-        resized = interpolate(frames_first, size, mode=self._video_mode, antialias=True, align_corners=False)
-        return np.ascontiguousarray(resized.permute(0, 2, 3, 1).numpy())
-
-    def _normalised_bytes(self, video_config: dict[str, Any]) -> NDArray[np.float32]:
-        """float32 [channels, 256]: the normalised value of each byte. As in the reference's video processor, rescaling
-        is folded into mean and standard deviation."""
-        values = np.tile(np.arange(256, dtype=np.float32), (CHANNELS, 1))
-        factor = rescale_factor(video_config) if video_config.get("do_rescale", True) else 1.0
-        if not video_config.get("do_normalize", True):
-            return values * np.float32(factor)
-        mean = per_channel(video_config, "image_mean", self.video_mean) * np.float32(1 / factor)
-        std = per_channel(video_config, "image_std", self.video_std) * np.float32(1 / factor)
-        table: NDArray[np.float32] = (values - mean) / std
-        return table
+            yield self._input(resized(np.stack(some), resized_to, self._video_mode), self._video_table, plan)
 
 
-def _frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]:
-    """Yield the sampled frames in order."""
+def resized(pixels: NDArray[np.uint8], size: tuple[int, int], mode: str) -> NDArray[np.uint8]:
+    """Resize frames, uint8 [frames, height, width, channels], to (height, width); ``mode`` is that of ``video_mode``.
+
+    Uses the kernel that torchvision calls: Pillow's is slower and rounds differently.
+    """
+    from torch import from_numpy  # here, because the frontend imports this file, and images don't need torch
+    from torch.nn.functional import interpolate
+
+    if pixels.shape[1:3] == size:
+        return pixels
+    frames_first = from_numpy(pixels).permute(0, 3, 1, 2)
+    made = interpolate(frames_first, size, mode=mode, antialias=True, align_corners=False)
+    return np.ascontiguousarray(made.permute(0, 2, 3, 1).numpy())
+
+
+def normalised_video_bytes(
+    video_config: dict[str, Any], mean: tuple[float, float, float], std: tuple[float, float, float]
+) -> NDArray[np.float32]:
+    """float32 [channels, 256]: the normalised value of each byte. As in the reference's video processor, rescaling is
+    folded into mean and standard deviation, whose defaults are ``mean`` and ``std``. Raises CheckpointError."""
+    values = np.tile(np.arange(256, dtype=np.float32), (CHANNELS, 1))
+    factor = rescale_factor(video_config) if video_config.get("do_rescale", True) else 1.0
+    if not video_config.get("do_normalize", True):
+        return values * np.float32(factor)
+    means = per_channel(video_config, "image_mean", mean) * np.float32(1 / factor)
+    stds = per_channel(video_config, "image_std", std) * np.float32(1 / factor)
+    table: NDArray[np.float32] = (values - means) / stds
+    return table
+
+
+def decoded_frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]:
+    """Yield the sampled frames in order. Raises MediaError if the bytes can't be decoded, and PlanMismatch if they have
+    other frames than planned."""
     numbers = sampled_frames(plan)
     if not numbers:
         raise PlanMismatch("the plan of a video has no frames")
@@ -105,8 +109,8 @@ def _frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]
     return (np.asarray(decode_image(packed[number], f"{number}. frame's", size)) for number in numbers)
 
 
-def _mode(video_config: dict[str, Any]) -> str:
-    """Return torch's name of the resampling filter."""
+def video_mode(video_config: dict[str, Any]) -> str:
+    """Return torch's name of the resampling filter. Raises CheckpointError for one that isn't served."""
     resample = resampling(video_config)
     if resample not in _MODES:
         raise CheckpointError(f"{FILE}: resample {resample.value} is not served for videos")

@@ -17,11 +17,12 @@ from triptych.types import (
     MediaHeader,
     PixelBounds,
     Placement,
+    VideoHeader,
 )
 
 
 class PlainPlanner(ABC):
-    """``Planner`` of images whose embeddings are one run, and of prompts with plain positions."""
+    """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
 
     audio_in_video = False
     template_texts: Mapping[str, str] = {}
@@ -48,13 +49,18 @@ class PlainPlanner(ABC):
         sound: AudioHeader | None = None,
         siblings: int = 0,
     ) -> ItemPlan:
-        """Plan an image; see ``Planner``.
+        """Plan an image or a video; see ``Planner``.
 
         Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, BadMediaSize for an
-        aspect ratio above 200, and what the family raises.
+        image with an aspect ratio above 200, and what the family raises.
         """
+        if isinstance(header, VideoHeader):
+            check_source_size("video", header.width, header.height, self._max_source_pixels)
+            if bounds != MODEL_BOUNDS:
+                raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
+            return self._plan_video(header, sampling)
         if not isinstance(header, ImageHeader):
-            raise UnsupportedMedia("the model takes only images")
+            raise UnsupportedMedia("the model takes no audio")
         check_source_size("image", header.width, header.height, self._max_source_pixels)
         check_aspect_ratio(header.width, header.height)
         return self._plan_image(header, bounds, siblings)
@@ -62,6 +68,10 @@ class PlainPlanner(ABC):
     @abstractmethod
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
         """Plan an image whose size has been checked."""
+
+    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+        """Plan a video whose frames' size has been checked."""
+        raise UnsupportedMedia("the model takes no videos")
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder unchanged."""

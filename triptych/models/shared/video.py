@@ -1,11 +1,12 @@
 """Samples and sizes the frames of a video. Ints and floats only.
 
-The reference has two variants of both, ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor`` of transformers; tests
-check that the arithmetic agrees.
+The reference of Qwen's has two variants of both, ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor`` of
+transformers; tests check that the arithmetic agrees.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -14,13 +15,17 @@ import numpy as np
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.models.base import VISION
 from triptych.models.shared.geometry import apply_bounds, smart_resize
-from triptych.types import FrameSampling, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import FrameSampling, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
 MAX_ASPECT_RATIO = 200
 FILE = "video_preprocessor_config.json"
 
 # The reference processors' defaults, minimum and maximum.
 _DEFAULT_FRAMES = 4, 768
+
+
+DEFAULT_FRAMES = 32
+"""Sampled from a video if neither config nor request says otherwise: the models were trained with up to as many."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,20 @@ class IntervalStartSampling(VideoSampling):
     def _whole(self, frames: float) -> int:
         """Round down to whole temporal patches."""
         return math.floor(frames / self.temporal_patch_size) * self.temporal_patch_size
+
+
+class IntervalMiddleSampling(VideoSampling):
+    """InternVL's sampling: the frame in the middle of each of several equal intervals."""
+
+    def frames(self, header: VideoHeader) -> tuple[int, ...]:
+        """Return at least one index, and all for a ``num_frames`` above the video's, which the reference rejects."""
+        total = header.frames
+        if header.presampled:
+            return tuple(range(total))
+        wanted = self.num_frames or max(int(total / header.rate * self.fps), self.min_frames)
+        steps = min(wanted, self.max_frames, total)
+        # integer arithmetic: the reference's float32 may be one frame off in long videos
+        return tuple((2 * step + 1) * total // (2 * steps) for step in range(steps))
 
 
 @dataclass(frozen=True)
@@ -229,3 +248,36 @@ def _rate(config: dict[str, Any], default: float) -> float:
 def sampled_frames(plan: ItemPlan) -> tuple[int, ...]:
     """Return the indexes of a video's sampled frames, in display order: the payloads of its temporal patches."""
     return tuple(frame for part in plan.parts if part.tower == VISION for frame in part.payload)
+
+
+def frame_sampling(kind: type[VideoSampling], video_config: dict[str, Any]) -> VideoSampling:
+    """Return the sampling of single frames by a model's own config. Raises CheckpointError for an invalid value."""
+    default = {} if video_config.get("fps") else {"num_frames": DEFAULT_FRAMES}
+    return kind.from_config({**default, **video_config}, 1)
+
+
+def frames_plan(
+    header: VideoHeader, sampling: FrameSampling, frames: Sequence[int], part: ItemPart, *, last_rows: int, side: int
+) -> ItemPlan:
+    """Plan a part like ``part`` for each frame, whose payload is the frame's number.
+
+    The last one has ``last_rows`` rows. ``side`` is that of the square frames, in pixels.
+    """
+    rows = [part.rows] * (len(frames) - 1) + [last_rows]
+    parts = tuple(
+        ItemPart(((number * part.rows, rows[number]),), part.patches, part.cost, VISION, (frame,))
+        for number, frame in enumerate(frames)
+    )
+    across = round(part.patches**0.5)
+    return ItemPlan(
+        modality="video",
+        header=header,
+        resized_height=side,
+        resized_width=side,
+        grid=(len(parts), across, across),
+        rows=sum(rows),
+        patches=len(parts) * part.patches,
+        cost=len(parts) * part.cost,
+        parts=parts,
+        sampling=sampling,
+    )
