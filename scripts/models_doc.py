@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.models.golden.make_videos import family_of
 from tests.support import families
 from tests.support.backbones import BACKBONES
-from tests.support.tiny import FIXED_SIZE, TINY
+from tests.support.tiny import OWN_TOWERS, TINY
 from triptych.models.registry import FAMILIES, Family, resolve
 from triptych.models.shared.settings import text_section
 
@@ -43,7 +43,7 @@ CHECKS = (
         "plans and patches of images",
         "equal bit by bit to the Pillow processor's, except 16-bit grey, which that one clips",
         "tests/models",
-        {*families.PATCHES, *QWEN3_VL, *FIXED_SIZE},
+        {*families.PATCHES, *QWEN3_VL, *OWN_TOWERS},
     ),
     Check(
         "plans, placeholders and patches of videos",
@@ -81,7 +81,7 @@ CHECKS = (
         "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
         "receive pool of one block; first logits within 1e-4",
         "tests/parity",
-        {*TINY, *QWEN3_VL, *FIXED_SIZE}.difference(families.SLOW_ANSWERS),
+        {*TINY, *QWEN3_VL, *OWN_TOWERS}.difference(families.SLOW_ANSWERS),
     ),
     Check("answers of other models", f"the same{SLOW}", "tests/parity/test_families.py", families.SLOW_ANSWERS),
     Check(

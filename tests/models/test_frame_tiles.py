@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.models.golden.make_frame_tiles import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
-from tests.support.tiny import FIXED_SIZE, IDS
+from tests.support.tiny import IDS, OWN_TOWERS
 from triptych.errors import CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.media import frames
 from triptych.models.base import Planner
@@ -24,7 +24,7 @@ ROWS = {"internvl": 4, "llava_onevision": 9}
 
 
 def made(part: str, family: str, settings: dict[str, Any]) -> Any:
-    tiny = FIXED_SIZE[family]
+    tiny = OWN_TOWERS[family]
     return resolve(getattr(FAMILIES[family], part))(tiny.config, tiny.preprocessor, settings)
 
 

@@ -15,7 +15,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import TOWER_TOLERANCE, assert_close, random_input
 from tests.support.image_cases import picture, png
-from tests.support.tiny import FIXED_SIZE, IDS, make_original_internvl, make_tiny
+from tests.support.tiny import IDS, OWN_TOWERS, make_original_internvl, make_tiny
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
@@ -31,8 +31,8 @@ from triptych.types import AudioHeader, ImageHeader, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
-CONFIG: dict[str, Any] = FIXED_SIZE["internvl"].config
-PROCESSOR: dict[str, Any] = FIXED_SIZE["internvl"].preprocessor or {}
+CONFIG: dict[str, Any] = OWN_TOWERS["internvl"].config
+PROCESSOR: dict[str, Any] = OWN_TOWERS["internvl"].preprocessor or {}
 PUBLISHED = PROCESSOR | {"size": {"height": 448, "width": 448}, "max_patches": 12}
 INPUTS = [random_input((1, 4, 4), seed, 3 * 14 * 14) for seed in range(2)]
 

@@ -20,7 +20,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from tests.support.checkpoints import edit_config, load_adapter, load_reference
 from tests.support.forward import TOWER_TOLERANCE, assert_close, random_input
 from tests.support.random_checkpoint import write_json
-from tests.support.tiny import FIXED_SIZE, IDS, make_tiny
+from tests.support.tiny import IDS, OWN_TOWERS, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
@@ -37,8 +37,8 @@ from triptych.types import ImageHeader, ItemPlan, PixelBounds, Placement, Span, 
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
-CONFIG: dict[str, Any] = FIXED_SIZE["llava"].config
-PROCESSOR: dict[str, Any] = FIXED_SIZE["llava"].preprocessor or {}
+CONFIG: dict[str, Any] = OWN_TOWERS["llava"].config
+PROCESSOR: dict[str, Any] = OWN_TOWERS["llava"].preprocessor or {}
 INPUTS = [random_input((1, 5, 5), seed, 3 * 14 * 14) for seed in range(2)]
 
 PUBLISHED_TEMPLATE = (

@@ -18,7 +18,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import TOWER_TOLERANCE, assert_close
 from tests.support.image_cases import picture, png
-from tests.support.tiny import FIXED_SIZE, Layout, make_tiny
+from tests.support.tiny import OWN_TOWERS, Layout, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
@@ -45,14 +45,14 @@ PUBLISHED_TILES = {"llava_next": 336, "llava_onevision": 384}
 
 def config_of(name: str, **settings: Any) -> ModelConfig:
     """The tiny config with these settings; a dict changes a section's."""
-    config = deepcopy(FIXED_SIZE[name].config)
+    config = deepcopy(OWN_TOWERS[name].config)
     for key, value in settings.items():
         config[key] = config[key] | value if isinstance(config.get(key), dict) and isinstance(value, dict) else value
     return config
 
 
 def processor_of(name: str, **settings: Any) -> dict[str, Any]:
-    return {**(FIXED_SIZE[name].preprocessor or {}), **settings}
+    return {**(OWN_TOWERS[name].preprocessor or {}), **settings}
 
 
 def published(name: str) -> tuple[ModelConfig, dict[str, Any]]:

@@ -13,7 +13,7 @@ from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE,
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
 from tests.support.stage_loops import Recording, count_parts, engine_loop
-from tests.support.tiny import FIXED_SIZE, TINY, make_original_internvl, make_tiny
+from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     torch.set_num_threads(1)
     return {
         name: Model(make_tiny(tmp_path_factory.mktemp(name), name, seed=4), TEXTS if name in TEXT_ALONE else CASES)
-        for name in (*TINY, *FIXED_SIZE)
+        for name in (*TINY, *OWN_TOWERS)
     }
 
 
@@ -56,7 +56,7 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
     assert answered(models[family], "1E1PD", engine) == models[family].answers
 
 
-@pytest.mark.parametrize("family", [*FIXED_SIZE, "qwen3_5"])
+@pytest.mark.parametrize("family", [*OWN_TOWERS, "qwen3_5"])
 def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> None:
     """The second answers are the same, and no part is encoded again."""
     model, seen = models[family], list[int]()
@@ -91,7 +91,7 @@ def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) 
         assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
 
 
-@pytest.mark.parametrize("family", [*TINY, *FIXED_SIZE])
+@pytest.mark.parametrize("family", [*TINY, *OWN_TOWERS])
 def test_first_token_logits(models: dict[str, Model], family: str) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD where there is one."""
     model, recorded = models[family], list[Tensor]()

@@ -6,11 +6,11 @@ from typing import Any
 
 from tests.models.golden.make_videos import FILE
 from tests.support.backbones import BACKBONES
-from tests.support.tiny import FIXED_SIZE, TINY
+from tests.support.tiny import OWN_TOWERS, TINY
 from triptych.models.registry import FAMILIES
 
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
-ANSWERED_IMAGES = [*WITH_IMAGES, *FIXED_SIZE]
+ANSWERED_IMAGES = [*WITH_IMAGES, *OWN_TOWERS]
 """Answers about images are compared."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
 """Model types of ``tests/support/backbones.py``."""

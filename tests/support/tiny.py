@@ -24,6 +24,7 @@ IDS = token_ids(VOCABULARY)
 HEARING_IDS = IDS | {
     token: VOCABULARY + n for n, token in enumerate(("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"))
 }
+ROW_IDS = IDS | {token: VOCABULARY + number for number, token in enumerate(("[IMG_BREAK]", "[IMG_END]"))}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -295,7 +296,7 @@ def _llava_next(
     return Tiny(config | settings, published=_as_llava, preprocessor=processor, video_preprocessor=frames)
 
 
-FIXED_SIZE = {
+OWN_TOWERS = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
         | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}
@@ -315,6 +316,49 @@ FIXED_SIZE = {
     ),
     "llava_next": _llava_next("LlavaNext", "llava_next", "llama", CLIP_TOWER, NEXT_SETTINGS),
     "llava_onevision": _llava_next("LlavaOnevision", "llava_onevision", "qwen2", SIGLIP_TOWER, ONE_VISION_SETTINGS),
+    "mistral3": Tiny(
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+        | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu", "tie_word_embeddings": False}
+        | {"spatial_merge_size": 2, "vision_feature_layer": -1, "multimodal_projector_bias": False}
+        | {
+            "text_config": LLAMA_TEXT
+            | {"model_type": "ministral3", "vocab_size": VOCABULARY + 2, "head_dim": 32, "tie_word_embeddings": False}
+            | {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "max_position_embeddings": 128,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "patch_size": 4,  # transformers fails for an image of one embedding, as the tiny one would be with 14
+                "image_size": 140,
+                "hidden_act": "silu",
+            },
+        },
+        published=_as_internvl,
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 140},
+            "patch_size": {"height": 8, "width": 8},
+            "resample": 3,
+            "image_mean": PREPROCESSOR["image_mean"],
+            "image_std": PREPROCESSOR["image_std"],
+        },
+        ids=ROW_IDS,
+    ),
     "internvl": Tiny(
         {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
         | {"tie_word_embeddings": False, "image_token_id": IDS["<|image_pad|>"]}
@@ -354,7 +398,7 @@ FIXED_SIZE = {
         },
     ),
 }
-"""Families whose images all have one size, or tiles of one."""
+"""Families whose towers are of our own layers."""
 
 
 def make_tiny(
@@ -362,7 +406,7 @@ def make_tiny(
 ) -> Path:
     """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
     overrides top-level settings."""
-    tiny = (TINY | FIXED_SIZE)[family] if isinstance(family, str) else family
+    tiny = (TINY | OWN_TOWERS)[family] if isinstance(family, str) else family
     tiny = replace(tiny, config=tiny.config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)
@@ -407,7 +451,7 @@ ORIGINAL_NAMES = (
 def make_original_internvl(folder: Path, seed: int = 1) -> Path:
     """Writes the tiny ``internvl`` as the original files have it (``internvl_chat``), and returns the folder. The
     placeholder's token has the same id."""
-    tiny = FIXED_SIZE["internvl"]
+    tiny = OWN_TOWERS["internvl"]
     ids = {"<IMG_CONTEXT>" if token == "<|image_pad|>" else token: number for token, number in IDS.items()}
     make_tiny(folder, replace(tiny, ids=ids), seed=seed)
     weights = load_file(folder / "model.safetensors")

@@ -106,6 +106,13 @@ LLAVA_NEXT = replace(
     preprocessor="triptych.models.llava.next_preprocess:LlavaNextPreprocessor",
     adapter="triptych.models.llava.encoder:LlavaNext",
 )
+MISTRAL3 = Family(
+    name="Mistral Small 3.1 and 3.2, Ministral 3",
+    planner="triptych.models.mistral3.plan:Mistral3Planner",
+    preprocessor="triptych.models.mistral3.preprocess:Mistral3Preprocessor",
+    adapter="triptych.models.mistral3.encoder:Mistral3",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -157,6 +164,7 @@ FAMILIES = {
         preprocessor="triptych.models.llava.next_preprocess:LlavaOneVisionPreprocessor",
         modalities=("text", "image", "video"),
     ),
+    "mistral3": MISTRAL3,
     "internvl": INTERNVL,
     "internvl_chat": replace(
         INTERNVL,

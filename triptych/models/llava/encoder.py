@@ -16,33 +16,19 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import Linear, WeightFormat, frozen
-from triptych.layers.pointwise import Activation
+from triptych.layers.linear import WeightFormat, frozen
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.anyres import Layout, layout_of
 from triptych.models.llava.config import VisionConfig, text_config, tile_config, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import load_clip, unused
+from triptych.models.shared.projector import Projector
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
 PROJECTOR, NEWLINE = "projector", "newline"
-
-
-class Projector(nn.Module):
-    """``second(activation(first(features)))``: features [T, values] → embeddings [T, hidden size]."""
-
-    def __init__(self, first: Linear, activation: Activation, second: Linear) -> None:
-        super().__init__()
-        self.first = first
-        self.activation = activation
-        self.second = second
-
-    def forward(self, features: Tensor) -> Tensor:
-        output: Tensor = self.second(self.activation(self.first(features)))
-        return output
 
 
 class LlavaTower(nn.Module):
