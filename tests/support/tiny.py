@@ -25,6 +25,10 @@ HEARING_IDS = IDS | {
     token: VOCABULARY + n for n, token in enumerate(("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"))
 }
 ROW_IDS = IDS | {token: VOCABULARY + number for number, token in enumerate(("[IMG_BREAK]", "[IMG_END]"))}
+AROUND_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(("<fake_token_around_image>", "<global-img>", "<row_1_col_1>"))
+}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -296,6 +300,24 @@ def _llava_next(
     return Tiny(config | settings, published=_as_llava, preprocessor=processor, video_preprocessor=frames)
 
 
+def _idefics3(architecture: str, model_type: str) -> Tiny:
+    config = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": model_type}
+    vision = {name: it for name, it in SIGLIP_TOWER.items() if name != "vision_use_head"}
+    vision |= {"image_size": 88, "model_type": f"{model_type}_vision"}
+    text = {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4, "pad_token_id": 0}
+    text |= LLAMA_TEXT | {"vocab_size": len(AROUND_IDS) + 256}
+    processor = {"image_processor_type": f"{architecture}ImageProcessor", "do_image_splitting": True, "resample": 1}
+    processor |= {"size": {"longest_edge": 240}, "max_image_size": {"longest_edge": 88}}
+    processor |= {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]}
+    return Tiny(
+        config
+        | {"image_token_id": IDS["<|image_pad|>"], "scale_factor": 3, "tie_word_embeddings": False}
+        | {"text_config": text, "vision_config": vision},
+        preprocessor=processor,
+        ids=AROUND_IDS,
+    )
+
+
 OWN_TOWERS = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
@@ -359,6 +381,8 @@ OWN_TOWERS = {
         },
         ids=ROW_IDS,
     ),
+    "idefics3": _idefics3("Idefics3", "idefics3"),
+    "smolvlm": _idefics3("SmolVLM", "smolvlm"),
     "internvl": Tiny(
         {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
         | {"tie_word_embeddings": False, "image_token_id": IDS["<|image_pad|>"]}

@@ -113,6 +113,13 @@ MISTRAL3 = Family(
     adapter="triptych.models.mistral3.encoder:Mistral3",
     modalities=("text", "image"),
 )
+IDEFICS3 = Family(
+    name="Idefics3",
+    planner="triptych.models.idefics3.plan:Idefics3Planner",
+    preprocessor="triptych.models.idefics3.preprocess:Idefics3Preprocessor",
+    adapter="triptych.models.idefics3.encoder:Idefics3",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -165,6 +172,8 @@ FAMILIES = {
         modalities=("text", "image", "video"),
     ),
     "mistral3": MISTRAL3,
+    "idefics3": IDEFICS3,
+    "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
     "internvl": INTERNVL,
     "internvl_chat": replace(
         INTERNVL,

@@ -25,7 +25,7 @@ from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
-from triptych.models.shared.vision_transformer import VisionTransformer
+from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
 PROJECTOR = "projector"
 PROJECTOR_EPS = 1e-5
@@ -90,13 +90,6 @@ class NormedProjector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         output: Tensor = self.second(self.activation(self.first(self.norm(features))))
         return output
-
-
-def merged(states: Tensor, merge_size: int) -> Tensor:
-    """Concatenate the states of each square of patches: [tiles, patches, hidden] → [tiles * rows, merge² * hidden]."""
-    side, width = round(states.shape[1] ** 0.5) // merge_size, states.shape[2] * merge_size**2
-    squares = states.reshape(-1, side, merge_size, side, merge_size, states.shape[2])
-    return squares.transpose(2, 3).reshape(-1, width)
 
 
 class InternVLTower(nn.Module):

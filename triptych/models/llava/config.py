@@ -9,27 +9,7 @@ from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.shared.clip_config import CLIP, SIGLIP, ClipConfig, clip_config
 from triptych.models.shared.settings import setting
-
-TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096 * 32,
-    },
-}
-"""Those of ``LlamaConfig`` and ``MistralConfig`` that published files rely on, by ``model_type``."""
+from triptych.models.shared.text_defaults import completed
 
 
 @dataclass(frozen=True)
@@ -75,9 +55,7 @@ VIDEO_TOKEN = 151647
 
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
     """Return the language model's settings with their defaults. Raises CheckpointError if there are none."""
-    text = {"model_type": DEFAULTS[config["model_type"]].text, **setting(config, "text_config", dict)}
-    kind = text["model_type"]
-    return {**TEXT_DEFAULTS.get(kind, {}), **text} if isinstance(kind, str) else text
+    return completed(setting(config, "text_config", dict), DEFAULTS[config["model_type"]].text)
 
 
 def _token(config: ModelConfig, modality: str, default: int) -> int:

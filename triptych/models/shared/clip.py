@@ -1,6 +1,8 @@
 """CLIP's and SigLIP's vision transformers of our own layers. The references are ``CLIPVisionModel`` and
 ``SiglipVisionModel`` in transformers."""
 
+from torch import Tensor
+
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.shared.clip_config import ClipConfig
@@ -8,14 +10,20 @@ from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
 
-def load_clip(reader: TowerWeights, vision: ClipConfig, tower: str, depth: int) -> VisionTransformer:
-    """Load the first ``depth`` layers of the tower of this name. Raises CheckpointError as ``TowerWeights`` does, and
-    for an activation that isn't served."""
+def load_clip(
+    reader: TowerWeights, vision: ClipConfig, tower: str, depth: int, places: Tensor | None = None
+) -> VisionTransformer:
+    """Load the first ``depth`` layers of the tower of this name.
+
+    ``places``, int64 [states], are the rows of the table of positions that an image's states have, if they aren't in
+    order. Raises CheckpointError as ``TowerWeights`` does, and for an activation that isn't served.
+    """
     hidden, embeddings = vision.hidden_size, f"{tower}.embeddings"
+    positions = reader.parameter(f"{embeddings}.position_embedding.weight", vision.states, hidden)
     return VisionTransformer(
         reader.patch_projection(f"{embeddings}.patch_embedding", hidden, vision.patch_size, bias=not vision.is_clip),
         reader.parameter(f"{embeddings}.class_embedding", hidden) if vision.is_clip else None,
-        reader.parameter(f"{embeddings}.position_embedding.weight", vision.states, hidden),
+        positions if places is None else positions[places.to(positions.device)],
         reader.layer_norm(f"{tower}.pre_layrnorm", hidden, vision.eps) if vision.is_clip else None,
         [_layer(reader, vision, f"{tower}.encoder.layers.{number}") for number in range(depth)],
     )

@@ -79,3 +79,10 @@ class VisionTransformer(nn.Module):
             if number in wanted:
                 states[number] = hidden
         return [states[number].view(images, length, -1) for number in wanted]
+
+
+def merged(states: Tensor, merge_size: int) -> Tensor:
+    """Concatenate the states of each square of patches: [tiles, patches, hidden] → [tiles * rows, merge² * hidden]."""
+    side, width = round(states.shape[1] ** 0.5) // merge_size, states.shape[2] * merge_size**2
+    squares = states.reshape(-1, side, merge_size, side, merge_size, states.shape[2])
+    return squares.transpose(2, 3).reshape(-1, width)

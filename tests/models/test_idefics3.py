@@ -1,0 +1,312 @@
+"""Idefics3 and SmolVLM: plans, pixels, rows and keys as transformers has them, their text, and bad configs."""
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.image_cases import picture, png
+from tests.support.tiny import AROUND_IDS, OWN_TOWERS, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.idefics3.encoder import Idefics3, places
+from triptych.models.idefics3.plan import Idefics3Planner
+from triptych.models.idefics3.preprocess import Idefics3Preprocessor
+from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPlan, PixelBounds, VideoHeader
+
+CPU = torch.device("cpu")
+FP32 = WEIGHT_FORMATS["float32"]
+CONFIG: ModelConfig = OWN_TOWERS["smolvlm"].config
+PROCESSOR: dict[str, Any] = OWN_TOWERS["smolvlm"].preprocessor or {}
+REFERENCES: dict[str, Any] = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}
+NAMES = tuple(REFERENCES)
+RELEASED = {"SmolVLM2-2.2B": (1536, 384, 14, 3, 81), "SmolVLM2-500M": (2048, 512, 16, 4, 64)}
+RELEASED |= {"Idefics3-8B": (1456, 364, 14, 2, 169)}
+"""Longest edge, tile, patch, patches per side of an embedding, and embeddings of a tile."""
+
+
+def changed(**settings: Any) -> ModelConfig:
+    """The tiny config with these settings; a dict changes a section's."""
+    config = deepcopy(CONFIG)
+    for name, value in settings.items():
+        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
+    return config
+
+
+def reference_of(name: str, processor: dict[str, Any]) -> Any:
+    return REFERENCES[name](**{key: it for key, it in processor.items() if key != "image_processor_type"})
+
+
+def inputs_of(
+    *images: Image.Image, processor: dict[str, Any] = PROCESSOR, bounds: PixelBounds = MODEL_BOUNDS
+) -> list[EncoderInput]:
+    planner, preprocess = Idefics3Planner(CONFIG, processor), Idefics3Preprocessor(CONFIG, processor)
+    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), bounds))]
+
+
+def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
+    """Pixels [tiles, 3, 84, 84] of patches: those of the last 4 aren't in any."""
+    patches = torch.cat([torch.from_numpy(item.patches) for item in inputs])
+    return patches.view(-1, 6, 6, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 84, 84)
+
+
+def check_pixels(name: str, width: int, height: int, **settings: Any) -> None:
+    image, processor = picture(width, height, width + height), PROCESSOR | settings
+    expected = reference_of(name, processor)([[image]], return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(pixels_of(inputs_of(image, processor=processor)), expected[..., :84, :84])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_are_the_pillow_processors(name: str) -> None:
+    source = random.Random(0)
+    sizes = [(1, 1), (88, 88), (190, 3), (2, 150), (241, 240), (500, 100)]
+    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "123456")]:
+        check_pixels(name, width, height)
+    for width, height in sizes:
+        check_pixels(name, width, height, do_image_splitting=False)
+        check_pixels(name, width, height, size={"longest_edge": 88})
+        check_pixels(name, width, height, size={"longest_edge": 241})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_pixels_of_many_sizes(name: str) -> None:
+    source = random.Random(2)
+    for _ in range(1000):
+        check_pixels(name, source.randint(3, 500), source.randint(3, 500))
+
+
+def plans_are_the_processors(count: int) -> None:
+    """The reference's text for the tiles that its image processor makes; of these, the numbers follow its formulas,
+    because making thousands of large images takes minutes."""
+    source = random.Random(1)
+    for longest, tile, patch, merge, rows in RELEASED.values():
+        config = changed(scale_factor=merge, vision_config={"image_size": tile, "patch_size": patch})
+        processor = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": tile}}
+        planner = Idefics3Planner(config, processor)
+        for _ in range(count):
+            width, height = source.randint(20, 4000), source.randint(20, 4000)
+            plan = planner.plan(ImageHeader("PNG", width, height))
+            assert (plan.part_rows, plan.rows) == (rows, rows * plan.num_parts)
+            assert plan.is_whole
+            down, across = tiles_of(width, height, longest, tile)
+            assert plan.num_parts == (1 if (down, across) == (0, 0) else down * across + 1)
+            assert planner.placeholder(plan, lambda _: "<image>") == text_of(down, across)
+
+
+def tiles_of(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
+    """Rows and columns, as the reference's steps have them, without the pixels."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
+
+    class Size:
+        shape = (3, height, width)
+
+    size = get_resize_output_image_size(cast(Any, Size), longest)
+
+    class Sized(Idefics3ImageProcessorPil):
+        def resize(self, image: Any, size: Any, **_: Any) -> Any:
+            return size.height, size.width
+
+    class Rescaled:
+        shape = (3, *size)
+
+    made = Sized().resize_for_vision_encoder(cast(Any, Rescaled), tile)
+    return (0, 0) if made == (tile, tile) else (made[0] // tile, made[1] // tile)
+
+
+def text_of(rows: int, columns: int) -> str:
+    processor = Idefics3Processor.__new__(Idefics3Processor)
+    processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"
+    processor.global_image_tag, processor.image_seq_len = "<global-img>", 1
+    text: str = processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+    return text
+
+
+def test_plans_are_the_processors() -> None:
+    plans_are_the_processors(200)
+
+
+@pytest.mark.slow
+def test_many_plans_are_the_processors() -> None:
+    plans_are_the_processors(3000)
+
+
+def test_tiles_of_the_pixels() -> None:
+    """The steps without pixels count the tiles that those with pixels make."""
+    source = random.Random(3)
+    for width, height in ((source.randint(2, 400), source.randint(3, 400)) for _ in range(40)):
+        image = picture(width, height, 1)
+        made = reference_of("idefics3", PROCESSOR)([[image]], return_row_col_info=True)
+        assert tiles_of(width, height, 240, 88) == (made["rows"][0][0], made["cols"][0][0])
+
+
+def test_bounds_of_the_area() -> None:
+    planner, tile = Idefics3Planner(CONFIG, PROCESSOR), 88 * 88
+
+    def tiles(least: int, most: int) -> int:
+        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), PixelBounds(least, most))
+        return plan.num_parts
+
+    assert [tiles(0, 0), tiles(0, 8 * tile), tiles(0, 3 * tile), tiles(9 * tile, 0)] == [10, 5, 1, 10]
+    assert planner.max_image_pixels == 9 * tile
+    for least, most in ((0, tile - 1), (0, 10 * tile), (5 * tile, 4 * tile), (5 * tile, 6 * tile)):
+        with pytest.raises(BadMediaSize):
+            tiles(least, most)
+    assert len(inputs_of(picture(300, 290, 1), bounds=PixelBounds(0, 4 * tile))) == 5
+
+
+def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
+    data = png(picture(300, 200, 1))
+    other = Idefics3Planner(CONFIG, PROCESSOR | {"size": {"longest_edge": 100}}).plan(probe_image(data))
+    with pytest.raises(PlanMismatch, match="tiles"):
+        next(Idefics3Preprocessor(CONFIG, PROCESSOR)(data, other))
+    [part] = inputs_of(picture(16, 16, 1), bounds=PixelBounds(0, 88 * 88))
+    with pytest.raises(PlanMismatch, match="fill"):
+        tower_of(make_tiny(tmp_path, "smolvlm")).encode([EncoderInput(part.patches, (1, 4, 9), "name")])
+
+
+def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
+    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
+
+
+IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(300, 9, 4)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("vision", [{}, {"hidden_act": "gelu", "layer_norm_eps": 1e-3}])
+def test_rows(tmp_path: Path, name: str, vision: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path, name, config={"vision_config": OWN_TOWERS[name].config["vision_config"] | vision})
+    model = cast(Any, load_reference(folder, torch.float32))
+    processed = reference_of(name, PROCESSOR)([IMAGES], return_tensors="pt")
+    with torch.inference_mode():
+        expected = torch.cat(list(model.get_image_features(**processed).pooler_output))
+    rows = torch.cat(tower_of(folder).encode(inputs_of(*IMAGES)))
+    assert_close(rows, expected.view(-1, expected.shape[-1]), TOWER_TOLERANCE)
+
+
+@pytest.mark.parametrize("side", [6, 22, 26, 27, 32])
+def test_places(side: int) -> None:
+    """As in the reference, of released sizes too; rounding moves some."""
+    from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionConfig, Idefics3VisionEmbeddings
+
+    config = Idefics3VisionConfig(image_size=side, patch_size=1, hidden_size=1)
+    module = Idefics3VisionEmbeddings(config)
+    with torch.inference_mode():
+        module.patch_embedding.weight.zero_()
+        module.patch_embedding.bias.zero_()  # type: ignore[union-attr]
+        module.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
+        found = module(torch.zeros(1, 3, side, side), torch.ones(1, side, side, dtype=torch.bool))
+    assert torch.equal(found.flatten().long(), places(side))
+
+
+@pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.03), ("int8", 0.1), ("int4", 0.6)])
+def test_formats(tmp_path: Path, weights: str, error: float) -> None:
+    folder, parts = make_tiny(tmp_path, "smolvlm"), inputs_of(*IMAGES)
+    expected = torch.cat(tower_of(folder).encode(parts))
+    found = torch.cat(tower_of(folder, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]).encode(parts)).float()
+    assert 0 < (found - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_names(tmp_path: Path, name: str) -> None:
+    folder, other = make_tiny(tmp_path / "published", name), make_tiny(tmp_path / "saved", name, "saved")
+    parts = inputs_of(*IMAGES)
+    assert torch.equal(*(torch.cat(tower_of(path).encode(parts)) for path in (folder, other)))
+    adapter, keys = load_adapter(other), Checkpoint(other).tensors
+    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    ours, theirs = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (folder, other))
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.vision_model.post_layernorm.weight"), "missing"),
+        (lambda weights: weights.update({"model.connector.modality_projection.proj.weight": torch.ones(3)}), "shape"),
+        (lambda weights: weights.update({"model.vision_model.odd": torch.ones(64)}), "no place for"),
+        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+    folder = make_tiny(tmp_path, "smolvlm")
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        tower_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scale_factor": 4}, "scale_factor"),
+        ({"scale_factor": 0}, "scale_factor"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
+        ({"vision_config": {"model_type": "siglip_vision_model"}}, "model_type"),
+        ({"vision_config": {"num_attention_heads": 5}}, "divide"),
+        ({"vision_config": {"image_size": 10**9}}, "image_size"),
+        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
+        ({"text_config": {"model_type": "smolvlm"}}, "text_config.model_type"),
+        ({"text_config": None}, "text_config"),
+    ],
+)
+def test_bad_configs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Idefics3(changed(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"longest_edge": 86}}, "longest_edge"),
+        ({"size": {"longest_edge": 5000}}, "longest_edge"),
+        ({"size": 240}, "longest_edge"),
+        ({"max_image_size": {"longest_edge": 90}}, "max_image_size"),
+        ({"do_image_splitting": 1}, "do_image_splitting"),
+    ],
+)
+def test_bad_processors(settings: dict[str, Any], message: str) -> None:
+    for kind in (Idefics3Planner, Idefics3Preprocessor):
+        with pytest.raises(CheckpointError, match=message):
+            kind(CONFIG, PROCESSOR | settings)
+
+
+def test_what_isnt_planned() -> None:
+    planner = Idefics3Planner(CONFIG, PROCESSOR)
+    for header, error in (
+        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
+    ):
+        with pytest.raises(error):
+            planner.plan(header)
+
+
+def test_text_around_tiles(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "smolvlm")
+    content = [{"type": "image", "data": png(picture(300, 200, 1))}]
+    prompt = PromptBuilder(folder).build([{"role": "user", "content": content}])
+    [item] = prompt.items
+    image, around = AROUND_IDS["<|image_pad|>"], AROUND_IDS["<fake_token_around_image>"]
+    assert [span.length for span in item.placement.spans] == [4] * 7
+    first, last = item.placement.spans[0], item.placement.spans[-1]
+    assert prompt.tokens[first.start - 2 : first.start] == [around, AROUND_IDS["<row_1_col_1>"]]
+    assert prompt.tokens[last.start - 1 : last.end + 1] == [AROUND_IDS["<global-img>"], *[image] * 4, around]
+    with pytest.raises(InvalidRequest):
+        PromptBuilder(folder).build([{"role": "user", "content": "see <fake_token_around_image>"}])

@@ -1,0 +1,103 @@
+"""Adapter of Idefics3 and SmolVLM: tower, projector, decoder parameters and tensor names."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers import native
+from triptych.layers.encoder import Encoder, PreprocessedPart
+from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.models.base import VISION, ModelConfig
+from triptych.models.idefics3.config import ShuffledConfig, text_config, vision_config
+from triptych.models.registry import backbone_of
+from triptych.models.shared.clip import load_clip
+from triptych.models.shared.settings import setting
+from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+from triptych.models.shared.vision_transformer import VisionTransformer, merged
+
+PROJECTOR = "projector"
+
+
+def places(side: int) -> Tensor:
+    """Return the rows of the table of positions that the patches of a tile have: int64 [side²].
+
+    A patch's place is a share of the side, and shares are put into as many buckets. Rounding puts some of them into the
+    one before, as in the reference.
+    """
+    boundaries = torch.arange(1 / side, 1.0, 1 / side)
+    shares = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
+    buckets = torch.bucketize(shares, boundaries, right=True)
+    return (buckets[:, None] * side + buckets).flatten()
+
+
+class Idefics3Tower(nn.Module):
+    """``Encoder`` of tiles."""
+
+    def __init__(
+        self, config: ShuffledConfig, transformer: VisionTransformer, norm: LayerNorm, project: Linear, width: int
+    ) -> None:
+        """``width`` is that of an embedding."""
+        super().__init__()
+        self.config = config
+        self.transformer = transformer
+        self.norm = norm
+        self.project = project
+        self.embedding_width = width
+
+    @torch.inference_mode()
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
+        """See ``triptych.layers.encoder.Encoder``."""
+        if not inputs:
+            return []
+        [states] = self.transformer.states_of(inputs, [self.config.clip.num_layers])
+        normed = self.norm(states.flatten(0, 1)).view_as(states)
+        rows: Tensor = self.project(merged(normed, self.config.merge_size))
+        return list(rows.split([item.grid[0] * self.config.rows for item in inputs]))
+
+
+class Idefics3(SplitAdapter):
+    """``ModelAdapter`` for model types ``idefics3`` and ``smolvlm``. Raises CheckpointError for a config that lacks a
+    setting or asks for something unsupported."""
+
+    layouts = (
+        WeightPrefixes(
+            {VISION: "model.vision_model.", PROJECTOR: "model.connector.modality_projection."}, "model.text_model."
+        ),
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        text = text_config(config)
+        backbone = backbone_of({**config, "text_config": text})
+        tied = setting(config, "tie_word_embeddings", bool, default=False)
+        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
+        self.embedding_width = self.decoder_config.hidden_size
+        self.vision = vision_config(config)
+        tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return "Idefics3VisionTransformer, of our own layers"
+
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
+        """Load the tower and the projector.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support.
+        """
+        if device.type == "cpu":
+            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
+        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+        clip, width = self.vision.clip, self.embedding_width
+        tower = Idefics3Tower(
+            self.vision,
+            load_clip(reader, clip, VISION, clip.num_layers, places(clip.side)),
+            reader.layer_norm(f"{VISION}.post_layernorm", clip.hidden_size, clip.eps),
+            reader.linear([f"{PROJECTOR}.proj"], width, clip.hidden_size * self.vision.merge_size**2, bias=False),
+            width,
+        )
+        reader.finish()
+        return tower

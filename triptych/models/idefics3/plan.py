@@ -1,0 +1,77 @@
+"""Plans the images and prompts of Idefics3 and SmolVLM. Frontend; numpy only.
+
+The references are ``Idefics3Processor`` and ``SmolVLMProcessor`` in transformers: an image becomes tiles, each after
+its place, and then the whole.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from triptych.models.backbones.rope import context_length
+from triptych.models.base import VISION, MediaToken, ModelConfig
+from triptych.models.idefics3.config import image_token, text_config, vision_config
+from triptych.models.idefics3.tiles import EdgeTiles
+from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.types import ImageHeader, ItemPart, ItemPlan, PixelBounds
+
+AROUND = "<fake_token_around_image>"
+"""Token before each tile, and after the last."""
+WHOLE = "<global-img>"
+
+
+class Idefics3Planner(PlainPlanner):
+    """``Planner`` of both families. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        self._vision = vision_config(config)
+        self._tiles = EdgeTiles.from_config(preprocessor_config, self._vision.clip.image_size)
+        super().__init__(
+            {"image": image_token(config)},
+            context_length=context_length(text_config(config)),
+            max_image_pixels=self._tiles.max_pixels,
+            max_source_pixels=max_source_pixels,
+        )
+        self.media_tokens = frozenset((image_token(config), AROUND))
+
+    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+        """``bounds`` are those of the area of all tiles but the whole. Raises BadMediaSize for bounds that no whole
+        tiles are within."""
+        canvas = self._tiles.within(bounds).canvas(header.width, header.height)
+        clip, rows, count = self._vision.clip, self._vision.rows, canvas.parts
+        return ItemPlan(
+            modality="image",
+            header=header,
+            resized_height=canvas.rows * clip.image_size,
+            resized_width=canvas.columns * clip.image_size,
+            grid=(1, canvas.rows * clip.side, canvas.columns * clip.side),
+            rows=count * rows,
+            patches=count * clip.side**2,
+            cost=count * clip.cost,
+            parts=tuple(ItemPart(((part * rows, rows),), clip.side**2, clip.cost, VISION) for part in range(count)),
+            bounds=bounds,
+        )
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
+        """Return a placeholder for each tile, after its place, and one for the whole."""
+        tile, side = spelling(self.placeholder_tokens[plan.modality]), self._vision.clip.image_size
+        whole = f"{AROUND}{WHOLE}{tile}{AROUND}"
+        if plan.num_parts == 1:
+            return whole
+        columns, rows = plan.resized_width // side, plan.resized_height // side
+        lines = (
+            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        return "".join(lines) + "\n" + whole
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """Return a run for each tile, and one for the whole."""
+        return [part.rows for part in plan.parts]
