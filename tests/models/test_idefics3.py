@@ -109,23 +109,21 @@ def plans_are_the_processors(count: int) -> None:
             assert planner.placeholder(plan, lambda _: "<image>") == text_of(down, across)
 
 
+class Shape:
+    """An image without pixels."""
+
+    def __init__(self, height: int, width: int) -> None:
+        self.shape = (3, height, width)
+
+
 def tiles_of(width: int, height: int, longest: int, tile: int) -> tuple[int, int]:
     """Rows and columns, as the reference's steps have them, without the pixels."""
     from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size
 
-    class Size:
-        shape = (3, height, width)
-
-    size = get_resize_output_image_size(cast(Any, Size), longest)
-
-    class Sized(Idefics3ImageProcessorPil):
-        def resize(self, image: Any, size: Any, **_: Any) -> Any:
-            return size.height, size.width
-
-    class Rescaled:
-        shape = (3, *size)
-
-    made = Sized().resize_for_vision_encoder(cast(Any, Rescaled), tile)
+    processor = cast(Any, Idefics3ImageProcessorPil())
+    processor.resize = lambda image, size, **_: (size.height, size.width)
+    size = get_resize_output_image_size(cast(Any, Shape(height, width)), longest)
+    made = processor.resize_for_vision_encoder(Shape(*size), tile)
     return (0, 0) if made == (tile, tile) else (made[0] // tile, made[1] // tile)
 
 
@@ -202,7 +200,8 @@ def test_rows(tmp_path: Path, name: str, vision: dict[str, Any]) -> None:
 @pytest.mark.parametrize("side", [6, 22, 26, 27, 32])
 def test_places(side: int) -> None:
     """As in the reference, of released sizes too; rounding moves some."""
-    from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionConfig, Idefics3VisionEmbeddings
+    from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+    from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
     config = Idefics3VisionConfig(image_size=side, patch_size=1, hidden_size=1)
     module = Idefics3VisionEmbeddings(config)
