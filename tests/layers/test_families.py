@@ -24,7 +24,7 @@ from tests.support.forward import (
     reference_logits,
     step,
 )
-from tests.support.tiny import TINY, make_tiny
+from tests.support.tiny import GLM, TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers import native
@@ -127,7 +127,10 @@ def reference_rows(
 ) -> torch.Tensor:
     """Rows [rows, embedding_width] of transformers' tower for patches of these grids."""
     patches = torch.cat([torch.from_numpy(part.patches) for part in inputs]).to(dtype)
-    output = load_reference(folder, dtype).model.visual(patches, grid_thw=torch.tensor(grids))
+    model = load_reference(folder, dtype)
+    if model.config.model_type in GLM:  # whose model splits videos before it calls the tower
+        grids = [(1, rows, columns) for frames, rows, columns in grids for _ in range(frames)]
+    output = model.model.visual(patches, grid_thw=torch.tensor(grids))
     features = getattr(output, "deepstack_features", None) or []
     return torch.cat((output.pooler_output, *features), dim=1)
 

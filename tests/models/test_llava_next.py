@@ -131,15 +131,17 @@ def plans_are_the_processors(name: str, count: int) -> None:
     planner, reference, side = PLANNERS[name](config, processor), REFERENCES[name](), tile // 14
     counting: Any = LlavaNextProcessor if name == "llava_next" else LlavaOnevisionProcessor
     counter = counting.__new__(counting)
-    counter.image_processor, counter.patch_size = reference, 14
+    counter.image_processor, counter.patch_size, counter.image_token = reference, 14, "+"
     counter.num_additional_image_tokens, counter.num_image_tokens = 0, side**2
-    counter.vision_aspect_ratio = "anyres_max_9"
+    counter.vision_aspect_ratio, counter.vision_feature_select_strategy = "anyres_max_9", "full"
+    pixels = torch.empty(1, 1, 3, tile, tile)
     for _ in range(count):
         width, height = source.randint(14, 4000), source.randint(14, 4000)
         if max(width, height) > 200 * min(width, height):
             continue
         plan = planner.plan(ImageHeader("PNG", width, height))
-        assert plan.rows == counter._get_number_of_features(height, width, tile, tile)
+        made = {"image_sizes": [[height, width]], "pixel_values": pixels, "batch_num_images": [1]}
+        assert plan.rows == len(counter.replace_image_token(made, 0))
         assert plan.is_whole
 
 

@@ -13,11 +13,12 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from tests.support.families import ROPE_INDEX
 from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
-from tests.support.tiny import TINY
+from tests.support.tiny import GLM, TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import AUDIO, Planner
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.types import (
+    MODEL_SAMPLING,
     ImageHeader,
     ItemPlan,
     Placement,
@@ -88,7 +89,8 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     Either all videos of a prompt are heard or none."""
     config = config_of(family)
     config = config.get("thinker_config", config)
-    seen = config["vision_start_token_id"], config["vision_end_token_id"]
+    kind = "image" if family in GLM else "vision"
+    seen = config[f"{kind}_start_token_id"], config[f"{kind}_end_token_id"]
     mix = Mix(with_audio=planner.audio_in_video and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
@@ -100,6 +102,7 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             plan = planner.plan(ImageHeader("PNG", source.randint(20, 300), source.randint(20, 300)))
         else:
             header, sampling = random_video(source)
+            sampling = MODEL_SAMPLING if family in GLM else sampling  # which refuses numbers of frames
             plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
             mix.seconds.append(seconds_of(family, plan))
         if plan.sound:

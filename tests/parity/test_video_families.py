@@ -19,7 +19,7 @@ from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import FrameSampling
+from triptych.types import MODEL_SAMPLING, FrameSampling
 
 CASES: dict[str, Messages] = {
     "mp4": user(video_part(clip("mp4", frames=50), **SMALL), "What happens?"),
@@ -37,14 +37,16 @@ CASES: dict[str, Messages] = {
 
 
 def cases_of(family: str) -> dict[str, Messages]:
-    """Frames that are tiles all have one size: a request that bounds it is refused."""
-    if family in VIDEO_ANSWERS:
-        return CASES
-    return {name: user(*map(_unbounded, messages[0]["content"])) for name, messages in CASES.items()}
+    """Without what the family refuses: bounds if frames are tiles, which all have one size; numbers of frames in
+    GLM-V."""
 
+    def taken(part: dict[str, Any]) -> dict[str, Any]:
+        without = {"bounds"} if family in FRAME_TILES else set()
+        if family == "glm4v" and part.get("sampling", MODEL_SAMPLING).num_frames:
+            without = {"sampling"}
+        return {key: value for key, value in part.items() if key not in without}
 
-def _unbounded(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key != "bounds"}
+    return {name: user(*map(taken, messages[0]["content"])) for name, messages in CASES.items()}
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,9 @@ ANSWERED_BACKBONES = (
 )
 """Backbones whose answers are compared in every run. The others differ from Qwen's by what the tests of ``layers``
 compare, and are left to the slow suite."""
-SLOW_ANSWERS = ("qwen3_5_moe",)
-"""Answers are compared in the slow suite only: the tower is Qwen3.5's, and the mixture one of ``BACKBONES``."""
+SLOW_ANSWERS = ("qwen3_5_moe", "glm4v_moe")
+"""Answers are compared in the slow suite only: the tower is that of a dense model, and the mixture one of
+``BACKBONES``."""
 PLAIN = [name for name in TINY if not name.startswith("qwen3_5")]
 """Families all of whose layers have attention without a gate."""
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
@@ -34,7 +35,7 @@ PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe"]
 VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 """What transformers' video processors made of seeded videos."""
 
-VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe"]
+VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe", "glm4v"]
 """Answers about videos are compared."""
 
 FRAME_TILES = ["internvl", "llava_onevision"]
@@ -51,6 +52,8 @@ ROPE_INDEX = {
     "qwen3_5": ("qwen3_5", "Qwen3_5"),
     "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5Moe"),
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
+    "glm4v": ("glm4v", "Glm4v"),
+    "glm4v_moe": ("glm4v_moe", "Glm4vMoe"),
 }
 """Positions are compared with ``get_rope_index`` of these: transformers' folder and the prefix of its classes."""
 

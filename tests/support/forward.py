@@ -45,12 +45,13 @@ def make_prompt(
 ) -> Prompt:
     """``text`` with the items' placeholders spread through it. Positions are transformers'."""
     config = reference.config
+    kind = "vision" if hasattr(config, "vision_start_token_id") else "image"
+    start, end = (getattr(config, f"{kind}_{part}_token_id") for part in ("start", "end"))
     tokens: list[int] = []
     for index, token in enumerate(text):
         tokens.append(token)
         if index < len(inputs):
-            tokens += [config.vision_start_token_id, *[config.image_token_id] * len(rows[index])]
-            tokens.append(config.vision_end_token_id)
+            tokens += [start, *[config.image_token_id] * len(rows[index]), end]
     ids = torch.tensor(tokens)
     is_media = ids == config.image_token_id
     grids = torch.tensor([item.grid for item in inputs]) if inputs else None

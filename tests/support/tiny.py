@@ -318,6 +318,50 @@ def _idefics3(architecture: str, model_type: str) -> Tiny:
     )
 
 
+GLM_TOKENS = {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+GLM_TOKENS |= {
+    f"{kind}_{part}_token_id": IDS[f"<|vision_{part}|>"] for kind in ("image", "video") for part in ("start", "end")
+}
+
+
+def _glm4v(architecture: str, model_type: str, **text: Any) -> Tiny:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    config = {"architectures": [f"{architecture}ForConditionalGeneration"], "model_type": model_type}
+    text = LLAMA_TEXT | {"model_type": f"{model_type}_text", "rms_norm_eps": 1e-5} | text
+    vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 48}
+    vision |= {"image_size": 70, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 252 * 252}
+    return Tiny(
+        config
+        | GLM_TOKENS
+        | {"tie_word_embeddings": False, "vision_config": vision, "text_config": text | {"rope_parameters": rope}},
+        preprocessor={name: it for name, it in PREPROCESSOR.items() if "pixels" not in name}
+        | {"image_processor_type": "Glm4vImageProcessor", "size": size},
+        split_experts="n_routed_experts" in text,
+        video_text="<|video|>",
+        video_preprocessor={"size": size},
+    )
+
+
+GLM = {
+    "glm4v": _glm4v("Glm4v", "glm4v"),
+    "glm4v_moe": _glm4v(
+        "Glm4vMoe",
+        "glm4v_moe",
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+    ),
+}
+TINY |= GLM
+
 OWN_TOWERS = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}

@@ -20,6 +20,7 @@ from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
 from tests.support.planners import seconds_of
+from tests.support.tiny import GLM
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EncodeConfig, EngineConfig
 from triptych.media.frames import PackedFrames, pack_frames
@@ -85,15 +86,18 @@ class Model:
         preprocess = resolve(family_of(config).preprocessor or "")(
             config, load_preprocessor_config(self.folder), load_video_config(self.folder)
         )
-        ids = config.get("thinker_config", config)
         tokens = torch.tensor([prompt.tokens])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if family in FRAME_TILES:
             pixels = [pixels_of(list(preprocess(item.data, item.plan)), config) for item in prompt.items]
             return inputs | TILE_INPUTS[family](prompt, pixels)
         if family != "qwen3_omni_moe":  # which finds out by itself
-            kinds = (tokens == ids["image_token_id"]).int() + 2 * (tokens == ids["video_token_id"]).int()
-            inputs["mm_token_type_ids"] = kinds
+            inputs["mm_token_type_ids"] = torch.zeros_like(tokens, dtype=torch.int)
+            for item in prompt.items:
+                for span in item.placement.spans:
+                    inputs["mm_token_type_ids"][:, span.start : span.end] = 1 + (item.plan.modality == "video")
+        if family in GLM and len({item.plan.modality for item in prompt.items}) > 1:
+            return inputs | _all_as_images(prompt, preprocess)
         for modality, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             items = [item for item in prompt.items if item.plan.modality == modality]
             if items:
@@ -106,6 +110,19 @@ class Model:
             seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
             inputs[name] = torch.tensor(seconds)
         return inputs
+
+
+def _all_as_images(prompt: PlannedPrompt, preprocess: Any) -> dict[str, Any]:
+    """Inputs of GLM-V, to which a video's temporal patches are images at the same places. Transformers fails for images
+    beside videos, whose tokens are the same."""
+    parts = [part for item in prompt.items for part in preprocess(item.data, item.plan)]
+    kinds = torch.zeros(1, len(prompt.tokens), dtype=torch.int)
+    for item in prompt.items:
+        for span in item.placement.spans:
+            kinds[:, span.start : span.end] = 1
+    patches = torch.from_numpy(np.concatenate([part.patches for part in parts]))
+    grids = torch.tensor([part.grid for part in parts])
+    return {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
 
 def pixels_of(parts: list[EncoderInput], config: dict[str, Any]) -> Tensor:

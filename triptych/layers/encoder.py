@@ -135,7 +135,12 @@ def _pack_linears(
 ) -> set[str]:
     """Replace a module's linear layers by those of a weight format, gates and their factors by one layer. Returns the
     names of their tensors. Raises as ``load_module`` does."""
-    linears = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear | nn.Conv3d)}
+    linears = {
+        name: one
+        for name, one in module.named_modules()
+        # convolutions over an image or a sequence stay
+        if isinstance(one, nn.Linear | nn.Conv3d) or (isinstance(one, nn.Conv2d) and _is_projection(one))
+    }
     gates = gates_with_factors(module)
     for name, linear in linears.items():
         if name in gates.values():
@@ -144,7 +149,7 @@ def _pack_linears(
         if name in gates:
             weight = torch.cat((weight, tensors[f"{gates[name]}.weight"]))
             bias = None if bias is None else torch.cat((bias, tensors[f"{gates[name]}.bias"]))
-        if isinstance(linear, nn.Conv3d) and (linear.kernel_size != linear.stride or any(linear.padding)):
+        if isinstance(linear, nn.Conv3d) and not _is_projection(linear):
             raise CheckpointError(f"{type(module).__name__}'s {name} is not a projection of patches")
         if isinstance(linear, nn.Linear):
             module.set_submodule(name, weights.linear(weight, bias, device))
@@ -155,6 +160,11 @@ def _pack_linears(
         parent, _, child = name.rpartition(".")
         delattr(module.get_submodule(parent), child)
     return {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
+
+
+def _is_projection(convolution: nn.Conv2d | nn.Conv3d) -> bool:
+    """Return whether a convolution's inputs don't overlap."""
+    return convolution.kernel_size == convolution.stride and not any(convolution.padding)
 
 
 class PatchProjection(nn.Module):
@@ -169,7 +179,7 @@ class PatchProjection(nn.Module):
         self.weight = frozen(torch.empty(0, dtype=dtype))
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[patches, channels, frames, height, width] → [patches, out]"""
+        """[patches, channels, …, height, width] → [patches, out]"""
         return self.linear(patches.flatten(1))
 
 

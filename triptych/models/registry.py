@@ -84,6 +84,14 @@ QWEN3_5 = replace(
     backbone=f"{BACKBONES}.qwen3_5:QWEN3_5",
     adapter="triptych.models.qwen3_5.encoder:Qwen35",
 )
+GLM4V = Family(
+    name="GLM-4.1V, GLM-4.6V-Flash",
+    backbone=f"{BACKBONES}.glm:GLM4V",
+    planner="triptych.models.glm4v.plan:Glm4vPlanner",
+    preprocessor="triptych.models.glm4v.preprocess:Glm4vPreprocessor",
+    adapter="triptych.models.glm4v.encoder:Glm4v",
+    modalities=("text", "image", "video"),
+)
 QWEN3_OMNI = Family(
     name="Qwen3-Omni-MoE (thinker)",
     backbone=f"{BACKBONES}.qwen3:QWEN3_OMNI_MOE",
@@ -162,6 +170,9 @@ FAMILIES = {
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
+    "glm4v": GLM4V,
+    "glm46v": replace(GLM4V, name="GLM-4.6V-Flash"),
+    "glm4v_moe": replace(GLM4V, name="GLM-4.5V, GLM-4.6V", backbone=f"{BACKBONES}.glm4_moe:GLM4V_MOE"),
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "llava_onevision": replace(

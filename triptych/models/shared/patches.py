@@ -6,7 +6,7 @@ puts bytes, not floats, in patch order and looks up each byte's normalised value
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from blake3 import blake3
@@ -31,10 +31,13 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 class PatchPreprocessor:
     """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
 
+    image_geometry: ClassVar[type[ImageGeometry]] = ImageGeometry
+    """How the family resizes images."""
+
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
+        self._geometry = self.image_geometry.from_configs(config, preprocessor_config)
         self._resample = resampling(preprocessor_config)
         self._table = normalised_bytes(preprocessor_config)
 

@@ -87,6 +87,8 @@ class PatchPlanner:
     override this.
     """
 
+    image_geometry: ClassVar[type[ImageGeometry]] = ImageGeometry
+    """How the family resizes images."""
     video_sampling: ClassVar[type[VideoSampling]]
     """How the family samples frames."""
     video_geometry: ClassVar[type[VideoGeometry]]
@@ -112,10 +114,10 @@ class PatchPlanner:
         }
         self.media_tokens: frozenset[MediaToken] = frozenset(setting(config, key, int) for key in media_tokens)
         self.context_length = context_length
-        self._geometry = ImageGeometry.from_configs(config, preprocessor_config)
+        self._geometry = self.image_geometry.from_configs(config, preprocessor_config)
         self.max_image_pixels = self._geometry.max_pixels
         in_time = self._geometry.temporal_patch_size
-        self._sampling = self.video_sampling.from_config(video_config or {}, in_time)
+        self._sampling: VideoSampling = self.video_sampling.from_config(video_config or {}, in_time)
         self._video_geometry = self.video_geometry.from_config(video_config or {}, self._geometry.factor, in_time)
         self._max_source_pixels = max_source_pixels
         self._cost_model = cost_model

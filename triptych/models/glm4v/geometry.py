@@ -1,0 +1,27 @@
+"""How GLM-V resizes images, as ``Glm4vImageProcessorPil`` in transformers does. Pure."""
+
+from dataclasses import replace
+from typing import Any
+
+from triptych.models.base import ModelConfig
+from triptych.models.shared.geometry import ImageGeometry
+
+DEFAULT_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
+
+
+class GlmImageGeometry(ImageGeometry):
+    """An image counts as two frames, so bounds in the processor's file are twice those of an image's area."""
+
+    @classmethod
+    def from_configs(cls, config: ModelConfig, preprocessor_config: dict[str, Any]) -> "GlmImageGeometry":
+        """Raises CheckpointError for an invalid value, and if processor and tower disagree about patches."""
+        own = super().from_configs(config, {"size": DEFAULT_SIZE, **preprocessor_config})
+        bounds = {"min_pixels": -(-own.min_pixels // 2), "max_pixels": own.max_pixels // 2}
+        return replace(cls(**vars(own)), **bounds)
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return (height, width) after resizing; an image with a side below ``factor`` is enlarged first."""
+        if min(height, width) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        return super().resized(height, width)
