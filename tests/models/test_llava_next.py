@@ -341,6 +341,15 @@ def test_what_isnt_planned(name: str) -> None:
             planner.plan(header)
 
 
+def test_a_thin_image_among_several() -> None:
+    """Its square would have many times its pixels."""
+    planner = LlavaOneVisionPlanner(config_of("llava_onevision"), processor_of("llava_onevision"))
+    assert planner.plan(ImageHeader("PNG", 14_000, 100), siblings=1).rows == 26
+    assert planner.plan(ImageHeader("PNG", 20_000, 100)).rows
+    with pytest.raises(MediaTooLarge, match="square"):
+        planner.plan(ImageHeader("PNG", 20_000, 100), siblings=1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_image_without_tiles(name: str) -> None:
     """Nothing remains of a thin image's tiles, so it is only shown as a whole."""

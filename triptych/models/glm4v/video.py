@@ -47,16 +47,19 @@ class GlmSampling(VideoSampling):
         return super().for_request(sampling)
 
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
-        """Return an even number of indices, the last one twice if need be; fewer than the reference for videos of
-        which it would take more than ``max_frames``."""
+        """Return an even number of indices, the last one twice if need be. Raises UnsupportedMedia for a rate by which
+        there are more than ``max_frames``."""
         last = header.frames - 1
         if header.presampled:
             return tuple(range(header.frames))
+        count = max(math.floor(min(header.seconds, self.max_duration) * self.fps), 1)
+        if count > self.max_frames:
+            raise UnsupportedMedia(
+                f"{self.fps:g} frames per second are {count}, more than the model takes, {self.max_frames}"
+            )
         if header.seconds <= self.max_duration:
-            count = max(math.floor(header.seconds * self.fps), 1)
-            times = (number / self.fps for number in range(min(count, self.max_frames)))
+            times = (number / self.fps for number in range(count))
             return _even(min(last, math.ceil(time * header.rate)) for time in times)
-        count = int(self.max_duration * self.fps)
         if count >= header.frames:
             return _even(range(header.frames))
         return _even(min(last, math.ceil(time * header.rate)) for time in np.linspace(0, header.seconds, count))
@@ -79,9 +82,11 @@ class Glm46Sampling(GlmSampling):
             return tuple(range(total))
         seconds = min(header.seconds, MAX_SECONDS)
         rate = (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5) * self.temporal_patch_size
-        wanted = min(int(seconds * rate), MAX_FRAMES)
-        found = [] if total < wanted else _spaced(header, 1 / rate)
-        if total < wanted or len(found) > wanted:
+        every = int(seconds * rate)
+        wanted = min(every, MAX_FRAMES)
+        is_spread = total < wanted or every > MAX_FRAMES
+        found = [] if is_spread else _spaced(header, 1 / rate)
+        if is_spread or len(found) > wanted:
             first, last = 0, total - 1
         elif len(found) == wanted:
             return _even(found)

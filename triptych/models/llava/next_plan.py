@@ -84,6 +84,7 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
         """Of several images, each is one tile, whatever the bounds, as in transformers' processor."""
         if siblings:
+            self._check_square(header)
             return self._plan_views(header, bounds, self._anyres.square())
         return super()._plan_image(header, bounds, siblings)
 

@@ -26,6 +26,7 @@ class LlavaPlanner(PlainPlanner):
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
         self._vision = vision = vision_config(config)
+        self._pads = bool(preprocessor_config.get("do_pad"))
         super().__init__(
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
@@ -38,6 +39,8 @@ class LlavaPlanner(PlainPlanner):
         """Raises UnsupportedMedia for bounds of the image's area, which the model fixes."""
         if bounds != MODEL_BOUNDS:
             raise UnsupportedMedia("the model resizes all images alike: min_pixels and max_pixels can't be set")
+        if self._pads:
+            self._check_square(header)
         vision = self._vision
         return ItemPlan(
             modality="image",

@@ -20,6 +20,8 @@ from triptych.types import (
     VideoHeader,
 )
 
+SQUARE_FACTOR = 4
+
 
 class PlainPlanner(ABC):
     """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
@@ -68,6 +70,12 @@ class PlainPlanner(ABC):
     @abstractmethod
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
         """Plan an image whose size has been checked."""
+
+    def _check_square(self, header: ImageHeader) -> None:
+        """Check an image that is padded to a square. Raises MediaTooLarge for a square of more than four times
+        ``max_source_pixels``, which a long, thin image may become."""
+        side = max(header.width, header.height)
+        check_source_size("image, padded to a square,", side, side, SQUARE_FACTOR * self._max_source_pixels)
 
     def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
         """Plan a video whose frames' size has been checked."""
