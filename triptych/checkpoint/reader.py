@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint folder, memory-mapped."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +36,16 @@ class Checkpoint:
             return self.tensors[key]
         except KeyError:
             raise CheckpointError(f"{self.folder}: tensor {key!r} is missing") from None
+
+    def read_shaped(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Return the named tensors as ``read`` does. Raises CheckpointError, naming the key, for one that is missing or
+        has another shape than ``shapes`` says."""
+        for key, shape in shapes.items():
+            if (found := self.info(key).shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{self.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
+                )
+        return self.read(shapes)
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the named tensors, on the CPU, in the file's dtype.

@@ -111,21 +111,16 @@ def load_module(
     with torch.device("meta"):
         module = module_class._from_config(config, dtype=dtype)
     expected = module.state_dict()
-    for name in sorted(expected.keys() ^ keys.keys()):
-        if name in keys:
-            raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {keys[name]!r}")
-        raise CheckpointError(f"{checkpoint.folder}: the tensor for {name!r} of {module_class.__name__} is missing")
-    for name, key in keys.items():
-        if (found := checkpoint.info(key).shape) != (shape := tuple(expected[name].shape)):
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
-            )
-    tensors = checkpoint.read(keys.values())
-    read = {name: tensors[key] for name, key in keys.items()}
+    if unknown := sorted(keys.keys() - expected.keys()):
+        raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {keys[unknown[0]]!r}")
+    stored = {name: keys.get(name, name) for name in expected}  # of a missing one, the error names the module's
+    tensors = checkpoint.read_shaped({stored[name]: weight.shape for name, weight in expected.items()})
+    read = {name: tensors[key] for name, key in stored.items()}
     packed = _pack_linears(module, read, weights, device)
     state = {name: tensor.to(device, dtype) for name, tensor in read.items() if name not in packed}
     module.load_state_dict(state, assign=True, strict=False)
-    _materialise_buffers(module, device)
+    if device.type != "meta":
+        _materialise_buffers(module, device)
     use_our_modules(module, weights.bf16_attention)
     return module.eval().requires_grad_(False)
 

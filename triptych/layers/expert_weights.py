@@ -20,7 +20,8 @@ from triptych.layers.weights import WeightReader
 def load_experts(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> Sequence[GatedMLP | ClampedMLP]:
     """Load this rank's part of each expert; ``prefix`` is the experts' name. The ranks' outputs still have to be
     summed. Raises CheckpointError, as the reader does."""
-    load = _separate if reader.has_linear(f"{prefix}.0.down_proj") else _stacked
+    is_stacked = any(reader.has(f"{prefix}.{name}") for name in ("gate_up_proj", "down_proj"))
+    load = _stacked if is_stacked else _separate
     gate_ups, downs = load(spec, reader, prefix, hidden_size)
     if isinstance(spec.activation, ClampedSwiGLU):
         return [ClampedMLP(*pair, spec.activation) for pair in zip(gate_ups, downs, strict=True)]

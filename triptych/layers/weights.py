@@ -77,10 +77,6 @@ class WeightReader:
         self._keys = keys
         self._read: set[str] = set()
 
-    def has_linear(self, name: str) -> bool:
-        """Return whether the checkpoint has a linear layer's weight, quantized or not."""
-        return any(self._keys.key(f"{name}.{kind}") in self._checkpoint.tensors for kind in ("weight", PACKED))
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint."""
         return tuple(self._checkpoint.info(self._keys.key(name)).shape)
@@ -88,13 +84,9 @@ class WeightReader:
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor as stored in the checkpoint: on the CPU, memory-mapped."""
         key = self._keys.key(name)
-        found = self._checkpoint.info(key).shape
-        if found != tuple(shape):
-            raise CheckpointError(
-                f"{self._checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
-            )
+        tensor = self._checkpoint.read_shaped({key: shape})[key]
         self._read.add(key)
-        return self._checkpoint.read([key])[key]
+        return tensor
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has the tensor ``name``."""

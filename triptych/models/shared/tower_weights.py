@@ -45,15 +45,10 @@ class TowerWeights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as stored: on the CPU, memory-mapped."""
-        if name not in self._keys:
-            raise CheckpointError(f"{self._checkpoint.folder}: the tower's tensor {name!r} is missing")
-        key = self._keys[name]
-        if (found := tuple(self._checkpoint.info(key).shape)) != shape:
-            raise CheckpointError(
-                f"{self._checkpoint.folder}: tensor {key!r} has shape {list(found)}; the config makes it {list(shape)}"
-            )
+        key = self._keys.get(name, name)  # of a missing one, the error names the tower's own
+        tensor = self._checkpoint.read_shaped({key: shape})[key]
         self._read.add(name)
-        return self._checkpoint.read([key])[key]
+        return tensor
 
     def parameter(self, name: str, *shape: int) -> Tensor:
         """Return a tensor on the device, in the activations' dtype."""
