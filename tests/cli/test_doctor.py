@@ -31,7 +31,7 @@ def examined(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
     last = ""
     for row in (row for row in rows if len(row) == 3):
         last = row[1] or last
-        checks[last] = " ".join([checks.get(last, ""), row[0], row[2]]).strip()
+        checks[last] = " ".join(filter(None, [checks.get(last, ""), row[0], row[2]]))
     return int(str(ended.value.code)), checks
 
 
@@ -71,6 +71,33 @@ def test_a_format_is_named_before_its_weights_are_there(tmp_path: Path, capsys: 
         main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"])
     assert ended.value.code == 78
     assert "quant_method 'mxfp4' is not served" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_with_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each role would load is that of the whole checkpoint."""
+    whole, alone = make_tiny(tmp_path / "whole", "internvl"), tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((whole / "config.json").read_bytes())
+    loaded = {}
+    for folder in (whole, alone):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", str(folder), "--device", "cpu", "--port", "0"])
+        loaded[folder] = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(("│ E", "│ P", "│ D"))
+        ]
+        assert ended.value.code == (folder == alone)
+    assert loaded[whole] == loaded[alone]
+    assert len(loaded[alone]) == 6
+    _, checks = examined(capsys, alone, "--device", "cpu", "--port", "0")
+    assert {what for what, line in checks.items() if line.startswith("wrong")} == {
+        "weights",
+        "tokenizer, chat template",
+    }
+    for command in ("serve", "run"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(alone), *(["a question"] if command == "run" else [])])
+        assert ended.value.code == 78
+        assert "neither model.safetensors nor" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

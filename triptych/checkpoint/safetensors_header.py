@@ -64,6 +64,11 @@ def weight_files(folder: Path | str) -> list[Path]:
     return [main, *(_shard_path(main, name) for name in sorted(set(_read_index(main).values())))]
 
 
+def has_weights(folder: Path | str) -> bool:
+    """Return whether a folder has safetensors or an index of them."""
+    return any((Path(folder) / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+
+
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return every tensor of one safetensors file. Raises CheckpointError, naming the file, for a damaged header."""
     try:

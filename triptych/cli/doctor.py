@@ -8,13 +8,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.quantization import read_quantization
-from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
+from triptych.checkpoint.quantization import described_quantization, read_quantization
+from triptych.checkpoint.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo, has_weights, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.errors import ConfigError, StartError, TriptychError
@@ -29,6 +30,9 @@ from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.prompt import PromptBuilder
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
+
+if TYPE_CHECKING:  # imports torch
+    from triptych.layers.encoder import ModelAdapter
 
 SHOWN_DIGITS = 12
 FEW_FILES = 4096
@@ -54,19 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_installed("doctor")
-    config = flags.serve_config(arguments)
+    config = flags.serve_config(arguments, needs_weights=False)
     checkpoint_config = load_config(config.model)
     family = family_of(checkpoint_config)
     adapter = resolve(family.adapter)(checkpoint_config)
-    tensors = read_folder(config.model)
-    read_quantization(checkpoint_config, tensors)
-    stages = adapter.weight_bytes_by_stage(tensors)
+    if stored := has_weights(config.model):
+        tensors = read_folder(config.model)
+        read_quantization(checkpoint_config, tensors)
+        stages, model = adapter.weight_bytes_by_stage(tensors), _identity(identity_of(config.model))
+    else:
+        described_quantization(checkpoint_config)
+        tensors, stages = _outline(config.model, adapter, has_towers=family.takes_media)
+        model = "the folder has no weights; sizes follow from config.json, for weights that aren't quantized"
     console = Console()
     model_type = checkpoint_config["model_type"]
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
-    console.print(_identity(identity_of(config.model)), markup=False, highlight=False, soft_wrap=True)
+    console.print(model, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
     checks = [
+        *([] if stored else [Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")]),
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
@@ -77,6 +87,25 @@ def run(arguments: argparse.Namespace) -> int:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
     console.print(shown)
     return 1 if any(check.wrong for check in checks) else 0
+
+
+def _outline(
+    folder: Path, adapter: "ModelAdapter", *, has_towers: bool
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Return the tensors that the stages would load from a folder that has a config alone, and their bytes."""
+    import torch  # here, because the frontend's process imports this module, too
+
+    from triptych.checkpoint.outline import META, Outline
+    from triptych.layers.linear import PlainFormat
+
+    loads = {"encoder": adapter.load_encoder} if has_towers else {}
+    outlines = {}
+    for stage, load in (loads | {"decoder": adapter.load_decoder}).items():
+        outlines[stage] = outline = Outline(folder)
+        load(outline, PlainFormat(torch.float32), META)
+    tensors = {f"{stage} {key}": info for stage, one in outlines.items() for key, info in one.tensors.items()}
+    num_bytes = {stage: sum(info.num_bytes for info in one.tensors.values()) for stage, one in outlines.items()}
+    return tensors, {"encoder": 0} | num_bytes
 
 
 def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:

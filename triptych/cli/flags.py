@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.quantization import described_quantization
-from triptych.checkpoint.safetensors_header import read_folder
+from triptych.checkpoint.safetensors_header import has_weights, read_folder
 from triptych.cli import sources
 from triptych.config import (
     CONFIG_GROUPS,
@@ -171,10 +171,10 @@ def _given(item: dataclasses.Field[Any], arguments: argparse.Namespace) -> Itera
         yield from ((value, name) for name, value in found.items())
 
 
-def serve_config(arguments: argparse.Namespace) -> ServeConfig:
-    """Return all settings of a service. Raises ConfigError and CheckpointError."""
+def serve_config(arguments: argparse.Namespace, *, needs_weights: bool = True) -> ServeConfig:
+    """Return all settings of a service. Raises ConfigError, and CheckpointError as ``model_folder`` does."""
     return ServeConfig(
-        model=model_folder(arguments.model),
+        model=model_folder(arguments.model, needs_weights=needs_weights),
         engine=settings(EngineConfig, arguments),
         encode=settings(EncodeConfig, arguments),
         transfer=settings(TransferConfig, arguments),
@@ -192,16 +192,17 @@ def number(text: str) -> float:
     return value
 
 
-def model_folder(name: str) -> Path:
+def model_folder(name: str, *, needs_weights: bool = True) -> Path:
     """Return the checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, its weights are in a
-    format that isn't served, or a shard is missing."""
+    format that isn't served, or a shard is missing; with ``needs_weights``, also when it has none."""
     folder = MODEL_DIR if name == DEMO else Path(name)
     if not folder.is_dir():
         raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
     folder = folder.resolve()
     if (folder / "config.json").exists():
         described_quantization(load_config(folder))  # before anything is said of weights that wouldn't help
-    read_folder(folder)
+    if needs_weights or has_weights(folder):
+        read_folder(folder)
     return folder
 
 

@@ -141,7 +141,7 @@ def _most_common(tensors: Mapping[str, TensorInfo]) -> str:
 def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBackend:
     """Return the attention backend of a device; ``in_bf16`` is as in ``PagedAttention``. Raises ConfigError for a
     GPU without Triton."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return CpuAttention(paged_attention(in_bf16))
     try:
         from triptych.layers.attention.triton_backend import TritonAttention
@@ -152,7 +152,7 @@ def attention_for(device: torch.device, in_bf16: bool = False) -> AttentionBacke
 
 def delta_rule_for(device: torch.device) -> DeltaRule:
     """Return the backend of the gated delta rule for a device. Raises ConfigError for a GPU without Triton."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return cpu_delta_rule()
     try:
         from triptych.layers.delta_rule.triton_backend import TritonDeltaRule

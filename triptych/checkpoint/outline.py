@@ -1,0 +1,49 @@
+"""A checkpoint without weights: a folder with a config says how large they would be."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.safetensors_header import ITEM_BYTES, TensorInfo
+
+META = torch.device("meta")
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Names in configs, and in safetensors files."""
+
+
+class Outline(Checkpoint):
+    """A ``Checkpoint`` that has each tensor that is read, in the shape that is asked for, without its values.
+
+    What loads from it must be on the device ``META``. ``tensors`` has what was read so far, in the dtype that the
+    config names: float32 if it names none.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Raises CheckpointError for a folder without a readable config."""
+        self.folder = Path(folder)
+        self.on_read = None
+        self.tensors: dict[str, TensorInfo] = {}
+        self.quantization = None
+        self._dtype = _dtype(load_config(folder))
+
+    def read_shaped(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Return a tensor for each name, on ``META``; single values are 1, since loaders read them."""
+        made = {
+            key: torch.ones(tuple(shape), device=META if prod(shape) > 1 else "cpu") for key, shape in shapes.items()
+        }
+        for key, tensor in made.items():
+            num_bytes = tensor.numel() * ITEM_BYTES[self._dtype]
+            self.tensors[key] = TensorInfo(self.folder, self._dtype, tuple(tensor.shape), num_bytes)
+        return made
+
+
+def _dtype(config: Mapping[str, object]) -> str:
+    text = config.get("text_config")
+    sections = [config, text] if isinstance(text, dict) else [config]
+    named = (section.get(key) for section in sections for key in ("dtype", "torch_dtype"))
+    return next((DTYPES[name] for name in named if isinstance(name, str) and name in DTYPES), "F32")
