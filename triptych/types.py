@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, NewType
 
 import msgspec
@@ -102,6 +102,27 @@ class FrameSampling(msgspec.Struct, frozen=True):
 
 MODEL_SAMPLING = FrameSampling()
 """The model's own sampling."""
+
+OptionValue = bool | int | float
+
+
+class ItemContext(msgspec.Struct, frozen=True):
+    """What decides an item's plan besides its header and the model's configuration. It stays in the frontend: what an
+    encode instance has to know of it is in the plan."""
+
+    bounds: PixelBounds = MODEL_BOUNDS
+    sampling: FrameSampling = MODEL_SAMPLING
+    """How a video's frames are sampled."""
+    sound: AudioHeader | None = None
+    """Header of a video's audio track if that is to be encoded, too."""
+    siblings: int = 0
+    """The request's other items of the same modality."""
+    options: Mapping[str, OptionValue] = {}
+    """The request's ``mm_processor_kwargs`` that only some families have; all are in the planner's ``options``."""
+
+
+NO_CONTEXT = ItemContext()
+"""An item alone, with the model's own settings."""
 
 
 class ItemPart(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,9 +9,11 @@ import pytest
 from tests.support.chat import frames_part, the_error
 from tests.support.completions import answer
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings
-from triptych.api.schemas import ImagePart, ImageURL
+from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings, check_options
+from triptych.api.schemas import ImagePart, ImageURL, MediaOptions
 from triptych.encode.loop import EncodeLoop
+from triptych.errors import InvalidRequest
+from triptych.models.text.plan import TextPlanner
 from triptych.types import PixelBounds
 
 TEMPLATE = """\
@@ -140,6 +142,14 @@ def test_invalid_bounds(service: Served, options: dict[str, int]) -> None:
     the_error(response, 400, "messages[0].content[0].image_url.url", "bad_media_size")
     twice = {"size": {"shortest_edge": 1024, "longest_edge": 4096}, "max_pixels": 4096}
     the_error(service.post(mm_processor_kwargs=twice), 400, "mm_processor_kwargs.size")
+
+
+def test_options_that_a_model_lacks_are_refused_by_name() -> None:
+    planner = TextPlanner({"model_type": "qwen3", "max_position_embeddings": 100}, {})
+    check_options(planner, MediaOptions(use_audio_in_video=False, fps=None))
+    with pytest.raises(InvalidRequest, match="doesn't take fps; it takes none") as refused:
+        check_options(planner, MediaOptions(fps=1.0))
+    assert refused.value.param == "mm_processor_kwargs.fps"
 
 
 def test_low_detail_bounds_an_image() -> None:

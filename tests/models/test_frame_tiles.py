@@ -17,7 +17,7 @@ from triptych.media import frames
 from triptych.models.base import Planner
 from triptych.models.registry import FAMILIES, resolve
 from triptych.models.shared.video import sampled_frames
-from triptych.types import FrameSampling, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import FrameSampling, ItemContext, ItemPlan, PixelBounds, VideoHeader
 
 CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 ROWS = {"internvl": 4, "llava_onevision": 9}
@@ -34,7 +34,7 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
     header = VideoHeader(
         frames.FORMAT, case["width"], case["height"], case["frames"], case["rate"], presampled=not asked
     )
-    return planner, planner.plan(header, sampling=FrameSampling(**asked))
+    return planner, planner.plan(header, ItemContext(sampling=FrameSampling(**asked)))
 
 
 def packed(pixels: np.ndarray[Any, Any]) -> bytes:
@@ -73,7 +73,7 @@ def test_sampling_by_default(family: str) -> None:
     header = VideoHeader("MP4", 64, 64, 600, 30.0)
 
     def count(settings: dict[str, Any], header: VideoHeader = header, **asked: Any) -> int:
-        plan: ItemPlan = made("planner", family, settings).plan(header, sampling=FrameSampling(**asked))
+        plan: ItemPlan = made("planner", family, settings).plan(header, ItemContext(sampling=FrameSampling(**asked)))
         return plan.num_parts
 
     assert [count({}), count({"num_frames": 5}), count({"fps": 2}), count({"fps": 2}, num_frames=3)] == [32, 5, 40, 3]
@@ -91,7 +91,7 @@ def test_what_is_refused(family: str) -> None:
         (VideoHeader("MP4", 10_000, 10_000, 60, 30.0), PixelBounds(), MediaTooLarge),
     ):
         with pytest.raises(error):
-            planner.plan(header, bounds)
+            planner.plan(header, ItemContext(bounds))
     for settings in ({"size": {"height": 20, "width": 20}}, {"resample": 0}):
         with pytest.raises(CheckpointError):
             made("preprocessor", family, settings)

@@ -19,7 +19,7 @@ from triptych.models.glm4v.plan import Glm4vPlanner
 from triptych.models.glm4v.preprocess import Glm4vPreprocessor
 from triptych.models.shared.video import sampled_frames
 from triptych.prompt.probe import probe_image
-from triptych.types import FrameSampling, ImageHeader, PixelBounds, VideoHeader
+from triptych.types import FrameSampling, ImageHeader, ItemContext, PixelBounds, VideoHeader
 
 CONFIG = GLM["glm4v"].config
 PROCESSOR = GLM["glm4v"].preprocessor or {}
@@ -115,7 +115,7 @@ def test_sampling_by_a_request() -> None:
     header = VideoHeader("MP4", 64, 64, 300, 30.0)
     planner, newer = Glm4vPlanner(CONFIG, PROCESSOR), Glm4vPlanner(CONFIG | {"model_type": "glm46v"}, PROCESSOR)
     assert [len(sampled_frames(one.plan(header))) for one in (planner, newer)] == [20, 60]
-    assert len(sampled_frames(planner.plan(header, sampling=FrameSampling(fps=1.0)))) == 10
+    assert len(sampled_frames(planner.plan(header, ItemContext(sampling=FrameSampling(fps=1.0))))) == 10
     for one, sampling in (
         (planner, FrameSampling(num_frames=4)),
         (newer, FrameSampling(num_frames=4)),
@@ -124,17 +124,17 @@ def test_sampling_by_a_request() -> None:
         (planner, FrameSampling(fps=1e300)),
     ):
         with pytest.raises(UnsupportedMedia, match=r"can't be set|more than the model takes"):
-            one.plan(header, sampling=sampling)
+            one.plan(header, ItemContext(sampling=sampling))
 
 
 def test_bounds_of_the_area() -> None:
     """Of an image, not of the two frames that it counts as in the processor's file."""
     planner = Glm4vPlanner(CONFIG, PROCESSOR)
-    plan = planner.plan(ImageHeader("PNG", 300, 300), PixelBounds(0, 60 * 60))
+    plan = planner.plan(ImageHeader("PNG", 300, 300), ItemContext(PixelBounds(0, 60 * 60)))
     assert (plan.resized_height, plan.resized_width) == (56, 56)
     assert planner.max_image_pixels == 252 * 252
     with pytest.raises(BadMediaSize):
-        planner.plan(ImageHeader("PNG", 300, 300), PixelBounds(0, 252 * 252 + 1))
+        planner.plan(ImageHeader("PNG", 300, 300), ItemContext(PixelBounds(0, 252 * 252 + 1)))
 
 
 @pytest.mark.parametrize("settings", [{"max_duration": 0}, {"max_duration": "300"}, {"fps": 0}, {"size": 3}])

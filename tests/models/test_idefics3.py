@@ -27,7 +27,7 @@ from triptych.models.idefics3.plan import Idefics3Planner
 from triptych.models.idefics3.preprocess import Idefics3Preprocessor
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -56,7 +56,11 @@ def inputs_of(
     *images: Image.Image, processor: dict[str, Any] = PROCESSOR, bounds: PixelBounds = MODEL_BOUNDS
 ) -> list[EncoderInput]:
     planner, preprocess = Idefics3Planner(CONFIG, processor), Idefics3Preprocessor(CONFIG, processor)
-    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), bounds))]
+    return [
+        part
+        for one in images
+        for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
+    ]
 
 
 def pixels_of(inputs: list[EncoderInput]) -> torch.Tensor:
@@ -157,7 +161,7 @@ def test_bounds_of_the_area() -> None:
     planner, tile = Idefics3Planner(CONFIG, PROCESSOR), 88 * 88
 
     def tiles(least: int, most: int) -> int:
-        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), PixelBounds(least, most))
+        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), ItemContext(PixelBounds(least, most)))
         return plan.num_parts
 
     assert [tiles(0, 0), tiles(0, 8 * tile), tiles(0, 3 * tile), tiles(9 * tile, 0)] == [10, 5, 1, 10]

@@ -16,7 +16,7 @@ from triptych.errors import BadMediaSize, UnsupportedMedia
 from triptych.models.base import AUDIO, VISION, Planner
 from triptych.models.qwen3_omni.plan import Qwen3OmniPlanner
 from triptych.models.shared.video import sampled_frames
-from triptych.types import AudioHeader, FrameSampling, ItemPart, ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 PLANNER = planner_of(HEARD_VIDEOS)
 SECOND = AudioHeader("MP4", 16_000, 1, 16_000, in_video=True)
@@ -49,7 +49,7 @@ def test_tokens_are_in_the_order_of_the_reference() -> None:
     source = random.Random(7)
     for _ in range(200):
         header, sampling = random_video(source)
-        plan = PLANNER.plan(header, BOUNDS, sampling, random_sound(source))
+        plan = PLANNER.plan(header, ItemContext(BOUNDS, sampling, random_sound(source)))
         tokens = spelled(PLANNER, plan)
         assert tokens == reference(plan)
         check_parts(plan, tokens.strip("<>"))
@@ -79,7 +79,7 @@ def windows(header: AudioHeader) -> list[int]:
 
 def test_a_plan_counts_both() -> None:
     header = VideoHeader("MP4", 64, 64, 100, 10.0)
-    seen, heard = PLANNER.plan(header, BOUNDS), PLANNER.plan(header, BOUNDS, sound=SECOND)
+    seen, heard = PLANNER.plan(header, ItemContext(BOUNDS)), PLANNER.plan(header, ItemContext(BOUNDS, sound=SECOND))
     sound = PLANNER.plan(SECOND)
     assert (heard.rows, heard.cost, heard.patches) == (
         seen.rows + sound.rows,
@@ -94,11 +94,11 @@ def test_a_plan_counts_both() -> None:
     assert seen.sound is None
     assert seen.is_whole
     with pytest.raises(BadMediaSize, match="shorter than 25 ms"):
-        PLANNER.plan(header, BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, in_video=True))
+        PLANNER.plan(header, ItemContext(BOUNDS, sound=AudioHeader("MP4", 48_000, 1, 100, in_video=True)))
 
 
 def test_invalid_parts_are_rejected() -> None:
-    plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, sound=SECOND)
+    plan = PLANNER.plan(VideoHeader("MP4", 64, 64, 100, 10.0), ItemContext(BOUNDS, sound=SECOND))
 
     def changed(**fields: Any) -> ItemPlan:
         return msgspec.structs.replace(plan, **fields)
@@ -124,7 +124,7 @@ def test_families_without_audio_in_video(family: str) -> None:
     planner = planner_of(family)
     assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
-        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
+        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), ItemContext(BOUNDS, sound=SECOND))
 
 
 def test_a_config_that_does_not_name_the_end_of_audio() -> None:
@@ -133,4 +133,4 @@ def test_a_config_that_does_not_name_the_end_of_audio() -> None:
     planner = Qwen3OmniPlanner(config_of(HEARD_VIDEOS) | {"thinker_config": thinker}, {"feature_size": 20})
     assert not planner.audio_in_video
     with pytest.raises(UnsupportedMedia, match="takes no audio track with a video"):
-        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), BOUNDS, FrameSampling(), SECOND)
+        planner.plan(VideoHeader("MP4", 64, 64, 100, 10.0), ItemContext(BOUNDS, sound=SECOND))

@@ -27,7 +27,7 @@ from triptych.models.internvl.plan import InternVLPlanner
 from triptych.models.internvl.preprocess import InternVLPreprocessor
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import AudioHeader, ImageHeader, ItemPlan, PixelBounds
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -105,7 +105,7 @@ def test_bounds_of_the_area() -> None:
     tile = 56 * 56
 
     def tiles(least: int, most: int) -> int:
-        return planner.plan(ImageHeader("PNG", 900, 600), PixelBounds(least, most)).num_parts
+        return planner.plan(ImageHeader("PNG", 900, 600), ItemContext(PixelBounds(least, most))).num_parts
 
     assert [tiles(0, 0), tiles(0, tile), tiles(0, 2 * tile), tiles(5 * tile, 0)] == [7, 1, 3, 7]
     assert planner.max_image_pixels == 6 * tile
@@ -113,7 +113,7 @@ def test_bounds_of_the_area() -> None:
         with pytest.raises(BadMediaSize):
             tiles(least, most)
     data = png(picture(300, 200, 1))
-    plan = planner.plan(probe_image(data), PixelBounds(0, 2 * tile))
+    plan = planner.plan(probe_image(data), ItemContext(PixelBounds(0, 2 * tile)))
     assert len(list(InternVLPreprocessor(CONFIG, PROCESSOR)(data, plan))) == 3
 
 

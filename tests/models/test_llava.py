@@ -33,7 +33,7 @@ from triptych.models.llava.preprocess import LlavaPreprocessor
 from triptych.models.registry import backbone_of
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemPlan, PixelBounds, Placement, Span, VideoHeader
+from triptych.types import ImageHeader, ItemContext, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -301,7 +301,7 @@ def test_what_isnt_planned() -> None:
         (ImageHeader("PNG", 10_000, 10_000), PixelBounds(), MediaTooLarge),
     ):
         with pytest.raises(error):
-            planner.plan(header, bounds)
+            planner.plan(header, ItemContext(bounds))
 
 
 def test_positions_are_plain() -> None:

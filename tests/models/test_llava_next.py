@@ -30,7 +30,7 @@ from triptych.models.llava.next_plan import LlavaNextPlanner, LlavaOneVisionPlan
 from triptych.models.llava.next_preprocess import LlavaNextPreprocessor
 from triptych.models.shared.vision_transformer import MAX_STATES
 from triptych.prompt.probe import probe_image
-from triptych.types import AudioHeader, ImageHeader, ItemPlan, PixelBounds
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, PixelBounds
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -69,7 +69,7 @@ def reference_of(name: str, processor: dict[str, Any]) -> Any:
 
 def planned(name: str, image: Image.Image, siblings: int = 0) -> ItemPlan:
     planner = PLANNERS[name](config_of(name), processor_of(name))
-    plan: ItemPlan = planner.plan(probe_image(png(image)), siblings=siblings)
+    plan: ItemPlan = planner.plan(probe_image(png(image)), ItemContext(siblings=siblings))
     return plan
 
 
@@ -181,7 +181,7 @@ def test_bounds_of_the_area(name: str) -> None:
     planner, tile = PLANNERS[name](config_of(name), processor_of(name)), 75 * 75
 
     def tiles(least: int, most: int) -> int:
-        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), PixelBounds(least, most))
+        plan: ItemPlan = planner.plan(ImageHeader("PNG", 300, 290), ItemContext(PixelBounds(least, most)))
         return plan.patches // 25
 
     assert [tiles(0, 0), tiles(0, 2 * tile), tiles(3 * tile, 3 * tile), tiles(4 * tile, 0)] == [5, 3, 4, 5]
@@ -190,7 +190,7 @@ def test_bounds_of_the_area(name: str) -> None:
         with pytest.raises(BadMediaSize):
             tiles(least, most)
     data = png(picture(300, 290, 1))
-    plan = planner.plan(probe_image(data), PixelBounds(0, 2 * tile))
+    plan = planner.plan(probe_image(data), ItemContext(PixelBounds(0, 2 * tile)))
     preprocess = LlavaNextPreprocessor(config_of(name), processor_of(name))
     assert [item.grid for item in preprocess(data, plan)] == [(1, 5, 5), (2, 5, 5)]
     for other in (planner.plan(probe_image(data)), planner.plan(probe_image(png(picture(290, 120, 1))))):
@@ -344,10 +344,10 @@ def test_what_isnt_planned(name: str) -> None:
 def test_a_thin_image_among_several() -> None:
     """Its square would have many times its pixels."""
     planner = LlavaOneVisionPlanner(config_of("llava_onevision"), processor_of("llava_onevision"))
-    assert planner.plan(ImageHeader("PNG", 14_000, 100), siblings=1).rows == 26
+    assert planner.plan(ImageHeader("PNG", 14_000, 100), ItemContext(siblings=1)).rows == 26
     assert planner.plan(ImageHeader("PNG", 20_000, 100)).rows
     with pytest.raises(MediaTooLarge, match="square"):
-        planner.plan(ImageHeader("PNG", 20_000, 100), siblings=1)
+        planner.plan(ImageHeader("PNG", 20_000, 100), ItemContext(siblings=1))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,7 @@ from triptych.models.mistral3.plan import Mistral3Planner
 from triptych.models.mistral3.preprocess import Mistral3Preprocessor
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import MODEL_BOUNDS, ImageHeader, PixelBounds, VideoHeader
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, PixelBounds, VideoHeader
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -52,7 +52,11 @@ def reference_of(processor: dict[str, Any]) -> Any:
 
 def inputs_of(*images: Image.Image, bounds: PixelBounds = MODEL_BOUNDS) -> list[EncoderInput]:
     planner, preprocess = Mistral3Planner(CONFIG, PROCESSOR), Mistral3Preprocessor(CONFIG, PROCESSOR)
-    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), bounds))]
+    return [
+        part
+        for one in images
+        for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
+    ]
 
 
 def pixels_of(part: EncoderInput) -> torch.Tensor:
@@ -118,7 +122,7 @@ def test_bounds_of_the_area() -> None:
     planner = Mistral3Planner(CONFIG, PROCESSOR)
 
     def size(least: int, most: int, width: int = 130, height: int = 100) -> tuple[int, int]:
-        plan = planner.plan(ImageHeader("PNG", width, height), PixelBounds(least, most))
+        plan = planner.plan(ImageHeader("PNG", width, height), ItemContext(PixelBounds(least, most)))
         return plan.resized_height, plan.resized_width
 
     assert [size(0, 0), size(0, 5000), size(9000, 0, 20, 10)] == [(104, 136), (56, 80), (72, 136)]

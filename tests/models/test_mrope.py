@@ -17,13 +17,7 @@ from tests.support.tiny import GLM, TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import AUDIO, Planner
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
-from triptych.types import (
-    MODEL_SAMPLING,
-    ImageHeader,
-    ItemPlan,
-    Placement,
-    Span,
-)
+from triptych.types import MODEL_SAMPLING, ImageHeader, ItemContext, ItemPlan, Placement, Span
 
 TEXT = 65
 KINDS = {"image": 1, "video": 2, "audio": 3}
@@ -103,7 +97,8 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
         else:
             header, sampling = random_video(source)
             sampling = MODEL_SAMPLING if family in GLM else sampling  # which refuses numbers of frames
-            plan = planner.plan(header, BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
+            context = ItemContext(BOUNDS, sampling, random_sound(source) if mix.with_audio else None)
+            plan = planner.plan(header, context)
             mix.seconds.append(seconds_of(family, plan))
         if plan.sound:
             mix.add_heard(planner, plan, seen)

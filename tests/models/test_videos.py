@@ -29,7 +29,7 @@ from triptych.models.shared.video import (
     VideoGeometry,
     sampled_frames,
 )
-from triptych.types import FrameSampling, ItemPlan, PixelBounds, Placement, Span, VideoHeader
+from triptych.types import FrameSampling, ItemContext, ItemPlan, PixelBounds, Placement, Span, VideoHeader
 
 TIMED = [number for number, case in enumerate(VIDEO_CASES) if case["seconds"] is not None]
 IMAGES = {"size": {"shortest_edge": 4096, "longest_edge": 65536}}
@@ -56,7 +56,7 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
     planner: Planner = resolve(FAMILIES[family].planner)(config_of(family), IMAGES, settings_of(case))
     size = case["width"], case["height"]
     header = VideoHeader(frames.FORMAT, *size, case["frames"], case["rate"], presampled=case.get("chosen", False))
-    return planner, planner.plan(header, sampling=FrameSampling(**case.get("asked", {})))
+    return planner, planner.plan(header, ItemContext(sampling=FrameSampling(**case.get("asked", {}))))
 
 
 @pytest.mark.parametrize("number", range(len(VIDEO_CASES)))
@@ -126,16 +126,16 @@ def test_a_request_has_its_own_sampling_and_bounds() -> None:
     planner = Qwen3VLPlanner(CONFIG, IMAGES, {"size": SIZE})
     header = VideoHeader("MP4", 640, 480, 300, 30.0)
     assert len(sampled_frames(planner.plan(header))) == 20
-    assert len(sampled_frames(planner.plan(header, sampling=FrameSampling(fps=1.0)))) == 10
-    assert len(sampled_frames(planner.plan(header, sampling=FrameSampling(num_frames=7)))) == 7
-    small = planner.plan(header, PixelBounds(max_pixels=20 * 32 * 32))
+    assert len(sampled_frames(planner.plan(header, ItemContext(sampling=FrameSampling(fps=1.0))))) == 10
+    assert len(sampled_frames(planner.plan(header, ItemContext(sampling=FrameSampling(num_frames=7))))) == 7
+    small = planner.plan(header, ItemContext(PixelBounds(max_pixels=20 * 32 * 32)))
     assert small.grid == (10, 2, 2)
     with pytest.raises(UnsupportedMedia, match="exclude each other"):
-        planner.plan(header, sampling=FrameSampling(fps=1.0, num_frames=7))
+        planner.plan(header, ItemContext(sampling=FrameSampling(fps=1.0, num_frames=7)))
     with pytest.raises(UnsupportedMedia, match="769 is more than the model takes, 768"):
-        planner.plan(header, sampling=FrameSampling(num_frames=769))
+        planner.plan(header, ItemContext(sampling=FrameSampling(num_frames=769)))
     with pytest.raises(BadMediaSize, match="exceeds the model's own"):
-        planner.plan(header, PixelBounds(max_pixels=10**9))
+        planner.plan(header, ItemContext(PixelBounds(max_pixels=10**9)))
     with pytest.raises(BadMediaSize, match="200-fold"):
         planner.plan(VideoHeader("MP4", 20_000, 32, 300, 30.0))
 
@@ -176,7 +176,7 @@ def test_no_more_frames_than_the_video_has(
 ) -> None:
     """The reference rejects most of these."""
     planner = Qwen2VLPlanner(TINY["qwen2_vl"].config, PREPROCESSOR, PREPROCESSOR)
-    plan = planner.plan(header, sampling=FrameSampling(**sampling))
+    plan = planner.plan(header, ItemContext(sampling=FrameSampling(**sampling)))
     assert sampled_frames(plan) == seen
     assert plan.grid == ((len(seen) + 1) // 2, 4, 4)
 

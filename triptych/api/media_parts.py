@@ -1,7 +1,8 @@
 """The media of a request's messages: finding them, checking their number, fetching them, and their settings."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.api.generation import RequestContext
@@ -24,10 +25,13 @@ from triptych.api.service import Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, Planner
 from triptych.prompt.media import together
 from triptych.prompt.prompt import PLURALS, media_param
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, PixelBounds
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, OptionValue, PixelBounds
 
+FAMILY_OPTIONS = sorted(MediaOptions.model_fields.keys() - AREA_OPTIONS - FRAME_OPTIONS - {"use_audio_in_video"})
+"""``mm_processor_kwargs`` that only some families have."""
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum area of an image with ``detail: low``, as in OpenAI's API."""
 
@@ -54,6 +58,8 @@ class MediaSettings:
     """Which frames of a video are used."""
     audio_in_video: bool = False
     """Whether a video's audio track is used."""
+    options: Mapping[str, OptionValue] = field(default_factory=dict)
+    """Those that only some families have."""
 
     @classmethod
     def from_options(cls, options: MediaOptions | None) -> "MediaSettings":
@@ -68,7 +74,8 @@ class MediaSettings:
         if options.size:
             bounds = PixelBounds(options.size.shortest_edge, options.size.longest_edge)
         sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
-        return cls(bounds, sampling, audio_in_video=bool(options.use_audio_in_video))
+        own = {name: value for name in FAMILY_OPTIONS if (value := getattr(options, name)) is not None}
+        return cls(bounds, sampling, bool(options.use_audio_in_video), own)
 
     def bounds_of(self, part: ImagePart, model_max_pixels: int) -> PixelBounds:
         """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger."""
@@ -87,6 +94,16 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
         for p, part in enumerate(message.content)
         if not isinstance(part, TextualPart)
     }
+
+
+def check_options(planner: Planner, options: MediaOptions | None) -> None:
+    """Raise InvalidRequest for an option that the model's processor doesn't have."""
+    if options is None:
+        return
+    for name in sorted(options.model_fields_set - planner.options - {"use_audio_in_video"}):
+        if getattr(options, name) is not None:
+            taken = ", ".join(sorted(planner.options)) or "none"
+            raise InvalidRequest(f"the model doesn't take {name}; it takes {taken}", f"mm_processor_kwargs.{name}")
 
 
 def check_parts(service: Service, parts: dict[Place, MediaPart], settings: MediaSettings) -> None:
@@ -124,12 +141,14 @@ async def _fetch_part(
         data = await _fetch_or_recall(place, part, context, service.uuid_cache)
     fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
-        return fetched | {"bounds": settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)}
+        bounds = settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)
+        return fetched | {"bounds": bounds, "options": settings.options}
     if isinstance(part, VideoPart | FramesPart):
         return fetched | {
             "bounds": settings.bounds,
             "sampling": settings.sampling,
             "use_audio": settings.audio_in_video,
+            "options": settings.options,
         }
     return fetched
 

@@ -11,10 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.types import AudioHeader, FrameSampling, ItemPlan, MediaHeader, PixelBounds, Placement
+from triptych.types import ItemContext, ItemPlan, MediaHeader, Placement
 
 VISION, AUDIO = "vision", "audio"
 """The names of a family's towers."""
+AREA_OPTIONS = frozenset(("min_pixels", "max_pixels", "size"))
+"""``mm_processor_kwargs`` that become ``ItemContext.bounds``."""
+FRAME_OPTIONS = frozenset(("fps", "num_frames"))
+"""``mm_processor_kwargs`` that become ``ItemContext.sampling``."""
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -46,21 +50,13 @@ class Planner(Protocol):
     """Largest area an image is resized to, in pixels; 0 if the model takes no images."""
     audio_in_video: bool
     """Whether the model can take a video's audio track together with its frames."""
+    options: frozenset[str]
+    """Names of the ``mm_processor_kwargs`` that the model takes; a request with another one is refused.
+    ``use_audio_in_video`` is not among them."""
 
-    def plan(
-        self,
-        header: MediaHeader,
-        bounds: PixelBounds = ...,
-        sampling: FrameSampling = ...,
-        sound: AudioHeader | None = ...,
-        siblings: int = ...,
-    ) -> ItemPlan:
-        """Return what the item becomes under a request's ``bounds`` and, for a video, its frame ``sampling``.
-
-        ``sound`` is the header of the video's audio track if that is to be encoded too, and ``siblings`` the number of
-        the request's other items of the same modality. Raises MediaError if the model can't take the item or these
-        options.
-        """
+    def plan(self, header: MediaHeader, context: ItemContext = ...) -> ItemPlan:
+        """Return what the item becomes. Raises MediaError if the model can't take the item or what the request asks
+        for."""
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the text that replaces an item's placeholder in the rendered template.

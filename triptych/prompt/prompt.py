@@ -34,13 +34,14 @@ from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemPlan, MediaHeader, Placement, Span
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemContext, ItemPlan, MediaHeader, Placement, Span
 
 Message = Mapping[str, Any]
 """A message: ``role``, and ``content``, which is a string, None, or a list of parts. Further keys go to the template.
 
 A text part is ``{"type": "text", "text": str}``. A media part has the type ``image``, ``video`` or ``audio``, and
-``data`` (bytes). It may have ``bounds`` (PixelBounds), and a video ``sampling`` (FrameSampling) and ``use_audio``.
+``data`` (bytes). It may have ``bounds`` (PixelBounds) and the family's ``options``, and a video ``sampling``
+(FrameSampling) and ``use_audio``.
 ``field`` is the part's field that the bytes came from, unless it is the URL."""
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
@@ -282,8 +283,14 @@ class PromptBuilder:
         audio_track = probe_audio_track(part["data"]) if part.get("use_audio") else None
         if audio_track is not None:
             counted.add_header(audio_track)
-        view = part.get("bounds", MODEL_BOUNDS), part.get("sampling", MODEL_SAMPLING)
-        plan = self.planner.plan(header, *view, audio_track, siblings)
+        context = ItemContext(
+            part.get("bounds", MODEL_BOUNDS),
+            part.get("sampling", MODEL_SAMPLING),
+            audio_track,
+            siblings,
+            part.get("options", {}),
+        )
+        plan = self.planner.plan(header, context)
         counted.add_plan(plan)
         return plan
 

@@ -13,7 +13,7 @@ from triptych.models.idefics3.config import image_token, text_config, vision_con
 from triptych.models.idefics3.tiles import EdgeTiles
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import ImageHeader, ItemPart, ItemPlan, PixelBounds
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 AROUND = "<fake_token_around_image>"
 """Token before each tile, and after the last."""
@@ -41,10 +41,10 @@ class Idefics3Planner(PlainPlanner):
         )
         self.media_tokens = frozenset((image_token(config), AROUND))
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the whole. Raises BadMediaSize for bounds that no whole
         tiles are within."""
-        canvas = self._tiles.within(bounds).canvas(header.width, header.height)
+        canvas = self._tiles.within(context.bounds).canvas(header.width, header.height)
         clip, rows, count = self._vision.clip, self._vision.rows, canvas.parts
         return ItemPlan(
             modality="image",
@@ -56,7 +56,7 @@ class Idefics3Planner(PlainPlanner):
             patches=count * clip.side**2,
             cost=count * clip.cost,
             parts=tuple(ItemPart(((part * rows, rows),), clip.side**2, clip.cost, VISION) for part in range(count)),
-            bounds=bounds,
+            bounds=context.bounds,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:

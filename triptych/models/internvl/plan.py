@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.internvl.config import (
     frame_settings,
     image_token,
@@ -22,7 +22,7 @@ from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
-from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemPart, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
@@ -34,6 +34,8 @@ VIDEO = "<video>"
 
 class InternVLPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    options = AREA_OPTIONS | FRAME_OPTIONS
 
     def __init__(
         self,
@@ -59,12 +61,13 @@ class InternVLPlanner(PlainPlanner):
         self._tile_cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
         self._tiles: dict[int, tuple[ItemPart, ...]] = {}
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the thumbnail.
 
         Raises BadMediaSize for bounds that no grid of tiles is within.
         """
-        grids, vision = self._grids if bounds == MODEL_BOUNDS else self._grids.within(bounds), self._vision
+        bounds, vision = context.bounds, self._vision
+        grids = self._grids if bounds == MODEL_BOUNDS else self._grids.within(bounds)
         columns, rows = grids.best(header.width, header.height)
         parts = self._parts(columns * rows + (columns * rows > 1))
         return ItemPlan(

@@ -3,13 +3,22 @@
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, ModelConfig
 from triptych.models.llava.anyres import AnyResolution, ImageView, frame_layout
 from triptych.models.llava.config import image_token, text_config, tile_config, video_token
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, frames_plan
-from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemPart, ItemPlan, PixelBounds, VideoHeader
+from triptych.types import (
+    MODEL_BOUNDS,
+    FrameSampling,
+    ImageHeader,
+    ItemContext,
+    ItemPart,
+    ItemPlan,
+    PixelBounds,
+    VideoHeader,
+)
 
 
 class LlavaNextPlanner(PlainPlanner):
@@ -36,9 +45,10 @@ class LlavaNextPlanner(PlainPlanner):
             max_source_pixels=max_source_pixels,
         )
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles. Raises BadMediaSize for bounds that no size of the model is
         within."""
+        bounds = context.bounds
         anyres = self._anyres if bounds == MODEL_BOUNDS else self._anyres.within(bounds)
         return self._plan_views(header, bounds, anyres.views(header.width, header.height))
 
@@ -68,6 +78,8 @@ class LlavaNextPlanner(PlainPlanner):
 class LlavaOneVisionPlanner(LlavaNextPlanner):
     """``Planner`` of LLaVA-OneVision. Raises as ``LlavaNextPlanner``."""
 
+    options = AREA_OPTIONS | FRAME_OPTIONS
+
     def __init__(
         self,
         config: ModelConfig,
@@ -81,12 +93,12 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
         self.media_tokens = frozenset(self.placeholder_tokens.values())
         self._sampling = frame_sampling(IntervalStartSampling, video_config or {})
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Of several images, each is one tile, whatever the bounds, as in transformers' processor."""
-        if siblings:
+        if context.siblings:
             self._check_square(header)
-            return self._plan_views(header, bounds, self._anyres.square())
-        return super()._plan_image(header, bounds, siblings)
+            return self._plan_views(header, context.bounds, self._anyres.square())
+        return super()._plan_image(header, context)
 
     def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
         """Each frame is a tile, and one newline follows the last. Raises UnsupportedMedia for invalid sampling."""

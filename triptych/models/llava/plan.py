@@ -11,11 +11,13 @@ from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemPart, ItemPlan, PixelBounds
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan
 
 
 class LlavaPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    options: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -35,9 +37,9 @@ class LlavaPlanner(PlainPlanner):
         )
         self._part = ItemPart(((0, vision.rows),), vision.clip.side**2, vision.clip.cost, VISION)
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises UnsupportedMedia for bounds of the image's area, which the model fixes."""
-        if bounds != MODEL_BOUNDS:
+        if context.bounds != MODEL_BOUNDS:
             raise UnsupportedMedia("the model resizes all images alike: min_pixels and max_pixels can't be set")
         if self._pads:
             self._check_square(header)

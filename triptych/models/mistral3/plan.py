@@ -12,7 +12,7 @@ from triptych.models.mistral3.config import image_token, text_config, vision_con
 from triptych.models.mistral3.geometry import LongestEdgeGeometry
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
-from triptych.types import ImageHeader, ItemPart, ItemPlan, PixelBounds
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 """Tokens after each row of embeddings, and after the last one."""
@@ -40,10 +40,10 @@ class Mistral3Planner(PlainPlanner):
         )
         self.media_tokens = frozenset((image_token(config), ROW_END, IMAGE_END))
 
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met."""
         geometry = self._geometry
-        height, width = geometry.within(bounds).resized(header.height, header.width)
+        height, width = geometry.within(context.bounds).resized(header.height, header.width)
         grid = 1, height // geometry.patch_size, width // geometry.patch_size
         patches = grid[1] * grid[2]
         rows, cost = patches // geometry.merge_size**2, self._cost_model.cost(patches)
@@ -57,7 +57,7 @@ class Mistral3Planner(PlainPlanner):
             patches=patches,
             cost=cost,
             parts=(ItemPart(((0, rows),), patches, cost, VISION),),
-            bounds=bounds,
+            bounds=context.bounds,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:

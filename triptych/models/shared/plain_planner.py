@@ -4,18 +4,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from triptych.errors import UnsupportedMedia
-from triptych.models.base import MediaToken, Positions
+from triptych.models.base import AREA_OPTIONS, MediaToken, Positions
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, check_aspect_ratio, check_source_size
 from triptych.types import (
     MODEL_BOUNDS,
-    MODEL_SAMPLING,
-    AudioHeader,
+    NO_CONTEXT,
     FrameSampling,
     ImageHeader,
+    ItemContext,
     ItemPlan,
     MediaHeader,
-    PixelBounds,
     Placement,
     VideoHeader,
 )
@@ -27,6 +26,7 @@ class PlainPlanner(ABC):
     """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
 
     audio_in_video = False
+    options: frozenset[str] = AREA_OPTIONS
     template_texts: Mapping[str, str] = {}
 
     def __init__(
@@ -43,14 +43,7 @@ class PlainPlanner(ABC):
         self.max_image_pixels = max_image_pixels
         self._max_source_pixels = max_source_pixels
 
-    def plan(
-        self,
-        header: MediaHeader,
-        bounds: PixelBounds = MODEL_BOUNDS,
-        sampling: FrameSampling = MODEL_SAMPLING,
-        sound: AudioHeader | None = None,
-        siblings: int = 0,
-    ) -> ItemPlan:
+    def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
         """Plan an image or a video; see ``Planner``.
 
         Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, BadMediaSize for an
@@ -58,17 +51,17 @@ class PlainPlanner(ABC):
         """
         if isinstance(header, VideoHeader):
             check_source_size("video", header.width, header.height, self._max_source_pixels)
-            if bounds != MODEL_BOUNDS:
+            if context.bounds != MODEL_BOUNDS:
                 raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
-            return self._plan_video(header, sampling)
+            return self._plan_video(header, context.sampling)
         if not isinstance(header, ImageHeader):
             raise UnsupportedMedia("the model takes no audio")
         check_source_size("image", header.width, header.height, self._max_source_pixels)
         check_aspect_ratio(header.width, header.height)
-        return self._plan_image(header, bounds, siblings)
+        return self._plan_image(header, context)
 
     @abstractmethod
-    def _plan_image(self, header: ImageHeader, bounds: PixelBounds, siblings: int) -> ItemPlan:
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Plan an image whose size has been checked."""
 
     def _check_square(self, header: ImageHeader) -> None:

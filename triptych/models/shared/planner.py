@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.models.base import VISION, MediaToken, ModelConfig, Positions
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig, Positions
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_positions
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import VideoGeometry, VideoSampling, sampled_frames
 from triptych.types import (
-    MODEL_BOUNDS,
     MODEL_SAMPLING,
+    NO_CONTEXT,
     AudioHeader,
     FrameSampling,
     ImageHeader,
+    ItemContext,
     ItemPart,
     ItemPlan,
     MediaHeader,
@@ -94,6 +95,7 @@ class PatchPlanner:
     video_geometry: ClassVar[type[VideoGeometry]]
     """How the family resizes frames."""
     audio_in_video = False
+    options = AREA_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {}
 
     def __init__(
@@ -122,16 +124,8 @@ class PatchPlanner:
         self._max_source_pixels = max_source_pixels
         self._cost_model = cost_model
 
-    def plan(
-        self,
-        header: MediaHeader,
-        bounds: PixelBounds = MODEL_BOUNDS,
-        sampling: FrameSampling = MODEL_SAMPLING,
-        sound: AudioHeader | None = None,
-        siblings: int = 0,
-    ) -> ItemPlan:
-        """Plan an image, a video or an audio clip; ``sound`` is the audio track of a video, if it is to be encoded.
-        ``siblings`` change nothing.
+    def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
+        """Plan an image, a video or an audio clip. ``siblings`` change nothing.
 
         Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``. Raises BadMediaSize for an aspect
         ratio above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling or
@@ -142,9 +136,9 @@ class PatchPlanner:
         kind = "video" if isinstance(header, VideoHeader) else "image"
         check_source_size(kind, header.width, header.height, self._max_source_pixels)
         if isinstance(header, VideoHeader):
-            plan = self._plan_video(header, bounds, sampling)
-            return self._with_sound(plan, sound) if sound else plan
-        return self._plan_image(header, bounds)
+            plan = self._plan_video(header, context.bounds, context.sampling)
+            return self._with_sound(plan, context.sound) if context.sound else plan
+        return self._plan_image(header, context.bounds)
 
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
         width, height = header.width, header.height

@@ -8,16 +8,7 @@ from triptych.models.backbones.rope import context_length
 from triptych.models.base import MediaToken, ModelConfig, Positions
 from triptych.models.shared.mrope import mrope_positions
 from triptych.models.shared.settings import text_section
-from triptych.types import (
-    MODEL_BOUNDS,
-    MODEL_SAMPLING,
-    AudioHeader,
-    FrameSampling,
-    ItemPlan,
-    MediaHeader,
-    PixelBounds,
-    Placement,
-)
+from triptych.types import NO_CONTEXT, ItemContext, ItemPlan, MediaHeader, Placement
 
 
 class TextPlanner:
@@ -27,6 +18,7 @@ class TextPlanner:
     media_tokens: frozenset[MediaToken] = frozenset()
     max_image_pixels = 0
     audio_in_video = False
+    options: frozenset[str] = frozenset()
     template_texts: Mapping[str, str] = {}
 
     def __init__(
@@ -34,14 +26,7 @@ class TextPlanner:
     ) -> None:
         self.context_length = context_length(text_section(config))
 
-    def plan(
-        self,
-        header: MediaHeader,
-        bounds: PixelBounds = MODEL_BOUNDS,
-        sampling: FrameSampling = MODEL_SAMPLING,
-        sound: AudioHeader | None = None,
-        siblings: int = 0,
-    ) -> ItemPlan:
+    def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
 
