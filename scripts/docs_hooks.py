@@ -1,4 +1,5 @@
-"""MkDocs hooks: list the decision records, and publish the repository's files that pages link to.
+"""MkDocs hooks: list the decision records and the families' pages, and publish the repository's files that pages link
+to.
 
 Pages link to files outside ``docs/`` (raw results, the dashboard) by relative path, which works in a checkout. The site
 gets a copy of each such file under ``files/``, and the links point there.
@@ -22,11 +23,14 @@ _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the section "Decisions" with the records: the index, then the order of their numbers."""
+    """Fill the section "Decisions" with the records: the index, then the order of their numbers; and the section
+    "Models" with the families' pages."""
     names = sorted(
         (path.name for path in (DOCS / "decisions").glob("*.md")), key=lambda name: (name != "index.md", name)
     )
     _fill(config.nav or [], "Decisions", [f"decisions/{name}" for name in names])
+    families = sorted(path.name for path in (DOCS / "models").glob("*.md"))
+    _fill(config.nav or [], "Models", ["models.md", *(f"models/{name}" for name in families)])
     return config
 
 

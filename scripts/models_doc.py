@@ -1,18 +1,19 @@
-"""Writes docs/models.md: which families there are, from the registry, and what is checked of each, from the tests
-themselves. A test fails when the page is out of date.
+"""Writes docs/models.md and docs/models: which families there are, from the registry, and what is checked of each, from
+the tests themselves. A test fails when a page is out of date.
 
     .venv/bin/python -m scripts.models_doc
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.family_pages import FOLDER, PAGES, language_model, pages
+from scripts.generated import table
+from scripts.model_checks import Check
 from tests.models.golden.make_videos import family_of
 from tests.support import families
 from tests.support.backbones import BACKBONES
 from tests.support.tiny import OWN_TOWERS, TINY
-from triptych.models.registry import FAMILIES, Family, resolve
+from triptych.models.registry import FAMILIES
 from triptych.models.shared.settings import text_section
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -24,32 +25,19 @@ WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_sec
 SLOW = "; only in the slow suite (`scripts/test --slow`)"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One row of the table of checks."""
-
-    what: str
-    """What is compared with the reference."""
-    how: str
-    """How closely, and on which cases."""
-    file: str
-    """Files or folders of the tests, separated by commas."""
-    families: Collection[str]
-    """Model types that the tests cover."""
-
-
 CHECKS = (
     Check(
         "plans and patches of images",
         "equal bit by bit to the Pillow processor's, except 16-bit grey, which that one clips",
         "tests/models",
-        {*families.PATCHES, *QWEN3_VL, *OWN_TOWERS},
+        {*families.PATCHES, *QWEN3_VL, *OWN_TOWERS, "glm4v"},
+        columns=("plan", "pixels"),
     ),
     Check(
         "plans, placeholders and patches of videos",
         "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
-        "tests/models/test_videos.py, tests/models/test_frame_tiles.py",
-        {*(family_of(case) for case in families.VIDEO_CASES), *families.FRAME_TILES},
+        "tests/models/test_videos.py, tests/models/test_frame_tiles.py, tests/models/test_glm4v.py",
+        {*(family_of(case) for case in families.VIDEO_CASES), *families.FRAME_TILES, "glm4v", "glm46v"},
     ),
     Check(
         "positions",
@@ -62,6 +50,7 @@ CHECKS = (
         "within 5e-5 (LLaVA: 5e-4, at values up to 18)",
         "tests/layers, tests/models",
         {*families.ANSWERED_IMAGES, *QWEN3_VL},
+        columns=("rows",),
     ),
     Check(
         "logits",
@@ -69,12 +58,14 @@ CHECKS = (
         "and from those of `save_pretrained`",
         "tests/layers",
         {*(name for name, _ in families.LAYOUTS), *QWEN3_VL, *families.BACKBONE_TYPES, "qwen3_omni_moe_thinker"},
+        columns=("logits",),
     ),
     Check(
         "logits of models that Transformers lacks",
         "within 1e-4 of their formulas written out in the test, for whole prompts and in chunks of 7",
         "tests/layers/test_internlm2.py",
         {"internlm2"},
+        columns=("logits",),
     ),
     Check(
         "answers",
@@ -82,19 +73,36 @@ CHECKS = (
         "receive pool of one block; first logits within 1e-4",
         "tests/parity",
         {*TINY, *QWEN3_VL, *OWN_TOWERS}.difference(families.SLOW_ANSWERS),
+        columns=("logits", "answers", "split", "split P/D"),
     ),
-    Check("answers of other models", f"the same{SLOW}", "tests/parity/test_families.py", families.SLOW_ANSWERS),
+    Check(
+        "answers from original files",
+        "equal to those of Transformers' files, in one instance and with each stage on its own",
+        "tests/parity/test_families.py",
+        {"internvl_chat"},
+        columns=("answers", "split", "split P/D"),
+    ),
+    Check(
+        "answers of other models",
+        f"the same{SLOW}",
+        "tests/parity/test_families.py",
+        families.SLOW_ANSWERS,
+        columns=("logits", "answers", "split", "split P/D"),
+        in_ci=False,
+    ),
     Check(
         "answers about videos",
         "as above, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
         {*families.VIDEO_ANSWERS, *families.FRAME_TILES, "qwen3_vl"},
+        columns=("video",),
     ),
     Check(
         "audio",
         "tokens equal, features within 1e-4, embeddings within 1e-5; answers as above, also beside images",
         "tests/models, tests/layers, tests/parity",
         {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
+        columns=("audio",),
     ),
     Check(
         "videos with soundtracks",
@@ -107,6 +115,7 @@ CHECKS = (
         "32 greedy tokens equal: in `1PD` in chunks of 64, and in `1P1D` in chunks of 7",
         "tests/parity/test_backbones.py",
         ANSWERED,
+        columns=("answers", "split P/D"),
     ),
     Check(
         "answers to text in more ways",
@@ -114,12 +123,15 @@ CHECKS = (
         + SLOW,
         "tests/parity/test_backbones.py",
         families.BACKBONE_TYPES,
+        columns=("answers", "split P/D"),
+        in_ci=False,
     ),
     Check(
         "tensor parallelism",
         "the same answers from two ranks",
         "tests/parity",
         {*families.TWO_RANKS, *QWEN3_VL},
+        columns=("two ranks",),
     ),
     Check(
         "tensor parallelism of other models",
@@ -130,35 +142,59 @@ CHECKS = (
             for tiny in BACKBONES.values()
             if text_section(tiny.config)["num_key_value_heads"] % 2 == 0
         },
+        columns=("two ranks",),
+        in_ci=False,
     ),
     Check(
         "sliding windows",
         "the same answers with windows switched on",
         "tests/parity",
         {*families.SLIDING_WINDOWS, *(ANSWERED & WINDOWED)},
+        columns=("windows",),
     ),
     Check(
         "attention in chunks",
         "the same answers with short chunks, in `1PD` and `1P1D`; pages of finished ones are released and not sent",
         "tests/parity/test_windows.py",
         {BACKBONES["llama4"].config["model_type"]},
+        columns=("windows",),
     ),
-    Check("sliding windows of other models", "as above" + SLOW, "tests/parity/test_backbones.py", WINDOWED - ANSWERED),
+    Check(
+        "sliding windows of other models",
+        "as above" + SLOW,
+        "tests/parity/test_backbones.py",
+        WINDOWED - ANSWERED,
+        columns=("windows",),
+        in_ci=False,
+    ),
 )
 
 
+MEDIA_COLUMNS = ("plan", "pixels", "rows", "logits", "answers", "video", "audio", "split", "split P/D", "recovery")
+TEXT_COLUMNS = ("logits", "answers", "split P/D", "two ranks", "windows")
+INPUTS = {"video": "video", "audio": "audio"}
+"""Columns that stand for an input, which some families don't take."""
+
+
 def page() -> str:
-    """The page's Markdown."""
+    """The index's Markdown."""
     lines = [
         "# Models",
         "",
         "This page is generated by `scripts/models_doc.py` from the registry and the tests.",
         "",
-        "| `model_type` | models | input | language model | encoder |",
-        "| --- | --- | --- | --- | --- |",
-        *(_family(name, family) for name, family in FAMILIES.items()),
+        "## Models with media",
         "",
-        "Text models are served without an encode instance: `1PD`, `1P1D`, …",
+        "Each page says what its models take, what becomes of an image, and what was checked how.",
+        "",
+        _families_with_media(),
+        "",
+        "## Text models",
+        "",
+        "They are served without an encode instance: `1PD`, `1P1D`, …",
+        "",
+        _text_families(),
+        "",
         "All kinds of RoPE scaling in Transformers are served: `linear`, `llama3`, `yarn`, `proportional`, `dynamic` "
         "and `longrope`.",
         "`dynamic` is served up to `max_position_embeddings`, from which on it would change with every token.",
@@ -178,28 +214,72 @@ def page() -> str:
         "(`tests/parity/test_released_weights.py`, run by hand: `TRIPTYCH_SMOLLM2` and `TRIPTYCH_GEMMA3` name the "
         "weights).",
         "",
-        "| | how | where | " + " | ".join(f"`{name}`" for name in FAMILIES) + " |",
-        "| --- | --- | --- |" + " :-: |" * len(FAMILIES),
-        *(_check(check) for check in CHECKS),
+        "A column of these tables stands for one kind of test:",
+        "",
+        table(["column", "✓ in every run; (✓) in the slow suite, `scripts/test --slow`; – not an input"], _columns()),
+        "",
+        "### Models with media",
+        "",
+        _ticks([name for name, family in FAMILIES.items() if family.takes_media], MEDIA_COLUMNS),
+        "",
+        "### Text models",
+        "",
+        _ticks([name for name, family in FAMILIES.items() if not family.takes_media], TEXT_COLUMNS),
+        "",
+        "### Each check",
+        "",
+        table(["what", "how", "where"], [[check.what, check.how, check.files] for check in CHECKS]),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _family(name: str, family: Family) -> str:
-    adapter = resolve(family.adapter)
-    towers = adapter.describe_towers() if family.takes_media else "none"
-    backbone = resolve(family.backbone).description if family.backbone else "that of `text_config`"
-    modalities = ", ".join(family.modalities)
-    return f"| `{name}` | {family.name} | {modalities} | {backbone} | {towers} |"
+def _families_with_media() -> str:
+    rows = []
+    for name, page in PAGES.items():
+        families = [FAMILIES[model_type] for model_type in page.model_types]
+        inputs = {modality: None for family in families for modality in family.modalities}
+        types = ", ".join(f"`{model_type}`" for model_type in page.model_types)
+        rows.append([f"[{page.title}](models/{name}.md)", types, ", ".join(inputs)])
+    return table(["models", "`model_type`", "input"], rows)
 
 
-def _check(check: Check) -> str:
-    if unknown := set(check.families) - set(FAMILIES):
-        raise ValueError(f"{check.what}: {unknown} are no families")
-    files = ", ".join(f"`{file}`" for file in check.file.split(", "))
-    marks = " | ".join("✓" if name in check.families else "" for name in FAMILIES)
-    return f"| {check.what} | {check.how} | {files} | {marks} |"
+def _text_families() -> str:
+    rows = [
+        [family.name, f"`{name}`", language_model(family)]
+        for name, family in FAMILIES.items()
+        if not family.takes_media
+    ]
+    return table(["models", "`model_type`", "language model"], rows)
+
+
+def _columns() -> list[list[str]]:
+    columns = dict.fromkeys((*MEDIA_COLUMNS, *TEXT_COLUMNS))
+    return [[column, "; ".join(check.what for check in CHECKS if column in check.columns)] for column in columns]
+
+
+def _ticks(names: list[str], columns: tuple[str, ...]) -> str:
+    """A row for each model type. Raises ValueError for a check of a model type that isn't in the registry."""
+    for check in CHECKS:
+        if unknown := set(check.families) - set(FAMILIES):
+            raise ValueError(f"{check.what}: {unknown} are no families")
+    rows = [[f"`{name}`", *(_tick(name, column) for column in columns)] for name in names]
+    return table(["", *columns], rows)
+
+
+def _tick(name: str, column: str) -> str:
+    if INPUTS.get(column, "text") not in FAMILIES[name].modalities:
+        return "–"
+    found = {check.in_ci for check in CHECKS if column in check.columns and name in check.families}
+    return "✓" if True in found else "(✓)" if found else ""
+
+
+def main() -> None:
+    """Write the index and the families' pages."""
+    PAGE.write_text(page())
+    FOLDER.mkdir(exist_ok=True)
+    for name, markdown in pages(CHECKS).items():
+        (FOLDER / name).write_text(markdown)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    main()

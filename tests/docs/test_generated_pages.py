@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from scripts import docs_check, errors_doc, metrics_doc, models_doc, settings_doc
+from scripts import docs_check, errors_doc, family_pages, metrics_doc, models_doc, settings_doc
 from scripts.diagrams_doc import FOLDER, diagrams
 from scripts.generated import table, with_region
 
@@ -12,6 +12,11 @@ from scripts.generated import table, with_region
 @pytest.mark.parametrize("generator", [errors_doc, metrics_doc, models_doc, settings_doc], ids=lambda m: m.__name__)
 def test_a_page_is_up_to_date(generator: ModuleType) -> None:
     assert generator.PAGE.read_text() == generator.page(), f"run: python -m {generator.__name__}"
+
+
+def test_the_pages_of_families_are_up_to_date() -> None:
+    found = {path.name: path.read_text() for path in family_pages.FOLDER.glob("*.md")}
+    assert found == family_pages.pages(models_doc.CHECKS), "run: python -m scripts.models_doc"
 
 
 @pytest.mark.parametrize("name", diagrams())

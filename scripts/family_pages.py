@@ -1,0 +1,202 @@
+"""The pages of docs/models: for each family with media, what it takes, what becomes of an image, and what is checked.
+``scripts/models_doc.py`` writes them, from the registry, the planners and the tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.generated import DOCS, table
+from scripts.model_checks import Check
+from tests.support.released import RELEASED
+from triptych.models.base import FRAME_OPTIONS, Planner
+from triptych.models.registry import FAMILIES, Family, resolve
+from triptych.models.shared.planner import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS
+from triptych.types import ImageHeader
+
+FOLDER = DOCS / "models"
+SHOWN_SIZES = ((448, 448), (1280, 720), (1920, 1080), (1080, 1920), (4000, 3000))
+"""Width and height of the images in the table of embeddings."""
+SOUND_OPTION = "use_audio_in_video"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page: model types that share their code."""
+
+    title: str
+    model_types: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What the tables can't say: a sentence each."""
+
+
+PAGES = {
+    "qwen2-vl": Page(
+        "Qwen2-VL and Qwen2.5-VL",
+        ("qwen2_vl", "qwen2_5_vl"),
+        (
+            "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
+            "Two frames become one temporal patch.",
+        ),
+    ),
+    "qwen3-vl": Page(
+        "Qwen3-VL, Qwen3.5 and Qwen3.6",
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        (
+            "`min_pixels` and `max_pixels` bound an image, and all frames of a video together.",
+            "A video's temporal patches stand after their times in the prompt.",
+            "Layers of multi-token prediction (`mtp.*`) aren't loaded.",
+        ),
+    ),
+    "qwen3-omni": Page(
+        "Qwen3-Omni",
+        ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+        (
+            "The thinker is served: answers are text.",
+            f"With `{SOUND_OPTION}`, a video's first audio track is used, too, interleaved with its frames by time.",
+            "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
+        ),
+    ),
+    "glm-v": Page(
+        "GLM-4.1V, GLM-4.5V and GLM-4.6V",
+        ("glm4v", "glm46v", "glm4v_moe"),
+        (
+            "The processor's files decide how frames are sampled, not the model type.",
+            "GLM-4.1V and GLM-4.5V take `fps`; GLM-4.6V decides on its frames alone.",
+            "Layers of multi-token prediction aren't loaded.",
+        ),
+    ),
+    "llava": Page(
+        "LLaVA-1.5",
+        ("llava",),
+        ("All images are resized alike, so bounds of their area are refused.",),
+    ),
+    "llava-next": Page(
+        "LLaVA-NeXT and LLaVA-OneVision",
+        ("llava_next", "llava_onevision"),
+        (
+            "Bounds are those of the area of all tiles together, without the whole that precedes them.",
+            "LLaVA-OneVision shows an image in tiles only if it is the request's only image.",
+            "LLaVA-OneVision resizes all frames alike, refuses bounds for videos, and samples 32 frames by default.",
+        ),
+    ),
+    "mistral3": Page(
+        "Mistral Small 3.1 and 3.2, Ministral 3",
+        ("mistral3",),
+        (
+            "An image is never enlarged, and keeps its aspect ratio.",
+            "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
+        ),
+    ),
+    "idefics3": Page(
+        "Idefics3 and SmolVLM",
+        ("idefics3", "smolvlm"),
+        (
+            "An image is resized to the longest edge before it is cut, so a small one costs as much as a large one.",
+            "Bounds are those of the area of all tiles together, without the whole that follows them.",
+        ),
+    ),
+    "internvl": Page(
+        "InternVL",
+        ("internvl", "internvl_chat"),
+        (
+            "Bounds are those of the area of all tiles together, without the thumbnail that follows them.",
+            "Frames of videos are resized alike, so bounds are refused; 32 frames are sampled by default.",
+            "Original files (`internvl_chat`) and those of Transformers (`-hf`) are served alike.",
+        ),
+    ),
+}
+"""By file name."""
+
+
+def pages(checks: Sequence[Check]) -> dict[str, str]:
+    """Markdown of each page, by file name. Raises ValueError for a family that no page or two pages have."""
+    shown = sorted(name for page in PAGES.values() for name in page.model_types)
+    if shown != (expected := sorted(name for name, family in FAMILIES.items() if family.takes_media)):
+        raise ValueError(f"scripts/family_pages.py has {shown}, but the registry has {expected}")
+    return {f"{name}.md": _page(page, checks) for name, page in PAGES.items()}
+
+
+def _page(page: Page, checks: Sequence[Check]) -> str:
+    families = {name: FAMILIES[name] for name in page.model_types}
+    lines = [
+        f"# {page.title}",
+        "",
+        "This page is generated by `scripts/models_doc.py` from the registry, the planners and the tests.",
+        "",
+        table(["", *(f"`{name}`" for name in families)], _facts(families)),
+        "",
+        *page.notes,
+        "",
+        f"An image has at most {MAX_SOURCE_PIXELS // 10**6} million pixels, and its sides differ at most "
+        f"{MAX_ASPECT_RATIO}-fold.",
+        "[API](../api.md#media) has the limits of all models and the spelling of requests.",
+        "",
+        *_embeddings(page.model_types),
+        "## What is checked, and how",
+        "",
+        "A ✓ stands for tests of the model type; [Models](../models.md#what-is-checked-and-how) explains them.",
+        "",
+        _checks(page.model_types, checks),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(families: dict[str, Family]) -> list[list[str]]:
+    return [
+        ["checkpoints", *(family.name for family in families.values())],
+        ["input", *(", ".join(family.modalities) for family in families.values())],
+        ["language model", *(language_model(family) for family in families.values())],
+        ["encoder", *(resolve(family.adapter).describe_towers() for family in families.values())],
+        ["`mm_processor_kwargs`", *(_options(family) for family in families.values())],
+    ]
+
+
+def language_model(family: Family) -> str:
+    """What the family's language model is."""
+    return resolve(family.backbone).description if family.backbone else "that of `text_config`"
+
+
+def _options(family: Family) -> str:
+    planner = resolve(family.planner)
+    names = set(planner.options) - (set() if "video" in family.modalities else FRAME_OPTIONS)
+    if "audio" in family.modalities and "video" in family.modalities:
+        names.add(SOUND_OPTION)
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+
+
+def _embeddings(model_types: tuple[str, ...]) -> list[str]:
+    """A table of what images become, for each checkpoint whose sizes are known."""
+    found = [name for name in model_types if name in RELEASED]
+    if not found:
+        return []
+    rows = [
+        [f"{width} × {height}", *(_becomes(_planner(name), width, height) for name in found)]
+        for width, height in SHOWN_SIZES
+    ]
+    return [
+        "## Embeddings of an image",
+        "",
+        "With the settings of one checkpoint each, as `tests/support/released.py` has them; these take a prompt's "
+        "tokens.",
+        "",
+        table(["image", *(RELEASED[name].name for name in found)], rows),
+        "",
+    ]
+
+
+def _planner(name: str) -> Planner:
+    tiny = RELEASED[name].tiny(name)
+    planner: Planner = resolve(FAMILIES[name].planner)(tiny.config, tiny.preprocessor, tiny.video_preprocessor)
+    return planner
+
+
+def _becomes(planner: Planner, width: int, height: int) -> str:
+    return f"{planner.plan(ImageHeader('PNG', width, height)).rows:,}"
+
+
+def _checks(model_types: tuple[str, ...], checks: Sequence[Check]) -> str:
+    rows = [
+        [check.what, check.how, check.files, *("✓" if name in check.families else "" for name in model_types)]
+        for check in checks
+        if set(model_types) & set(check.families)
+    ]
+    return table(["", "how", "where", *(f"`{name}`" for name in model_types)], rows)

@@ -1,0 +1,148 @@
+"""Sizes of one released checkpoint of each family with media, as settings over the tiny checkpoint's: those that decide
+what an item becomes and what its tower computes. For documentation and benchmarks."""
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.support.tiny import OWN_TOWERS, TINY, Tiny
+
+CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+QWEN3_TOWER: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "num_heads": 16,
+    "patch_size": 16,
+}
+QWEN3_TOWER |= {"num_position_embeddings": 2304}
+QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
+QWEN3_SIZE: dict[str, Any] = {"min_pixels": None, "max_pixels": None, "patch_size": 16}
+QWEN3_SIZE |= {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
+
+
+@dataclass(frozen=True)
+class Released:
+    """The sizes of a checkpoint. Sections are merged with the tiny checkpoint's; None removes a setting."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    depth: str = "num_hidden_layers"
+    """Setting of ``vision_config`` with the tower's layers."""
+
+    def tiny(self, family: str, layers: int | None = None) -> Tiny:
+        """The checkpoint with the tower's released sizes, but with ``layers`` of its layers if given."""
+        tiny = (TINY | OWN_TOWERS)[family]
+        config = merged(tiny.config, self.config)
+        if layers is not None:
+            config = merged(config, {"vision_config": {self.depth: layers}})
+        return replace(tiny, config=config, preprocessor=merged(tiny.preprocessor or {}, self.preprocessor))
+
+
+def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` with ``changes``; sections are merged, and None removes a setting."""
+    found = deepcopy(settings)
+    for name, value in changes.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            is_section = isinstance(value, dict) and isinstance(found.get(name), dict) and name.endswith("_config")
+            found[name] = merged(found[name], value) if is_section else value
+    return found
+
+
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+RELEASED = {
+    "qwen2_vl": Released(
+        "Qwen2-VL-7B-Instruct",
+        {
+            "hidden_size": 3584,
+            "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 3584},
+        },
+        QWEN_PIXELS,
+        depth="depth",
+    ),
+    "qwen2_5_vl": Released(
+        "Qwen2.5-VL-7B-Instruct",
+        {
+            "hidden_size": 3584,
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+            | {"out_hidden_size": 3584, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+        },
+        QWEN_PIXELS,
+        depth="depth",
+    ),
+    "qwen3_5": Released(
+        "Qwen3.5-9B",
+        {"text_config": {"hidden_size": 4096}, "vision_config": QWEN3_TOWER | {"out_hidden_size": 4096}},
+        QWEN3_SIZE,
+        depth="depth",
+    ),
+    "glm4v": Released(
+        "GLM-4.1V-9B-Thinking",
+        {
+            "text_config": {"hidden_size": 4096},
+            "vision_config": {"depth": 24, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096}
+            | {"intermediate_size": 13_696, "image_size": 336},
+        },
+        {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}},
+        depth="depth",
+    ),
+    "llava": Released(
+        "llava-1.5-7b-hf",
+        {"text_config": {"hidden_size": 4096}, "vision_config": CLIP_L | {"image_size": 336}},
+        {"size": {"shortest_edge": 336}, "crop_size": _square(336)},
+    ),
+    "llava_next": Released(
+        "llava-v1.6-vicuna-7b-hf",
+        {
+            "text_config": {"hidden_size": 4096},
+            "vision_config": CLIP_L | {"image_size": 336},
+            "image_grid_pinpoints": None,
+        },
+        {"size": {"shortest_edge": 336}, "crop_size": _square(336), "image_grid_pinpoints": None},
+    ),
+    "llava_onevision": Released(
+        "llava-onevision-qwen2-7b-ov-hf",
+        {
+            "text_config": {"hidden_size": 3584},
+            "vision_config": SO400M | {"num_hidden_layers": 26, "image_size": 384},
+            "image_grid_pinpoints": None,
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        {"size": _square(384), "image_grid_pinpoints": None},
+    ),
+    "mistral3": Released(
+        "Mistral-Small-3.1-24B-Instruct-2503",
+        {
+            "text_config": {"hidden_size": 5120},
+            "vision_config": CLIP_L | {"patch_size": 14, "image_size": 1540},
+        },
+        {"size": {"longest_edge": 1540}, "patch_size": _square(28)},
+    ),
+    "idefics3": Released(
+        "Idefics3-8B-Llama3",
+        {"text_config": {"hidden_size": 4096}, "vision_config": SO400M | {"image_size": 364}, "scale_factor": 2},
+        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+    ),
+    "smolvlm": Released(
+        "SmolVLM2-2.2B-Instruct",
+        {"text_config": {"hidden_size": 2048}, "vision_config": SO400M | {"image_size": 384}, "scale_factor": 3},
+        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+    ),
+    "internvl": Released(
+        "InternVL3_5-8B-HF",
+        {
+            "text_config": {"hidden_size": 4096},
+            "vision_config": CLIP_L | {"image_size": [448, 448]},
+            "image_seq_length": 256,
+        },
+        {"size": _square(448), "max_patches": 12},
+    ),
+}
+"""By model type. Sizes of towers and processors; a language model has its width alone."""
