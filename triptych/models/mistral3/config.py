@@ -1,14 +1,12 @@
-"""The settings of Mistral 3, as ``Mistral3Config`` and ``PixtralVisionConfig`` in transformers complete them."""
+"""The settings of Mistral 3, as ``Mistral3Config`` in transformers completes them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
-from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.pixtral_config import PixtralConfig, pixtral_config
+from triptych.models.shared.settings import setting
 
-TOWER = "pixtral"
 TEXT_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 128,
     "hidden_size": 5120,
@@ -23,31 +21,6 @@ TEXT_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 131072,
 }
 """What transformers takes for a ``text_config`` without ``model_type``, of which there are none in published files."""
-MAX_LAYERS = 1000
-MAX_SIDE = 8192
-"""Bound what a damaged config can make a process allocate."""
-
-
-@dataclass(frozen=True)
-class PixtralConfig:
-    """The tower's parameters, and those of what merges its patches."""
-
-    patch_size: int
-    merge_size: int
-    """Side, in patches, of the square that becomes one embedding."""
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    activation: str
-    rope_theta: float
-    features_of: int
-    """Layer after which the hidden states are the features; 0 stands for the first layer's input."""
-
-    @property
-    def head_dim(self) -> int:
-        """Values of a head."""
-        return self.hidden_size // self.num_heads
 
 
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
@@ -63,46 +36,4 @@ def image_token(config: ModelConfig) -> int:
 
 def vision_config(config: ModelConfig) -> PixtralConfig:
     """Return the tower's parameters. Raises CheckpointError for a setting that is missing, invalid or not served."""
-    vision = setting(config, "vision_config", dict)
-    if (kind := vision.get("model_type", TOWER)) != TOWER:
-        raise CheckpointError(f"config.json: vision_config.model_type {kind!r} is not served; only {TOWER!r} is")
-    if setting(config, "vision_config.num_channels", int, default=3) != 3:
-        raise CheckpointError("config.json: vision_config.num_channels must be 3")
-    layers = _size(config, "num_hidden_layers", 24)
-    found = PixtralConfig(
-        patch_size=_size(config, "patch_size", 14),
-        merge_size=setting(config, "spatial_merge_size", int, default=2),
-        hidden_size=_size(config, "hidden_size", 1024),
-        intermediate_size=_size(config, "intermediate_size", 4096),
-        num_layers=layers,
-        num_heads=_size(config, "num_attention_heads", 16),
-        activation=setting(vision, "hidden_act", str, default="gelu"),
-        rope_theta=_rope_theta(vision),
-        features_of=_features_of(config.get("vision_feature_layer", -1), layers),
-    )
-    if found.hidden_size % found.num_heads or found.head_dim % 4:
-        raise CheckpointError(f"config.json: vision_config has {found.num_heads} heads of {found.hidden_size} values")
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
-    if found.patch_size * found.merge_size > MAX_SIDE:
-        raise CheckpointError(f"config.json: an embedding's side of {found.patch_size} patches of {found.merge_size}")
-    return found
-
-
-def _size(config: ModelConfig, name: str, default: int) -> int:
-    return setting(config, f"vision_config.{name}", int, default=default)
-
-
-def _rope_theta(vision: Mapping[str, Any]) -> float:
-    """Return the base of the rotary embedding; only transformers' ``axial`` one is served, which is the default."""
-    rope = vision.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise CheckpointError(f"config.json: vision_config.rope_parameters {rope!r} is not served")
-    return positive_number(rope, "rope_theta", positive_number(vision, "rope_theta", 10_000.0))
-
-
-def _features_of(value: Any, layers: int) -> int:
-    """Return the number of a layer, from 0 to ``layers``; negative ones count from the end."""
-    if type(value) is not int or not -layers - 1 <= value <= layers:
-        raise CheckpointError(f"config.json: vision_feature_layer {value!r} in a tower of {layers} layers")
-    return value % (layers + 1)
+    return pixtral_config(config, setting(config, "spatial_merge_size", int, default=2))

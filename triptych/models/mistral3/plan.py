@@ -1,24 +1,16 @@
-"""Plans Mistral 3's images and prompts. Frontend; numpy only.
+"""Plans Mistral 3's images and prompts. Frontend; numpy only."""
 
-The reference is ``PixtralProcessor`` in transformers: a marker follows each row of an image's embeddings.
-"""
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, MediaToken, ModelConfig
+from triptych.models.base import ModelConfig
 from triptych.models.mistral3.config import image_token, text_config, vision_config
-from triptych.models.mistral3.geometry import LongestEdgeGeometry
-from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
-from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
-
-ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
-"""Tokens after each row of embeddings, and after the last one."""
+from triptych.models.mistral3.geometry import Mistral3Geometry
+from triptych.models.shared.marked_rows import MarkedRowsPlanner
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 
 
-class Mistral3Planner(PlainPlanner):
+class Mistral3Planner(MarkedRowsPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     def __init__(
@@ -29,44 +21,10 @@ class Mistral3Planner(PlainPlanner):
         *,
         max_source_pixels: int = MAX_SOURCE_PIXELS,
     ) -> None:
-        vision = vision_config(config)
-        self._geometry = LongestEdgeGeometry.from_configs(config, preprocessor_config)
-        self._cost_model = VisionCostModel(vision.hidden_size, vision.intermediate_size, mlp_matrices=3)
         super().__init__(
-            {"image": image_token(config)},
+            vision_config(config),
+            Mistral3Geometry.from_configs(config, preprocessor_config),
+            image_token(config),
             context_length=context_length(text_config(config)),
-            max_image_pixels=self._geometry.max_pixels,
             max_source_pixels=max_source_pixels,
         )
-        self.media_tokens = frozenset((image_token(config), ROW_END, IMAGE_END))
-
-    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
-        """Raises BadMediaSize for bounds that can't be met."""
-        geometry = self._geometry
-        height, width = geometry.within(context.bounds).resized(header.height, header.width)
-        grid = 1, height // geometry.patch_size, width // geometry.patch_size
-        patches = grid[1] * grid[2]
-        rows, cost = patches // geometry.merge_size**2, self._cost_model.cost(patches)
-        return ItemPlan(
-            modality="image",
-            header=header,
-            resized_height=height,
-            resized_width=width,
-            grid=grid,
-            rows=rows,
-            patches=patches,
-            cost=cost,
-            parts=(ItemPart(((0, rows),), patches, cost, VISION),),
-            bounds=context.bounds,
-        )
-
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
-        """Return a placeholder for each row of embeddings, followed by its marker."""
-        row = spelling(self.placeholder_tokens[plan.modality])
-        return ROW_END.join([row] * len(self.runs(plan))) + IMAGE_END
-
-    def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """Return a run for each row of embeddings."""
-        _, rows, columns = plan.grid
-        merge = self._geometry.merge_size
-        return [columns // merge] * (rows // merge)

@@ -3,11 +3,11 @@
 Bit-exact with ``PixtralImageProcessorPil`` in transformers.
 """
 
-from triptych.models.mistral3.geometry import LongestEdgeGeometry
+from triptych.models.mistral3.geometry import Mistral3Geometry
 from triptych.models.shared.patches import PatchPreprocessor
 
 
 class Mistral3Preprocessor(PatchPreprocessor):
     """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
 
-    image_geometry = LongestEdgeGeometry
+    image_geometry = Mistral3Geometry
