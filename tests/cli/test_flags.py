@@ -335,6 +335,8 @@ class TestFile:
 def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such folder" in refused(capsys, "serve", tmp_path / "nowhere")
     assert str(tmp_path) in refused(capsys, "serve", tmp_path)
+    (tmp_path / "params.json").write_text("{}")
+    assert "Mistral's own format" in refused(capsys, "serve", tmp_path)
     for name in ("config.json", "tokenizer.json"):
         broken = make_checkpoint(tmp_path / f"without {name}")
         (broken / name).unlink()

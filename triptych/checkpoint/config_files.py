@@ -8,6 +8,8 @@ from triptych.errors import CheckpointError
 
 GENERATION_CONFIG = "generation_config.json"
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+MISTRAL_CONFIG = "params.json"
+"""What Mistral's own format, with ``consolidated.safetensors`` and ``tekken.json``, has for a config."""
 LLM_CONFIG = "llm_config"
 """What InternVL's original files call ``text_config``."""
 
@@ -69,6 +71,11 @@ def load_config(folder: Path | str) -> dict[str, Any]:
     it. Raises CheckpointError if the file is missing, unreadable or not an object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
+        if (path.parent / MISTRAL_CONFIG).is_file():
+            raise CheckpointError(
+                f"{path}: no such file; the folder has {MISTRAL_CONFIG}, so it is in Mistral's own format, which isn't "
+                "served: use the model's files for Transformers"
+            )
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
     config = read_json_object(path)
     return config if LLM_CONFIG not in config else {"text_config": config[LLM_CONFIG], **config}

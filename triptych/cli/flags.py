@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config
 from triptych.checkpoint.quantization import described_quantization
 from triptych.checkpoint.safetensors_header import has_weights, read_folder
 from triptych.cli import sources
@@ -199,7 +199,7 @@ def model_folder(name: str, *, needs_weights: bool = True) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
     folder = folder.resolve()
-    if (folder / "config.json").exists():
+    if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
         described_quantization(load_config(folder))  # before anything is said of weights that wouldn't help
     if needs_weights or has_weights(folder):
         read_folder(folder)
