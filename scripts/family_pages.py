@@ -78,6 +78,16 @@ PAGES = {
             "LLaVA-OneVision resizes all frames alike, refuses bounds for videos, and samples 32 frames by default.",
         ),
     ),
+    "pixtral": Page(
+        "Pixtral",
+        ("llava+pixtral",),
+        (
+            "The files for Transformers are served: a `model_type` of `llava` with a `vision_config` of `pixtral`.",
+            "Files in Mistral's own format (`params.json`) are refused.",
+            "An image is never enlarged, and keeps its aspect ratio.",
+            "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
+        ),
+    ),
     "mistral3": Page(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         ("mistral3",),

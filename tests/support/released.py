@@ -117,6 +117,14 @@ RELEASED = {
         },
         {"size": _square(384), "image_grid_pinpoints": None},
     ),
+    "llava+pixtral": Released(
+        "pixtral-12b",
+        {
+            "text_config": {"hidden_size": 5120},
+            "vision_config": CLIP_L | {"patch_size": 16, "image_size": 1024},
+        },
+        {"size": {"longest_edge": 1024}, "patch_size": _square(16)},
+    ),
     "mistral3": Released(
         "Mistral-Small-3.1-24B-Instruct-2503",
         {

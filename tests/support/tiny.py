@@ -362,6 +362,24 @@ GLM = {
 }
 TINY |= GLM
 
+PIXTRAL_TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 140,
+    "hidden_act": "silu",
+}
+PIXTRAL_PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 140},
+    "patch_size": {"height": 8, "width": 8},
+    "resample": 3,
+    "image_mean": PREPROCESSOR["image_mean"],
+    "image_std": PREPROCESSOR["image_std"],
+}
+
 OWN_TOWERS = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
@@ -382,6 +400,20 @@ OWN_TOWERS = {
     ),
     "llava_next": _llava_next("LlavaNext", "llava_next", "llama", CLIP_TOWER, NEXT_SETTINGS),
     "llava_onevision": _llava_next("LlavaOnevision", "llava_onevision", "qwen2", SIGLIP_TOWER, ONE_VISION_SETTINGS),
+    "llava+pixtral": Tiny(
+        {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
+        | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}
+        | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+        | {
+            "text_config": LLAMA_TEXT
+            | {"model_type": "mistral", "vocab_size": VOCABULARY + 2, "head_dim": 24, "sliding_window": None}
+            | {"num_hidden_layers": 3, "tie_word_embeddings": False, "rope_theta": 1e4},
+            "vision_config": PIXTRAL_TOWER | {"patch_size": 8},
+        },
+        published=_as_internvl,
+        preprocessor=PIXTRAL_PROCESSOR,
+        ids=ROW_IDS,
+    ),
     "mistral3": Tiny(
         {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu", "tie_word_embeddings": False}
@@ -403,26 +435,11 @@ OWN_TOWERS = {
                     "llama_4_scaling_beta": 0.1,
                 }
             },
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 48,
-                "intermediate_size": 80,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 2,
-                "patch_size": 4,  # transformers fails for an image of one embedding, as the tiny one would be with 14
-                "image_size": 140,
-                "hidden_act": "silu",
-            },
+            # transformers fails for an image of one embedding, as the tiny one would be with larger patches
+            "vision_config": PIXTRAL_TOWER | {"patch_size": 4},
         },
         published=_as_internvl,
-        preprocessor={
-            "image_processor_type": "PixtralImageProcessor",
-            "size": {"longest_edge": 140},
-            "patch_size": {"height": 8, "width": 8},
-            "resample": 3,
-            "image_mean": PREPROCESSOR["image_mean"],
-            "image_std": PREPROCESSOR["image_std"],
-        },
+        preprocessor=PIXTRAL_PROCESSOR,
         ids=ROW_IDS,
     ),
     "idefics3": _idefics3("Idefics3", "idefics3"),

@@ -121,6 +121,13 @@ MISTRAL3 = Family(
     adapter="triptych.models.mistral3.encoder:Mistral3",
     modalities=("text", "image"),
 )
+PIXTRAL = Family(
+    name="Pixtral-12B",
+    planner="triptych.models.pixtral.plan:PixtralPlanner",
+    preprocessor="triptych.models.pixtral.preprocess:PixtralPreprocessor",
+    adapter="triptych.models.pixtral.encoder:Pixtral",
+    modalities=("text", "image"),
+)
 IDEFICS3 = Family(
     name="Idefics3",
     planner="triptych.models.idefics3.plan:Idefics3Planner",
@@ -136,6 +143,7 @@ INTERNVL = Family(
     modalities=("text", "image", "video"),
 )
 
+WITH_TOWER = "+"
 FAMILIES = {
     "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
     "qwen3": _text("Qwen3", "qwen3:QWEN3"),
@@ -182,6 +190,7 @@ FAMILIES = {
         preprocessor="triptych.models.llava.next_preprocess:LlavaOneVisionPreprocessor",
         modalities=("text", "image", "video"),
     ),
+    "llava+pixtral": PIXTRAL,
     "mistral3": MISTRAL3,
     "idefics3": IDEFICS3,
     "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
@@ -192,15 +201,18 @@ FAMILIES = {
         adapter="triptych.models.internvl.encoder:InternVLChat",
     ),
 }
+"""By ``model_type``. A second name, after ``WITH_TOWER``, is that of ``vision_config``: such models are a family of
+their own."""
 
 
 def family_of(config: ModelConfig) -> Family:
     """Return the family of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    model_type, vision = config.get("model_type"), config.get("vision_config")
+    if not isinstance(model_type, str) or model_type not in FAMILIES or WITH_TOWER in model_type:
         served = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not served; served are {served}")
-    return FAMILIES[model_type]
+    tower = vision.get("model_type") if isinstance(vision, dict) else None
+    return FAMILIES.get(f"{model_type}{WITH_TOWER}{tower}", FAMILIES[model_type])
 
 
 def backbone_of(config: ModelConfig) -> Backbone:

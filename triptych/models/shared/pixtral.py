@@ -87,7 +87,7 @@ def load_pixtral(
 ) -> PixtralTower:
     """Load the used layers of the tower of this name; ``projector`` is as in ``PixtralTower``.
 
-    Raises CheckpointError as ``TowerWeights`` does, also for tensors that nobody has read, and for an activation that
+    Raises CheckpointError as ``TowerWeights`` does, also for tensors that are left unread, and for an activation that
     isn't served.
     """
     depth = vision.features_of

@@ -1,0 +1,241 @@
+"""Pixtral: plans, pixels, rows and keys as transformers has them, its markers, and bad configs. What it shares with
+Mistral 3 is in test_mistral3.py."""
+
+import json
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
+
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import assert_close
+from tests.support.image_cases import picture, png
+from tests.support.tiny import OWN_TOWERS, ROW_IDS, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
+from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.llava.encoder import Llava
+from triptych.models.pixtral.encoder import Pixtral
+from triptych.models.pixtral.plan import PixtralPlanner
+from triptych.models.pixtral.preprocess import PixtralPreprocessor
+from triptych.models.registry import FAMILIES, family_of
+from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
+from triptych.types import ImageHeader
+
+CONFIG: ModelConfig = OWN_TOWERS["llava+pixtral"].config
+PROCESSOR: dict[str, Any] = OWN_TOWERS["llava+pixtral"].preprocessor or {}
+PUBLISHED: ModelConfig = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "image_seq_length": 1,
+    "image_token_index": 10,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "model_type": "pixtral",
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+"""Of Pixtral-12B."""
+IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(5, 9, 3), picture(300, 9, 4)]
+
+
+def changed(**settings: Any) -> ModelConfig:
+    """The tiny config with these settings; a dict changes a section's."""
+    config = deepcopy(CONFIG)
+    for name, value in settings.items():
+        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
+    return config
+
+
+def reference_of(processor: dict[str, Any]) -> Any:
+    return PixtralImageProcessorPil(**{name: it for name, it in processor.items() if name != "image_processor_type"})
+
+
+def inputs_of(*images: Image.Image) -> list[EncoderInput]:
+    planner, preprocess = PixtralPlanner(CONFIG, PROCESSOR), PixtralPreprocessor(CONFIG, PROCESSOR)
+    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one))))]
+
+
+def check_pixels(width: int, height: int) -> None:
+    image = picture(width, height, width + height)
+    [part] = inputs_of(image)
+    _, rows, columns = part.grid
+    patches = torch.from_numpy(part.patches).view(rows, columns, 3, 8, 8)
+    pixels = patches.permute(2, 0, 3, 1, 4).reshape(3, rows * 8, columns * 8)
+    assert torch.equal(pixels, reference_of(PROCESSOR)([image], return_tensors="pt")["pixel_values"][0])
+
+
+def test_pixels_are_the_pillow_processors() -> None:
+    source = random.Random(0)
+    sizes = [(1, 1), (140, 140), (190, 3), (2, 150), (141, 140), (8, 16)]
+    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
+        check_pixels(width, height)
+
+
+@pytest.mark.slow
+def test_pixels_of_many_sizes() -> None:
+    source = random.Random(2)
+    for _ in range(1000):
+        check_pixels(source.randint(3, 500), source.randint(3, 500))
+
+
+def plans_are_the_processors(count: int) -> None:
+    """Sizes, and as many rows as ``PixtralProcessor`` has."""
+    source, planner = random.Random(1), PixtralPlanner(PUBLISHED, {})
+    for _ in range(count):
+        width, height = source.randint(20, 4000), source.randint(20, 4000)
+        plan = planner.plan(ImageHeader("PNG", width, height))
+        # of an image that takes no memory
+        empty = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))
+        expected = get_resize_output_image_size(empty, (1024, 1024), (16, 16), "channels_first")
+        assert (plan.resized_height, plan.resized_width) == expected
+        assert list(planner.runs(plan)) == [expected[1] // 16] * (expected[0] // 16)
+        assert plan.is_whole
+
+
+def test_plans_are_the_processors() -> None:
+    plans_are_the_processors(300)
+
+
+@pytest.mark.slow
+def test_many_plans_are_the_processors() -> None:
+    plans_are_the_processors(3000)
+
+
+def test_the_published_config() -> None:
+    """The numbers of Pixtral-12B; an image of 1024 by 1024 has 64 rows of 64 embeddings and a marker."""
+    adapter = Pixtral(PUBLISHED)
+    vision, decoder = adapter.vision, adapter.decoder_config
+    assert (vision.num_layers, vision.hidden_size, vision.intermediate_size, vision.num_heads) == (24, 1024, 4096, 16)
+    assert (vision.features_of, vision.merge_size, vision.activation) == (24, 1, "silu")
+    assert (decoder.num_layers, decoder.hidden_size, decoder.tie_embeddings) == (40, 5120, False)
+    planner = PixtralPlanner(PUBLISHED, {})
+    assert planner.context_length == 1024000
+    plan = planner.plan(ImageHeader("PNG", 1024, 1024))
+    assert (plan.rows, len(planner.runs(plan))) == (4096, 64)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"vision_feature_layer": -2, "projector_hidden_act": "silu", "multimodal_projector_bias": False},
+        {"vision_config": CONFIG["vision_config"] | {"hidden_act": "gelu", "rope_theta": 500.0}},
+    ],
+)
+def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path, "llava+pixtral", config=settings)
+    parts = inputs_of(*IMAGES)
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
+    model = cast(Any, load_reference(folder, torch.float32))
+    with torch.inference_mode():
+        expected = model.get_image_features(**reference_of(PROCESSOR)(IMAGES, return_tensors="pt")).pooler_output
+    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
+        size = rows.abs().max()  # up to 23
+        for ours in (found, tower.encode([part])[0]):
+            assert_close(ours / size, rows / size, 1e-5)
+
+
+def test_names_that_save_pretrained_writes(tmp_path: Path) -> None:
+    folder, other = make_tiny(tmp_path / "published", "llava+pixtral"), tmp_path / "other"
+    make_tiny(other, "llava+pixtral", "saved")
+    cpu, fp32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
+    adapter, keys = load_adapter(other), Checkpoint(other).tensors
+    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    for stage in ("encoder", "decoder"):
+        ours, theirs = (
+            list(getattr(load_adapter(path), f"load_{stage}")(Checkpoint(path), fp32, cpu).parameters())
+            for path in (folder, other)
+        )
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_the_tower_decides_on_the_family() -> None:
+    assert family_of(PUBLISHED) is FAMILIES["llava+pixtral"]
+    assert family_of(OWN_TOWERS["llava"].config) is FAMILIES["llava"]
+    assert family_of({"model_type": "llava"}) is FAMILIES["llava"]
+    with pytest.raises(CheckpointError, match="model_type"):
+        family_of(PUBLISHED | {"model_type": "llava+pixtral"})
+    with pytest.raises(CheckpointError, match="model_type 'pixtral'"):
+        Llava(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy"),
+        ({"vision_feature_select_strategy": None}, "vision_feature_select_strategy"),
+        ({"vision_feature_layer": [-1, -2]}, "vision_feature_layer"),
+        ({"vision_feature_layer": 4}, "vision_feature_layer"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act"),
+        ({"vision_config": {"hidden_act": "gelu_new"}}, "hidden_act"),
+        ({"vision_config": {"patch_size": 10**6}}, "side"),
+        ({"vision_config": {"num_attention_heads": 5}}, "heads"),
+        ({"text_config": {"model_type": "mistral3"}}, "text_config.model_type"),
+        ({"text_config": None}, "text_config"),
+    ],
+)
+def test_bad_configs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Pixtral(changed(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"longest_edge": 10**6}}, "longest_edge"),
+        ({"patch_size": {"height": 8, "width": 4}}, "patch_size"),
+        ({"patch_size": 16}, "patch_size"),
+    ],
+)
+def test_bad_processors(settings: dict[str, Any], message: str) -> None:
+    for kind in (PixtralPlanner, PixtralPreprocessor):
+        with pytest.raises(CheckpointError, match=message):
+            kind(CONFIG, PROCESSOR | settings)
+
+
+def test_markers_after_rows(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "llava+pixtral")
+    content = [{"type": "image", "data": png(picture(24, 20, 1))}]
+    prompt = PromptBuilder(folder).build([{"role": "user", "content": content}])
+    [item] = prompt.items
+    image, row_end, image_end = (ROW_IDS[token] for token in ("<|image_pad|>", "[IMG_BREAK]", "[IMG_END]"))
+    start = item.placement.spans[0].start
+    row = [image] * 3
+    assert prompt.tokens[start : start + 12] == [*row, row_end, *row, row_end, *row, image_end]
+
+
+def test_mistrals_own_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 5120}))
+    with pytest.raises(CheckpointError, match=r"params\.json, so it is in Mistral's own format"):
+        PromptBuilder(tmp_path)
