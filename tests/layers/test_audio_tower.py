@@ -15,12 +15,12 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import AUDIO, EncoderInput
-from triptych.models.qwen3_omni.audio import AudioFraming
+from triptych.models.qwen3_omni.audio import ChunkFraming
 from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU, FP32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
 BANDS = 20
-HEARING = AudioFraming.from_configs(
+HEARING = ChunkFraming.from_configs(
     TINY["qwen3_omni_moe"].config["thinker_config"]["audio_config"], TINY["qwen3_omni_moe"].preprocessor or {}
 )
 LENGTHS = [2, 8, 9, 37, 99, 100, 101, 137, 200, 201, 250, 400, 555]
@@ -48,7 +48,7 @@ def heard(frames: int) -> list[EncoderInput]:
     """The parts of an item of random features."""
     features = np.random.default_rng(frames).standard_normal((frames, BANDS)).astype(np.float32)
     parts = []
-    for first, length, filled in HEARING.parts(frames):
+    for first, length, filled in HEARING.windows(frames):
         patches = np.pad(features[first : first + length], ((0, filled - length), (0, 0)))
         parts.append(EncoderInput(patches, (length, 1, 1), f"{frames} {first}", AUDIO))
     return parts

@@ -7,11 +7,12 @@ transformers for an item by itself; tests check that they agree.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from triptych.errors import CheckpointError
 from triptych.media.log_mel import LogMel
 from triptych.models.base import ModelConfig
+from triptych.models.shared.audio import Window, mel_of_tower
 from triptych.models.shared.settings import setting
 
 STRIDE = 8
@@ -21,8 +22,8 @@ TOKENS_PER_CHUNK = 13
 
 
 @dataclass(frozen=True)
-class AudioFraming:
-    """How a clip is divided into chunks and windows of feature frames."""
+class ChunkFraming:
+    """``AudioFraming`` of windows of whole chunks of feature frames."""
 
     mel: LogMel
     """Computes the features, one frame per hop."""
@@ -30,18 +31,14 @@ class AudioFraming:
     """Frames that pass through the convolutions together; an item's last chunk is padded with zeros."""
     window: int
     """Frames, in whole chunks, whose tokens attend to one another and to no others."""
+    more: ClassVar[int] = 0
+    """See ``AudioFraming``: what follows a clip's last frame are zeros."""
 
     @classmethod
-    def from_configs(cls, audio: ModelConfig, preprocessor_config: dict[str, Any]) -> "AudioFraming":
+    def from_configs(cls, audio: ModelConfig, preprocessor_config: dict[str, Any]) -> "ChunkFraming":
         """Read the ``audio_config`` section. Raises CheckpointError for an invalid value, and if the processor's
         features aren't those that the tower takes."""
-        bands = setting(audio, "num_mel_bins", int, default=128)
-        mel = LogMel.from_config({"feature_size": bands} | preprocessor_config)
-        if mel.num_bands != bands:
-            raise CheckpointError(
-                f"preprocessor_config.json: feature_size is {mel.num_bands}, but audio_config.num_mel_bins of "
-                f"config.json is {bands}"
-            )
+        mel = mel_of_tower(audio, preprocessor_config)
         chunk = 2 * setting(audio, "n_window", int, default=50)
         if -(-chunk // STRIDE) != TOKENS_PER_CHUNK:
             raise CheckpointError(f"config.json: n_window must be 49 to 52, for {TOKENS_PER_CHUNK} tokens per chunk")
@@ -55,14 +52,14 @@ class AudioFraming:
         whole, rest = divmod(frames, self.chunk)
         return TOKENS_PER_CHUNK * whole + -(-rest // STRIDE)
 
-    def parts(self, frames: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first frame, frames, frames including padding) of each window.
+    def windows(self, frames: int) -> Iterator[Window]:
+        """Yield the windows, the last one filled up with zeros to whole chunks.
 
         A clip shorter than one chunk isn't padded, since there is no other chunk whose length it must match.
         """
         for first in range(0, frames, self.window):
             length = min(self.window, frames - first)
-            yield first, length, length if frames < self.chunk else -(-length // self.chunk) * self.chunk
+            yield Window(first, length, length if frames < self.chunk else -(-length // self.chunk) * self.chunk)
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,11 @@ class AudioCostModel:
     unit: int
     """Multiplications per unit of cost."""
 
-    def cost(self, framing: AudioFraming, frames: int) -> float:
+    def cost(self, framing: ChunkFraming, frames: int) -> float:
         """Return the work of encoding this many frames: the convolutions and projection of each chunk, and the linear
         layers and windowed attention of each token."""
         chunk = framing.chunk
-        tokens = [framing.rows(length) for _, length, _ in framing.parts(frames)]
+        tokens = [framing.rows(length) for _, length, _ in framing.windows(frames)]
         linear = 4 * self.hidden_size**2 + 2 * self.hidden_size * self.intermediate_size
         projections = self.hidden_size * (self.hidden_size + self.output_size)
         attention = sum(2 * self.hidden_size * count**2 for count in tokens)

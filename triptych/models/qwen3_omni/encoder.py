@@ -7,8 +7,8 @@ by itself lacks the prefix ``thinker.``.
 
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTower
-from triptych.models.qwen3_omni.plan import thinker_config
 from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.omni import thinker_config
 from triptych.models.shared.split_adapter import WeightPrefixes
 
 _PACKAGE = "transformers.models.qwen3_omni_moe"
