@@ -119,6 +119,8 @@ class ItemContext(msgspec.Struct, frozen=True):
     """The request's other items of the same modality."""
     options: Mapping[str, OptionValue] = {}
     """The request's ``mm_processor_kwargs`` that only some families have; all are in the planner's ``options``."""
+    index: int = 0
+    """The item's place among the request's items of the same modality."""
 
 
 NO_CONTEXT = ItemContext()

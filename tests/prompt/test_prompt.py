@@ -21,7 +21,7 @@ from triptych.errors import (
 )
 from triptych.models.shared.video import sampled_frames
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import FrameSampling
+from triptych.types import FrameSampling, ItemContext, ItemPlan
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,13 @@ def builder(shared_folder: Path) -> PromptBuilder:
 
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def builder_with_videos(folder: Path) -> PromptBuilder:
+    template = folder / "chat_template.jinja"
+    text = template.read_text().replace("item.type == 'image' or 'image' in item", "item.type in ('image', 'video')")
+    template.write_text(text.replace("<|image_pad|>", "<|' + item.type + '_pad|>"))
+    return PromptBuilder(folder)
 
 
 def test_text_only(builder: PromptBuilder) -> None:
@@ -67,6 +74,24 @@ def test_keys_name_bytes_plan_and_model(folder: Path) -> None:
     assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key == keys[0]
     (folder / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 256, "max_pixels": 4095}))
     assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key != keys[0]
+
+
+def test_labels_precede_items_and_change_no_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = builder_with_videos(folder)
+    video = {"type": "video", "data": clip("mp4", frames=4, width=64, height=32)}
+    messages = [user(image_part(png(32, 32)), video), user(image_part(png(32, 32)))]
+    plain = builder.build(messages)
+
+    def label(plan: ItemPlan, context: ItemContext) -> str:
+        assert context.siblings == (plan.modality == "image")
+        return f"[{plan.modality} {context.index}]"
+
+    monkeypatch.setattr(builder.planner, "label", label)
+    labelled = builder.build(messages)
+    text = "".join(builder.tokenizer.token_of(token) or "" for token in labelled.tokens).replace("Ġ", " ")
+    places = [text.index(f"<|vision_start|>[{name}]") for name in ("image 0", "video 0", "image 1")]
+    assert places == sorted(places)
+    assert [item.key for item in labelled.items] == [item.key for item in plain.items]
 
 
 @pytest.mark.parametrize(
@@ -146,10 +171,7 @@ def test_media_that_the_template_has_no_place_for(folder: Path) -> None:
 
 
 def test_timestamps_stand_between_a_videos_frames(folder: Path) -> None:
-    template = folder / "chat_template.jinja"
-    text = template.read_text().replace("item.type == 'image' or 'image' in item", "item.type in ('image', 'video')")
-    template.write_text(text.replace("<|image_pad|>", "<|' + item.type + '_pad|>"))
-    builder = PromptBuilder(folder)
+    builder = builder_with_videos(folder)
     video = clip("mp4", frames=30, width=64, height=32)
     parts = text_part("a"), {"type": "video", "data": video}, image_part(png(64, 32)), text_part("b")
     prompt = builder.build([user(*parts)])

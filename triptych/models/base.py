@@ -58,6 +58,13 @@ class Planner(Protocol):
         """Return what the item becomes. Raises MediaError if the model can't take the item or what the request asks
         for."""
 
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Return the text before the placeholder of an item that was planned with ``context``, such as its number.
+
+        It is no part of the item's key. What changes the item's rows must therefore be in the plan, and what changes
+        text alone should not be.
+        """
+
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the text that replaces an item's placeholder in the rendered template.
 

@@ -76,6 +76,17 @@ class PlannedPrompt:
     """Whether the answer begins with reasoning."""
 
 
+@dataclass(frozen=True)
+class _UnplacedItem:
+    """A media item before it has a place in the prompt."""
+
+    data: bytes
+    plan: ItemPlan
+    label: str
+    """See ``Planner.label``."""
+    param: str
+
+
 def media_param(message: int, part: int, field: str) -> str:
     """Return the field that errors name for an item: the one that its bytes came from."""
     return f"messages[{message}].content[{part}].{field}"
@@ -145,7 +156,7 @@ class PromptBuilder:
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
-        plans = [plan for _, plan, _ in media]
+        plans = [one.plan for one in media]
         longest = min(self.context_length, context_length or self.context_length)
         _check_length(sum(plan.rows for plan in plans), longest, "messages", "more than ")
         shown = self._shown
@@ -157,7 +168,7 @@ class PromptBuilder:
         )
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing
         adds_special = self._family.takes_media and not self.template.starts_sequence(text)
-        rendered = self._encode(self._with_placeholders(text, plans), longest, "messages", adds_special)
+        rendered = self._encode(self._with_placeholders(text, media), longest, "messages", adds_special)
         runs = [length for plan in plans for length in self.planner.runs(plan)]
         if (placed := sum(map(rendered.count, self._placeholder_ids))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
@@ -169,8 +180,8 @@ class PromptBuilder:
             tokens=tokens,
             positions=self.planner.positions(num_tokens, placements, plans),
             items=tuple(
-                PlannedItem(self._key(data, plan), data, plan, placement, param)
-                for (data, plan, param), placement in zip(media, placements, strict=True)
+                PlannedItem(self._key(one.data, one.plan), one.data, one.plan, placement, one.param)
+                for one, placement in zip(media, placements, strict=True)
             ),
             reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
         )
@@ -255,24 +266,27 @@ class PromptBuilder:
             if not is_alone:
                 before = joined[-longest:] if longest else ""
 
-    def _plan_media(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, ItemPlan, str]]:
+    def _plan_media(self, messages: Sequence[Message]) -> Iterator[_UnplacedItem]:
         counted = MediaBudget(self._caps)
         contents = [message.get("content") for message in messages]
         lists = [(i, content) for i, content in enumerate(contents) if isinstance(content, list)]
         totals = Counter(part["type"] for _, content in lists for part in content)
+        planned: Counter[str] = Counter()
         for i, content in lists:
             for j, part in enumerate(content):
-                if part["type"] not in PROBES:
+                if (modality := part["type"]) not in PROBES:
                     continue
-                param = media_param(i, j, part.get("field", f"{part['type']}_url.url"))
+                param = media_param(i, j, part.get("field", f"{modality}_url.url"))
                 try:
-                    plan = self._plan(part, counted, totals[part["type"]] - 1)
+                    plan, label = self._plan(part, counted, totals[modality] - 1, planned[modality])
                 except MediaError as error:
                     error.param = param
                     raise
-                yield part["data"], plan, param
+                planned[modality] += 1
+                yield _UnplacedItem(part["data"], plan, label, param)
 
-    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, siblings: int) -> ItemPlan:
+    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, siblings: int, index: int) -> tuple[ItemPlan, str]:
+        """Return an item's plan and its label."""
         modality = part["type"]
         if not self._family.takes_media:
             raise MediaNotServed("this model takes text alone")
@@ -289,27 +303,29 @@ class PromptBuilder:
             audio_track,
             siblings,
             part.get("options", {}),
+            index,
         )
         plan = self.planner.plan(header, context)
         counted.add_plan(plan)
-        return plan
+        return plan, self.planner.label(plan, context)
 
-    def _with_placeholders(self, text: str, plans: Sequence[ItemPlan]) -> str:
-        """Replace each item's placeholder in the rendered template by its planned text. Raises InvalidRequest if the
-        template omits items, and InternalError if it places them otherwise."""
+    def _with_placeholders(self, text: str, media: Sequence[_UnplacedItem]) -> str:
+        """Replace each item's placeholder in the rendered template by its label and its planned text. Raises
+        InvalidRequest if the template omits items, and InternalError if it places them otherwise."""
         places = list(self._placeholder.finditer(text))
         placed = [self._modalities[place[0]] for place in places]
-        if len(placed) < len(plans):
+        if len(placed) < len(media):
             # some templates place media only in certain messages, such as those of users
             raise InvalidRequest(
-                f"the model's chat template has a place for {len(placed)} of {len(plans)} items", "messages"
+                f"the model's chat template has a place for {len(placed)} of {len(media)} items", "messages"
             )
-        if placed != [plan.modality for plan in plans]:
-            raise InternalError(f"the chat template placed {len(placed)} items of {len(plans)}, or in another order")
+        if placed != [one.plan.modality for one in media]:
+            raise InternalError(f"the chat template placed {len(placed)} items of {len(media)}, or in another order")
         pieces = []
         copied = 0
-        for place, plan in zip(places, plans, strict=True):
-            pieces += [text[copied : place.start()], self.planner.placeholder(plan, self._spelling)]
+        for place, one in zip(places, media, strict=True):
+            placeholder = self.planner.placeholder(one.plan, self._spelling)
+            pieces += [text[copied : place.start()], one.label, placeholder]
             copied = place.end()
         return "".join(pieces) + text[copied:]
 

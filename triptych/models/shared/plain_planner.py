@@ -74,6 +74,10 @@ class PlainPlanner(ABC):
         """Plan a video whose frames' size has been checked."""
         raise UnsupportedMedia("the model takes no videos")
 
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Return nothing."""
+        return ""
+
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder unchanged."""
         return spelling(self.placeholder_tokens[plan.modality])

@@ -125,7 +125,7 @@ class PatchPlanner:
         self._cost_model = cost_model
 
     def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
-        """Plan an image, a video or an audio clip. ``siblings`` change nothing.
+        """Plan an image, a video or an audio clip. ``siblings`` and ``index`` change nothing.
 
         Raises MediaTooLarge if an image or a frame exceeds ``max_source_pixels``. Raises BadMediaSize for an aspect
         ratio above 200, unsatisfiable bounds and too short audio, and UnsupportedMedia for invalid sampling or
@@ -190,6 +190,10 @@ class PatchPlanner:
             bounds=bounds,
             sampling=sampling,
         )
+
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Return nothing."""
+        return ""
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder unchanged."""

@@ -30,6 +30,10 @@ class TextPlanner:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
 
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Raises MediaNotServed."""
+        raise MediaNotServed("this model takes text only")
+
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
