@@ -51,6 +51,7 @@ PAGES = {
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
         (
             "The thinker is served: answers are text.",
+            "One frame a second is sampled by default; a second of audio becomes 13 tokens.",
             f"With `{SOUND_OPTION}`, a video's first audio track is used, too, interleaved with its frames by time.",
             "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
         ),

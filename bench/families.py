@@ -1,0 +1,145 @@
+"""Plan, preprocess and encode a picture of 1080p with each family, compared with transformers.
+
+    python -m bench.families --out bench/results/families.json
+    python -m bench.families smolvlm internvl
+
+Towers have the widths of one released checkpoint (``tests/support/released.py``), random weights in float32 and, unless
+``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides run in this process in turns, with
+as many threads. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow processors.
+"""
+
+import argparse
+import io
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from bench.measuring import like_an_instance, report, seconds_in_turns
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.released import RELEASED
+from tests.support.tiny import make_tiny
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.models.registry import family_of, resolve
+from triptych.prompt.probe import probe_image
+
+PLANS = 200
+"""Plans that are timed together, since one takes microseconds."""
+MAX_DIFFERENCE = 1e-4
+"""Of embeddings, as a share of the largest value."""
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage on both sides."""
+
+    ours: Work
+    reference: Work
+
+
+def picture(width: int, height: int) -> bytes:
+    """A JPEG with detail at several scales."""
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
+    """The stages of the checkpoint in ``folder``; planning has no counterpart. Raises ValueError if the two sides'
+    embeddings differ by more than rounding."""
+    config, settings = load_config(folder), (load_preprocessor_config(folder), load_video_config(folder))
+    family = family_of(config)
+    assert family.preprocessor is not None
+    planner, preprocess = (resolve(name)(config, *settings) for name in (family.planner, family.preprocessor))
+    header = probe_image(data)
+    plan = planner.plan(header)
+    inputs = list(preprocess(data, plan))
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    model: Any = load_reference(folder)
+
+    def processed() -> Any:
+        return processor([[Image.open(io.BytesIO(data)).convert("RGB")]], return_tensors="pt")
+
+    pixels = {name: value for name, value in processed().items() if name != "num_patches"}
+
+    def encoded() -> Any:
+        with torch.inference_mode():
+            return model.get_image_features(**pixels)
+
+    check_equal(tower.encode(inputs), encoded())
+    return {
+        "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
+        "preprocess": Stage(lambda: list(preprocess(data, plan)), processed),
+        "encode": Stage(lambda: tower.encode(inputs), encoded),
+    }
+
+
+def check_equal(rows: list[torch.Tensor], output: Any) -> None:
+    """Raise ValueError if embeddings of the two sides differ in number, or by more than rounding."""
+    found = torch.cat(rows)
+    pooled = getattr(output, "pooler_output", output)
+    expected = torch.cat(list(pooled)) if not isinstance(pooled, torch.Tensor) else pooled
+    expected = expected.reshape(-1, expected.shape[-1])
+    if found.shape != expected.shape:
+        raise ValueError(f"{tuple(found.shape)} embeddings, but transformers has {tuple(expected.shape)}")
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    if difference > MAX_DIFFERENCE:
+        raise ValueError(f"embeddings differ by {difference:.1e} of the largest value")
+
+
+def measured(name: str, layers: int, rounds: int, data: bytes) -> dict[str, Any]:
+    """One family's figures: times in ms, medians and the spread of the ratios of each round."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = stages_of(make_tiny(Path(folder), RELEASED[name].tiny(name, layers)), data)
+        figures: dict[str, Any] = {"checkpoint": RELEASED[name].name}
+        for stage, work in found.items():
+            if not isinstance(work, Stage):
+                seconds = seconds_in_turns({"": work}, rounds)[""]
+                figures[stage] = {"ms": round(1000 * statistics.median(seconds) / PLANS, 4)}
+                continue
+            times = seconds_in_turns({"ours": work.ours, "reference": work.reference}, rounds)
+            ratios = sorted(ours / theirs for ours, theirs in zip(times["ours"], times["reference"], strict=True))
+            ours, theirs = (1000 * statistics.median(times[side]) for side in ("ours", "reference"))
+            figures[stage] = {"ms": round(ours, 1), "transformers ms": round(theirs, 1)}
+            figures[stage] |= {"ratio": round(statistics.median(ratios), 2)}
+            figures[stage] |= {"lowest": round(ratios[0], 2), "highest": round(ratios[-1], 2)}
+        return figures
+
+
+def main() -> None:
+    """Prints each family's figures as they are measured, and all as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(RELEASED)}; all by default")
+    parser.add_argument("--width", type=int, default=1920)
+    parser.add_argument("--height", type=int, default=1080)
+    parser.add_argument("--layers", type=int, default=2, help="layers of each tower")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.families) - set(RELEASED):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(RELEASED)}")
+    like_an_instance(arguments.threads)
+    data, found = picture(arguments.width, arguments.height), dict[str, Any]()
+    for name in arguments.families or RELEASED:
+        found[name] = measured(name, arguments.layers, arguments.rounds, data)
+        print(f"{name}: {found[name]}", flush=True)
+    settings = {name: getattr(arguments, name) for name in ("width", "height", "layers", "rounds", "threads")}
+    report(settings | {"families": found}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
