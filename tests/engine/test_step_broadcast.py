@@ -7,6 +7,7 @@ from torch import Tensor
 from triptych.engine.step_broadcast import receive_step, send_step
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
+from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import SingleRank
 
 WIDTH = 6
@@ -30,7 +31,8 @@ class Recorded(SingleRank):
 
 @pytest.mark.parametrize("num_media", [0, 2])
 @pytest.mark.parametrize("released", [[0], [0, 3]])
-def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int]) -> None:
+@pytest.mark.parametrize("loras", [None, [0, 0, 0, None], [None, None, None, 1]])
+def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int], loras: list[int | None] | None) -> None:
     """With one group of layers, and with another whose page tables begin later."""
     attention = [
         AttentionBatch([3, 1], [9, 8 - pages], [torch.arange(5), torch.arange(pages, 4)], torch.arange(4) + pages)
@@ -43,6 +45,7 @@ def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int]) -> N
         media_embeddings=torch.rand(num_media, WIDTH),
         logits_index=torch.tensor([2, 3]),
         attention=attention,
+        loras=None if loras is None else LoraBatch(loras),
     )
     group = Recorded()
     send_step(batch, group, torch.float32)
@@ -51,6 +54,7 @@ def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int]) -> N
     assert not group.sent
     for name in ("tokens", "positions", "media_index", "media_embeddings", "logits_index"):
         assert torch.equal(getattr(received, name), getattr(batch, name))
+    assert received.loras == batch.loras
     for mine, theirs in zip(received.attention, attention, strict=True):
         assert (mine.query_lens, mine.kv_lens) == (theirs.query_lens, theirs.kv_lens)
         assert [one.tolist() for one in mine.page_tables] == [one.tolist() for one in theirs.page_tables]

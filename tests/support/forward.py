@@ -14,6 +14,7 @@ from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.lora import LoraBatch
 from triptych.layers.state_spec import record_bytes
 from triptych.layers.state_tensors import StateBatch, StateTensors
 from triptych.models.base import EncoderInput
@@ -117,6 +118,7 @@ class Running:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     """Of its state, in a decoder that has any."""
+    lora: int | None = None
 
     @property
     def left(self) -> int:
@@ -171,6 +173,7 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
         }[logits],
         attention=[attention] * pool.num_groups,
         state=states_of(work, counts, starts) if pool.cache.states else None,
+        loras=LoraBatch.of([sequence.lora for sequence, count in work for _ in range(count)]),
     )
     return pool.decoder(batch, pool.cache)
 

@@ -38,4 +38,14 @@ def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         [*inputs, *(attention.slots for attention in batch.attention)], device
     )
     attention = [replace(one, slots=own) for one, own in zip(batch.attention, slots, strict=True)]
-    return ForwardBatch(tokens, positions, media_index, media_embeddings, logits_index, attention, state=batch.state)
+    loras = None if batch.loras is None else replace(batch.loras, device=device)
+    return ForwardBatch(
+        tokens,
+        positions,
+        media_index,
+        media_embeddings,
+        logits_index,
+        attention,
+        state=batch.state,
+        loras=loras,
+    )

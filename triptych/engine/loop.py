@@ -71,6 +71,8 @@ class EngineCore:
     vocab_size: int
     short_length: int | None
     """As in ``DecoderConfig``."""
+    loras: Sequence[str] = ()
+    """Names of those of ``DecoderConfig``."""
 
 
 class EngineLoop:
@@ -96,6 +98,7 @@ class EngineLoop:
         self.context_length = engine.context_length
         self._vocab_size = engine.vocab_size
         self._short_length = engine.short_length
+        self._loras = engine.loras
         self._no_media = engine.no_media
         self._embedding_source = embedding_source
         self._kv_source = kv_source
@@ -244,7 +247,8 @@ class EngineLoop:
         """Add a request whose answer begins with the tokens ``generated``. Reports failure if it is invalid."""
         outgoing_kv = None
         try:
-            request = make_request(message, generated, self.context_length, self._vocab_size, self._short_length)
+            limits = self.context_length, self._vocab_size, self._short_length, self._loras
+            request = make_request(message, generated, *limits)
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:

@@ -3,7 +3,8 @@
 The keys and values of a token depend on all tokens up to it, including the content of media. Positions follow from
 these, and from whether the request is long, where ropes depend on that. So a page's hash covers the previous page's
 hash, the page's tokens, and which rows of which item its media tokens stand for. The first hash covers the layout of
-the KV cache, and with it the model and the dtypes: no two models share a page. It covers whether the request is long.
+the KV cache, and with it the model and the dtypes: no two models share a page. It covers whether the request is long,
+and its LoRA.
 It covers the request's salt as well: clients with different salts share no pages, and so cannot infer each other's
 prompts from response times.
 """
@@ -20,7 +21,7 @@ def extend_page_hashes(request: Request, page_size: int, num_pages: int, layout:
     """Extend ``request.page_hashes`` to ``num_pages`` pages, all of which must be full of tokens. ``layout`` is the
     digest of the KV cache's layout."""
     hashes = request.page_hashes
-    seed = msgspec.msgpack.encode((layout, request.cache_salt, request.is_long))
+    seed = msgspec.msgpack.encode((layout, request.cache_salt, request.is_long, request.lora))
     while len(hashes) < num_pages:
         start = len(hashes) * page_size
         digest = blake3(hashes[-1] if hashes else seed)

@@ -1,5 +1,6 @@
 """A request as the engine sees it: its tokens, and which of them are in the KV cache on which pages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,8 @@ class Request:
     is_long: bool | None = None
     """Whether prompt and answer may exceed the length from which ropes have other frequencies; None if those don't
     depend on a request's length."""
+    lora: int | None = None
+    """Its LoRA, by its place in ``DecoderConfig.loras``; None: it has none."""
     timeout: float = 0.0
     """Seconds between the request's arrival and its deadline."""
     prefilled_here: bool = True
@@ -155,11 +158,16 @@ class Request:
         return axes
 
 
-def make_request(
-    message: Generate, generated: list[int], context_length: int, vocab_size: int, short_length: int | None = None
+def make_request(  # noqa: PLR0917 (a message, and the model's limits)
+    message: Generate,
+    generated: list[int],
+    context_length: int,
+    vocab_size: int,
+    short_length: int | None = None,
+    loras: Sequence[str] = (),
 ) -> Request:
-    """Convert a message to a request. ``short_length`` is that of ``DecoderConfig``. Raises RequestError for an invalid
-    one: messages from other processes aren't trusted."""
+    """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``.
+    Raises RequestError for an invalid one: messages from other processes aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")
@@ -176,6 +184,8 @@ def make_request(
         raise InvalidRequest(f"a token id is not in the vocabulary of {vocab_size}")
     if len(message.positions) != 3 * 8 * num_tokens:
         raise InvalidRequest("positions don't match the prompt's length")
+    if message.lora and message.lora not in loras:
+        raise InvalidRequest(f"the model has no LoRA {message.lora[:50]!r}")
     end = 0
     for item in message.items:
         for span in item.placement.spans:
@@ -193,6 +203,7 @@ def make_request(
         sampling=message.sampling,
         eos_token_ids=frozenset(message.eos_token_ids),
         cache_salt=message.cache_salt,
+        lora=loras.index(message.lora) if message.lora else None,
         timeout=message.timeout,
         # the last token of the answer isn't computed
         is_long=None if short_length is None else num_tokens + message.sampling.max_tokens - 1 > short_length,

@@ -20,6 +20,7 @@ from triptych.errors import TriptychError
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.lora import LoraBatch
 from triptych.layers.state_tensors import StateBatch
 from triptych.messages.work import PromptLogprobs
 
@@ -115,6 +116,7 @@ class Runner:
             ],
             state=None if self.states is None else state_batch(chunks),
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
+            loras=lora_batch(chunks),
         )
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
@@ -177,6 +179,14 @@ def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
     loads = [(snapshot, slot, start) for tables, slot, start in entries for snapshot in tables.loading.pages]
     saves = [(snapshot, slot) for tables, slot, _ in entries for snapshot in tables.saving.pages]
     return StateBatch(delta, starts, loads, saves)
+
+
+def lora_batch(chunks: Sequence[Chunk]) -> LoraBatch | None:
+    """Return the LoRAs of a step's tokens."""
+    numbers = [chunk.request.lora for chunk in chunks]
+    if not any(number is not None for number in numbers):
+        return None
+    return LoraBatch([number for chunk, number in zip(chunks, numbers, strict=True) for _ in range(chunk.length)])
 
 
 def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:

@@ -6,12 +6,14 @@ from torch import Tensor
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
+from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import Group
 from triptych.layers.state_tensors import StateBatch
 
-_HEADER = 7
+_HEADER = 8
 """Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
-requests have states."""
+requests have states and LoRAs."""
+_NO_LORA = -1
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
@@ -22,9 +24,12 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     tables = [table for one in attention for table in one.page_tables]
     kv_lens, table_lens = [length for one in attention for length in one.kv_lens], [len(table) for table in tables]
     sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
-    group.broadcast(torch.tensor([*sizes, sum(table_lens), batch.state is not None]))
+    has_states, has_loras = batch.state is not None, batch.loras is not None
+    group.broadcast(torch.tensor([*sizes, sum(table_lens), has_states, has_loras]))
     states = [] if batch.state is None else [*batch.state.delta.slots, *batch.state.starts]
-    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states])
+    numbers = [] if batch.loras is None else batch.loras.numbers
+    loras = [_NO_LORA if number is None else number for number in numbers]
+    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *loras])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     slots = [one.slots for one in attention]
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *tables)
@@ -36,13 +41,14 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
-    tokens, media, logits, requests, num_groups, pages, has_state = _receive(group, _HEADER).tolist()
+    tokens, media, logits, requests, num_groups, pages, has_state, has_loras = _receive(group, _HEADER).tolist()
     lens = num_groups * requests
     states = requests * has_state
-    sizes = [tokens, 3 * tokens, media, logits, requests, lens, lens, states, states, num_groups * tokens, pages]
+    lists = [requests, lens, lens, states, states, has_loras * tokens]
+    sizes = [tokens, 3 * tokens, media, logits, *lists, num_groups * tokens, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, *rest = integers
-    state_slots, starts, slots, tables = rest
+    state_slots, starts, loras, slots, tables = rest
     page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
@@ -61,6 +67,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
             for one in range(num_groups)
         ],
         state=_states(query_lens, state_slots, starts) if has_state else None,
+        loras=LoraBatch([None if number == _NO_LORA else number for number in loras.tolist()]) if has_loras else None,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from triptych.layers.attention.base import PLAIN, AttentionBatch, AttentionOptions
 from triptych.layers.attention.compiled import AttentionOperands, PagedAttention, raise_failure, set_layer
 from triptych.layers.linear import LayerNorm, PackedLinear, RMSNorm
+from triptych.layers.lora import LoraLinear
 from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
 from triptych.layers.specs import ClampedSwiGLU
@@ -24,8 +25,10 @@ CLAMPED = 4
 
 
 def compiled(linear: nn.Module) -> CompiledProduct | None:
-    """Return a linear layer's product if it uses the compiled kernels and needs no all-reduce, else None."""
-    product = linear.product if isinstance(linear, PackedLinear) else None
+    """Return a linear layer's product, without LoRAs, if it uses the compiled kernels and needs no all-reduce, else
+    None."""
+    base = linear.linear if isinstance(linear, LoraLinear) else linear
+    product = base.product if isinstance(base, PackedLinear) else None
     return product if isinstance(product, CompiledProduct) else None
 
 

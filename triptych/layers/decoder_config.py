@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from triptych.errors import CheckpointError
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
 from triptych.layers.rope_config import LongRopeScaling, RopeConfig
 from triptych.layers.specs import (
     AttentionSpec,
     DeltaNetSpec,
     DenseAndExpertsSpec,
+    GatedMLPSpec,
     LayerSpec,
     MLASpec,
     MoESpec,
@@ -57,6 +59,22 @@ class PerLayerSpec:
 
 
 @dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank matrices that linear layers add for the tokens of requests that have them.
+
+    Of a layer stored as ``NAME.weight`` [out, in], they are ``NAME.lora_A.LORA.weight`` [rank, in] and
+    ``NAME.lora_B.LORA.weight`` [out, rank].
+    """
+
+    name: str
+    rank: int
+    scale: float
+    """Factor of what is added."""
+    layers: tuple[str, ...]
+    """The parts of names, as in ``TensorNames``, of the layers that have them, as stored."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The parameters of a ``Decoder``."""
 
@@ -77,6 +95,13 @@ class DecoderConfig:
     """Number of first layers after which deepstack features are added."""
     per_layer: PerLayerSpec | None = None
     """None: there are no embeddings per layer."""
+    loras: tuple[LoraSpec, ...] = ()
+    """Which requests may have, each at most one. Served in decoders of attention and dense MLPs."""
+
+    def __post_init__(self) -> None:
+        plain = (isinstance(one.mixer, AttentionSpec) and isinstance(one.ffn, GatedMLPSpec) for one in self.layers)
+        if self.loras and not all(plain):
+            raise CheckpointError("LoRAs are served in decoders of attention and dense MLPs alone")
 
     @property
     def num_layers(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.layers.linear import Linear
+from triptych.layers.lora import LoraBatch, with_loras
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import Activation, gate_and_mul
 from triptych.layers.specs import ClampedSwiGLU, GatedMLPSpec
@@ -22,9 +23,10 @@ class GatedMLP(nn.Module):
         self.down = down
         self.activation = activation
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden]."""
-        return self.down(gate_and_mul(self.gate_up(hidden), self.activation))
+    def forward(self, hidden: Tensor, loras: LoraBatch | None = None) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]; ``loras`` are those of the T tokens."""
+        gated = gate_and_mul(with_loras(self.gate_up, hidden, loras), self.activation)
+        return with_loras(self.down, gated, loras)
 
 
 class ClampedMLP(nn.Module):

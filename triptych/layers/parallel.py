@@ -134,8 +134,8 @@ class AllReduce(nn.Module):
         self.module = module
         self._group = group
 
-    def forward(self, *activations: Tensor) -> Tensor:
-        return self._group.all_reduce(self.module(*activations))
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._group.all_reduce(self.module(*inputs))
 
 
 class GatherLogits(nn.Module):

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import OWN_NAMES, TensorNames
+from triptych.layers.decoder_config import OWN_NAMES, LoraSpec, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
+from triptych.layers.lora import LoraLinear
 from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, ShardedDimension
 
 HEAD = "head.weight"
@@ -67,14 +68,22 @@ class WeightReader:
     follows from the config.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, keys: DecoderKeys, weights: WeightFormat, device: torch.device, group: Group
+    def __init__(  # noqa: PLR0917 (what a decoder is made of)
+        self,
+        checkpoint: Checkpoint,
+        keys: DecoderKeys,
+        weights: WeightFormat,
+        device: torch.device,
+        group: Group,
+        loras: Sequence[LoraSpec] = (),
     ) -> None:
+        """``loras`` are those that the decoder's linear layers may have."""
         self.weights = weights
         self.device = device
         self.group = group
         self._checkpoint = checkpoint
         self._keys = keys
+        self._loras = loras
         self._read: set[str] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -111,9 +120,11 @@ class WeightReader:
             quantized = [
                 self._grouped(name, (size, in_features), quantization).rows(rows) for name, size, rows in stored
             ]
-            return PackedLinear(grouped_product(concatenate_grouped(quantized), vector))
-        weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
-        return self.linear(concatenate(weights), vector)
+            linear: Linear = PackedLinear(grouped_product(concatenate_grouped(quantized), vector))
+        else:
+            weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
+            linear = self.linear(concatenate(weights), vector)
+        return self._with_loras(linear, stored, slice(None), in_features)
 
     def _stored(self, layers: Mapping[str, ShardedDimension | Segments]) -> list[tuple[str, int, slice | Tensor]]:
         """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
@@ -143,8 +154,33 @@ class WeightReader:
         if self.group.rank != 0:
             vector = None
         if quantization := self._quantization_of([name]):
-            return PackedLinear(grouped_product(self._grouped(name, shape, quantization).columns(part), vector))
-        return self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
+            grouped = self._grouped(name, shape, quantization).columns(part)
+            linear: Linear = PackedLinear(grouped_product(grouped, vector))
+        else:
+            linear = self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
+        return self._with_loras(linear, [(name, out_features, slice(None))], part, inputs.size)
+
+    def _with_loras(
+        self, linear: Linear, stored: Sequence[tuple[str, int, slice | Tensor]], inputs: slice, in_features: int
+    ) -> Linear:
+        """Return a layer with its LoRAs, which are never quantized; the layer itself if it has none. ``stored`` are its
+        parts, and the outputs of each that are this rank's; so are ``inputs``."""
+        downs, ups = [], []
+        for lora in self._loras:
+            names = [name for name, _, _ in stored if name.endswith(lora.layers)]
+            if not names:
+                return linear
+            if len(names) < len(stored):
+                raise CheckpointError(f"LoRA {lora.name!r} has {names[0]!r}, but not all that is served as one layer")
+            kinds = [{kind: f"{name}.lora_{kind}.{lora.name}.weight" for kind in "AB"} for name in names]
+            down = [self.tensor(one["A"], (lora.rank, in_features))[:, inputs] for one in kinds]
+            up = [
+                self.tensor(one["B"], (size, lora.rank))[rows].float() * lora.scale
+                for one, (_, size, rows) in zip(kinds, stored, strict=True)
+            ]
+            downs.append(self.weights.high_precision(concatenate(down), None, self.device))
+            ups.append(self.weights.high_precision(torch.block_diag(*up), None, self.device))
+        return LoraLinear(linear, downs, ups) if downs else linear
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Make a layer from dense weights. Of a quantized checkpoint, these need high precision."""

@@ -317,6 +317,8 @@ class Generate(Struct, frozen=True, tag=True):
     """When the request expires."""
     client: str = ""
     """Work outside of steps, such as compiling grammars, is shared fairly among clients."""
+    lora: str = ""
+    """Name of the LoRA that its tokens are computed with; empty: none."""
 
 
 class PrefillNeeded(Struct, frozen=True, tag=True):

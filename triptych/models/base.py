@@ -42,6 +42,9 @@ class Planner(Protocol):
     another text, once per item in the rendered template."""
     template_texts: Mapping[str, str]
     """What a template that writes no placeholder tokens has for an item, by modality."""
+    loras: Mapping[str, str]
+    """Names of the LoRAs that requests with media are computed with, by modality; a request of several has the first
+    one's. A modality without one, and text alone, need none."""
     media_tokens: frozenset[MediaToken]
     """Tokens that only the template may produce, never a user's text."""
     context_length: int

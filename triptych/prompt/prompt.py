@@ -74,6 +74,8 @@ class PlannedPrompt:
     items: tuple[PlannedItem, ...] = ()
     reasoning: Reasoning = Reasoning.NONE
     """Whether the answer begins with reasoning."""
+    lora: str = ""
+    """Name of the LoRA that it is computed with; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class PromptBuilder:
                 for one, placement in zip(media, placements, strict=True)
             ),
             reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
+            lora=self._lora(plans),
         )
 
     def build_text(
@@ -308,6 +311,11 @@ class PromptBuilder:
         plan = self.planner.plan(header, context)
         counted.add_plan(plan)
         return plan, self.planner.label(plan, context)
+
+    def _lora(self, plans: Sequence[ItemPlan]) -> str:
+        """Return the name of the LoRA of a request with these items; empty: none."""
+        modalities = {plan.modality for plan in plans}
+        return next((lora for modality, lora in self.planner.loras.items() if modality in modalities), "")
 
     def _with_placeholders(self, text: str, media: Sequence[_UnplacedItem]) -> str:
         """Replace each item's placeholder in the rendered template by its label and its planned text. Raises

@@ -122,6 +122,7 @@ class RequestLifecycle:
             reply_to=self._address,
             cache_salt=cache_salt,
             client=client,
+            lora=prompt.lora,
         )
         stream = TokenStream(request, record.begin_choice(len(prompt.tokens), len(prompt.items)), read)
         self._metrics.admitted(stream.record)

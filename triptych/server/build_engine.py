@@ -86,6 +86,7 @@ def build_engine(
             context_length=size.context_length,
             vocab_size=decoder.config.vocab_size,
             short_length=decoder.config.short_length,
+            loras=[lora.name for lora in decoder.config.loras],
         ),
         cache=cache.whole,
         kv_rows=model.kv_rows,

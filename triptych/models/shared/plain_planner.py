@@ -28,6 +28,7 @@ class PlainPlanner(ABC):
     audio_in_video = False
     options: frozenset[str] = AREA_OPTIONS
     template_texts: Mapping[str, str] = {}
+    loras: Mapping[str, str] = {}
 
     def __init__(
         self,

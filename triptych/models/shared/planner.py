@@ -97,6 +97,7 @@ class PatchPlanner:
     audio_in_video = False
     options = AREA_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {}
+    loras: Mapping[str, str] = {}
 
     def __init__(
         self,

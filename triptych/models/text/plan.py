@@ -20,6 +20,7 @@ class TextPlanner:
     audio_in_video = False
     options: frozenset[str] = frozenset()
     template_texts: Mapping[str, str] = {}
+    loras: Mapping[str, str] = {}
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
