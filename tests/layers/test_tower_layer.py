@@ -16,7 +16,9 @@ from tests.support.checkpoints import load_adapter
 from tests.support.families import WITH_IMAGES
 from tests.support.forward import assert_close, random_input
 from tests.support.tiny import make_tiny
+from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import InternalError
 from triptych.layers import native, pointwise, tower_layer
 from triptych.layers.attention import tower
 from triptych.layers.attention.compiled import PagedAttention
@@ -24,7 +26,9 @@ from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.linear import WEIGHT_FORMATS, LayerNorm, PlainFormat, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP, TowerLayer, gates_with_factors, use_our_modules
+from triptych.layers.tower_layer import MLP, Activate, TowerLayer, gates_with_factors, use_our_modules
+from triptych.models.qwen2_5_vl.encoder import Qwen25VL
+from triptych.models.registry import resolve
 from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU = torch.device("cpu")
@@ -107,12 +111,24 @@ class _Block(nn.Module):
 
 
 def test_only_known_activations_are_replaced() -> None:
-    assert gates_with_factors(nn.ModuleList([_Block(nn.ReLU())])) == {}
-    assert gates_with_factors(nn.ModuleList([_Block(nn.SiLU())])) == {"0.gate_proj": "0.up_proj"}
+    assert gates_with_factors(nn.ModuleList([_Block(nn.ReLU())]), {"_Block"}) == {}
+    assert gates_with_factors(nn.ModuleList([_Block(nn.SiLU())]), {"_Block"}) == {"0.gate_proj": "0.up_proj"}
     block = nn.ModuleList([_Block(nn.ReLU())])
-    use_our_modules(block, in_bf16=False)
+    with pytest.raises(InternalError, match="ModuleList has no replaceable _Block"):
+        use_our_modules(block, in_bf16=False, replaced={"_Block"})
     assert isinstance(block[0], _Block)
     assert isinstance(block[0].act_fn, nn.ReLU)
+
+
+def test_only_named_classes_are_replaced(folders: dict[str, Path]) -> None:
+    """But for layer norms and activations, whose classes say what they compute."""
+    assert gates_with_factors(nn.ModuleList([_Block(nn.SiLU())]), {"MLP"}) == {}
+    [spec] = Qwen25VL.specs
+    config = load_config(folders["qwen2_5_vl"])["vision_config"]
+    module = resolve(spec.module)._from_config(resolve(spec.config)(**config))
+    use_our_modules(module, in_bf16=False, replaced=())
+    assert not any(isinstance(one, TowerLayer | MLP | TowerAttention | RMSNorm) for one in module.modules())
+    assert any(isinstance(one, Activate) for one in module.modules())
 
 
 def test_segments_must_add_up(folders: dict[str, Path]) -> None:

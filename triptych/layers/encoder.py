@@ -1,7 +1,7 @@
 """The protocols of encoders and model adapters, and loading of a tower by itself, from transformers' class and the
 tower's own tensors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -97,9 +97,10 @@ def load_module(
     *,
     weights: WeightFormat,
     device: torch.device,
+    replaced: Collection[str] = (),
 ) -> Module:
     """Load a transformers module for inference, with linear layers of a weight format and our own modules in place of
-    those that have equivalents (``tower_layer``).
+    those of the classes ``replaced`` (``tower_layer.use_our_modules``).
 
     ``keys`` maps the module's parameter names to the checkpoint's. Weights aren't initialised first, nor copied if the
     format uses them unchanged: those stay memory-mapped. Raises CheckpointError, naming one, for missing, misshapen or
@@ -116,17 +117,21 @@ def load_module(
     stored = {name: keys.get(name, name) for name in expected}  # of a missing one, the error names the module's
     tensors = checkpoint.read_shaped({stored[name]: weight.shape for name, weight in expected.items()})
     read = {name: tensors[key] for name, key in stored.items()}
-    packed = _pack_linears(module, read, weights, device)
+    packed = _pack_linears(module, read, weights, device, replaced)
     state = {name: tensor.to(device, dtype) for name, tensor in read.items() if name not in packed}
     module.load_state_dict(state, assign=True, strict=False)
     if device.type != "meta":
         _materialise_buffers(module, device)
-    use_our_modules(module, weights.bf16_attention)
+    use_our_modules(module, weights.bf16_attention, replaced)
     return module.eval().requires_grad_(False)
 
 
 def _pack_linears(
-    module: nn.Module, tensors: Mapping[str, Tensor], weights: WeightFormat, device: torch.device
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    weights: WeightFormat,
+    device: torch.device,
+    replaced: Collection[str],
 ) -> set[str]:
     """Replace a module's linear layers by those of a weight format, gates and their factors by one layer. Returns the
     names of their tensors. Raises as ``load_module`` does."""
@@ -136,7 +141,7 @@ def _pack_linears(
         # convolutions over an image or a sequence stay
         if isinstance(one, nn.Linear | nn.Conv3d) or (isinstance(one, nn.Conv2d) and _is_projection(one))
     }
-    gates = gates_with_factors(module)
+    gates = gates_with_factors(module, replaced)
     for name, linear in linears.items():
         if name in gates.values():
             continue

@@ -1,12 +1,15 @@
 """Our modules in place of transformers' ones, for towers: norms, activations, attention and whole layers.
 
-Modules are recognised by their classes and the names of their children. Those that aren't remain transformers'.
+A family names the classes that are replaced: modules with equal names of children may compute something else. Layer
+norms and activations, whose classes say what they compute, are always replaced.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
 
+from triptych.errors import InternalError
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
@@ -108,35 +111,47 @@ class TowerLayer(nn.Module):
         return layer_output
 
 
-def gates_with_factors(module: nn.Module) -> dict[str, str]:
-    """Return the names of the gates' linear layers in ``module``, and those of their factors, for all MLPs that
-    ``GatedMLP`` can replace."""
+def gates_with_factors(module: nn.Module, replaced: Collection[str]) -> dict[str, str]:
+    """Return the names of the gates' linear layers in ``module``, and those of their factors, for all MLPs of the
+    classes ``replaced`` that ``GatedMLP`` can replace."""
     found = {}
     for name, one in module.named_modules():
         children = dict(one.named_children())
-        if children.keys() == {GATE, UP, DOWN, GATED_ACTIVATION}:
+        if type(one).__name__ in replaced and children.keys() == {GATE, UP, DOWN, GATED_ACTIVATION}:
             activation = type(children[GATED_ACTIVATION]).__name__
             if ACTIVATIONS.get(activation) == Activation.SILU:
                 found[f"{name}.{GATE}"] = f"{name}.{UP}"
     return found
 
 
-def use_our_modules(module: nn.Module, in_bf16: bool) -> None:
-    """Put our modules in place of those in ``module`` that have equivalents, after its weights have been loaded.
+def use_our_modules(module: nn.Module, in_bf16: bool, replaced: Collection[str]) -> None:
+    """Put our modules in place of those in ``module`` that are of the classes ``replaced``, layer norms or activations,
+    after its weights have been loaded. Raises InternalError if a class is missing or has no equivalent.
 
     ``in_bf16`` is as in ``TowerAttention``.
     """
+    missing = set(replaced)
     for name, one in reversed(list(module.named_modules())):  # children first
-        if name and (ours := _equivalent(one, in_bf16)) is not None:
+        kind = type(one).__name__
+        ours = _equivalent(one, in_bf16) if kind in replaced else _generic(one)
+        if name and ours is not None:
+            missing.discard(kind)
             module.set_submodule(name, ours)
+    if missing:
+        raise InternalError(f"{type(module).__name__} has no replaceable {', '.join(sorted(missing))}")
+
+
+def _generic(module: nn.Module) -> nn.Module | None:
+    """Return the equivalent of a module whose class says what it computes."""
+    if (name := type(module).__name__) in ACTIVATIONS:
+        return Activate(ACTIVATIONS[name])
+    if isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None:
+        return LayerNorm(module.weight, module.bias, module.eps)
+    return None
 
 
 def _equivalent(module: nn.Module, in_bf16: bool) -> nn.Module | None:
     name, settings = type(module).__name__, vars(module)
-    if name in ACTIVATIONS:
-        return Activate(ACTIVATIONS[name])
-    if isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None:
-        return LayerNorm(module.weight, module.bias, module.eps)
     if name.endswith("RMSNorm"):
         return RMSNorm(module.get_parameter("weight"), settings["variance_epsilon"])
     return _mlp(module) or TowerAttention.in_place_of(module, in_bf16) or _layer(module)

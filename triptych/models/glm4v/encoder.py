@@ -11,5 +11,6 @@ class Glm4v(MultimodalAdapter):
             module="transformers.models.glm4v.modeling_glm4v:Glm4vVisionModel",
             config="transformers.models.glm4v.configuration_glm4v:Glm4vVisionConfig",
             width="out_hidden_size",
+            replaced=("Glm4VisionMlp", "Glm4vRMSNorm", "Glm4vVisionAttention", "Glm4vVisionBlock"),
         ),
     )

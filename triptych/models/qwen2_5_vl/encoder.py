@@ -12,5 +12,6 @@ class Qwen25VL(Qwen2VL):
             module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
             config="transformers.models.qwen2_5_vl.configuration_qwen2_5_vl:Qwen2_5_VLVisionConfig",
             width="out_hidden_size",
+            replaced=("Qwen2_5_VLMLP", "Qwen2_5_VLRMSNorm", "Qwen2_5_VLVisionAttention", "Qwen2_5_VLVisionBlock"),
         ),
     )

@@ -21,6 +21,7 @@ class Qwen2VL(MultimodalAdapter):
             module="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
             config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
             width="hidden_size",
+            replaced=("Qwen2VLVisionBlock", "VisionAttention", "VisionMlp"),
         ),
     )
 

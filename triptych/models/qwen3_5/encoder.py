@@ -19,6 +19,7 @@ class Qwen35(MultimodalAdapter):
             module="transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5VisionModel",
             config="transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5VisionConfig",
             width="out_hidden_size",
+            replaced=("Qwen3_5VisionAttention", "Qwen3_5VisionBlock", "Qwen3_5VisionMLP"),
         ),
     )
     layouts = (WeightPrefixes({VISION: "model.visual."}, "model.language_model.", others=("mtp.",)),)

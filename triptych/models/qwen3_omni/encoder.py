@@ -23,6 +23,7 @@ class Qwen3Omni(MultimodalAdapter):
             config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
             width="out_hidden_size",
             deepstack="deepstack_visual_indexes",
+            replaced=("Qwen3OmniMoeVisionAttention", "Qwen3OmniMoeVisionBlock", "Qwen3OmniMoeVisionMLP"),
         ),
         TowerSpec(
             name=AUDIO,
@@ -31,6 +32,7 @@ class Qwen3Omni(MultimodalAdapter):
             width="output_dim",
             section="audio_config",
             make_tower=AudioTower,
+            replaced=("Qwen3OmniMoeAudioAttention",),
         ),
     )
     layouts = (

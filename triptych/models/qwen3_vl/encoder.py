@@ -17,6 +17,7 @@ class Qwen3VL(MultimodalAdapter):
             module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
             config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
             width="out_hidden_size",
+            replaced=("Qwen3VLVisionAttention", "Qwen3VLVisionBlock", "Qwen3VLVisionMLP"),
             deepstack="deepstack_visual_indexes",
         ),
     )

@@ -86,6 +86,8 @@ class TowerSpec:
     name: str = VISION
     section: str = "vision_config"
     """The tower's section of the checkpoint's config."""
+    replaced: tuple[str, ...] = ()
+    """Names of the tower's classes that modules of our own replace."""
     make_tower: Callable[["PreTrainedModel", int], Encoder] = VisionTower
     """Makes the tower of the loaded module and its embedding width, deepstack features included."""
 
@@ -148,7 +150,7 @@ class MultimodalAdapter(SplitAdapter):
             prefix = prefixes[spec.name]
             keys = {key.removeprefix(prefix): key for key in all_keys if key.startswith(prefix)}
             config, kind = self._transformers_config(spec), resolve(spec.module)
-            module = load_module(kind, config, checkpoint, keys, weights=weights, device=device)
+            module = load_module(kind, config, checkpoint, keys, weights=weights, device=device, replaced=spec.replaced)
             towers[spec.name] = spec.make_tower(module, self.embedding_width if spec.deepstack else hidden_size)
         return towers[VISION] if len(towers) == 1 else MultiTowerEncoder(towers, self.embedding_width)
 
