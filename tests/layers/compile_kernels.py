@@ -69,8 +69,8 @@ def main() -> None:
                 for name, values in (
                     ("decode_kernel", shape | decode | plain | {"SPLITS": 1}),
                     ("decode_kernel", shape | decode | opted | {"SPLITS": 32}),
-                    ("prefill_kernel", shape | prefill | plain),
-                    ("prefill_kernel", shape | prefill | opted),
+                    ("prefill_kernel", shape | prefill | plain | {"SPANS": 0}),
+                    ("prefill_kernel", shape | prefill | opted | {"SPANS": 1}),
                     ("reduce_kernel", reduced),
                     ("write_kernel", written),
                 ):

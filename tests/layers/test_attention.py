@@ -240,9 +240,13 @@ def test_output_depends_only_on_the_tokens_own_sequence(
     options = make_options(shape).get(option, PLAIN)
     case = make_case(shape, [length, 40, 1], [length, 77, 9], torch.float32, cache_dtype, CPU, options=options)
     whole = kernel(case.query, case.key, case.value, case.caches[0], case.value_cache, case.batch, options)[:length]
-    for begin, end in ((0, 33), (33, 50), (50, 88), (88, 90)):
+    ends = case.batch.ends
+    is_cut = [ends is None or ends[at - 1] == at for at in range(1, length + 1)]
+    cuts = [cut + is_cut[cut - 1 :].index(True) for cut in (33, 50, 88)]  # spans are computed whole
+    for begin, end in itertools.pairwise([0, *cuts, length]):
         part = slice(begin, end)
-        batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part])
+        some = None if ends is None else ends[part]
+        batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part], some)
         new = case.query[part], case.key[part], None if case.value is None else case.value[part]
         chunk = kernel(*new, case.caches[0], case.value_cache, batch, options)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)

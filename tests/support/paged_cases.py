@@ -46,13 +46,15 @@ BATCHES = {
 def make_options(shape: Shape) -> dict[str, AttentionOptions]:
     """Options one by one, and together. Sinks are below, among and above the scores."""
     sinks = torch.linspace(-4, 6, shape.heads)
-    together = AttentionOptions(window=70, scale=0.3, softcap=2.0, sinks=sinks)
+    together = AttentionOptions(window=70, scale=0.3, softcap=2.0, sinks=sinks, spans=True)
     return {
         "window": AttentionOptions(window=16),
         "chunks": AttentionOptions(window=ChunkWindow(24)),
         "scale": AttentionOptions(scale=0.3),
         "softcap": AttentionOptions(softcap=0.5),
         "sinks": AttentionOptions(sinks=sinks),
+        "spans": AttentionOptions(spans=True),
+        "spans in windows": AttentionOptions(window=16, spans=True),
         "together": together,
         "values in keys": AttentionOptions(value_dim=shape.dim * 5 // 6),
         "values in keys, together": replace(together, value_dim=shape.dim * 5 // 6),
@@ -72,6 +74,7 @@ class Case:
     caches: Tensor
     """Of keys, and of values unless keys contain them."""
     batch: AttentionBatch
+    """With spans, unless the options disregard them."""
     filled: Tensor
     expected: Tensor
     options: AttentionOptions
@@ -98,7 +101,7 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
     packed = packed.to(dtype)
     query, key, value = packed.split(widths, dim=1)
     filled = unwritten((parts, num_pages, shape.page_size, shape.kv_heads), shape.dim, cache_dtype)
-    slots, expected, new_slots, first = [], [], [], 0
+    slots, expected, new_slots, ends, first = [], [], [], [], 0
     for query_len, kv_len, table in zip(query_lens, kv_lens, tables, strict=True):
         token = torch.arange(kv_len)
         slots = table[token // shape.page_size] * shape.page_size + token % shape.page_size
@@ -108,15 +111,29 @@ def make_case(  # noqa: PLR0917 (a case is what it is made of)
         filled.flatten(1, 2)[:, slots] = rows[:parts]
         new_slots.append(slots[kv_len - query_len :])
         read = from_stored(rows[:parts], dtype)
-        expected.append(written_out(query[new], read[0], read[-1][..., : options.value_dim], options))
+        ends.append(make_ends(query_len, kv_len, seed if options.spans else None))
+        expected.append(written_out(query[new], read[0], read[-1][..., : options.value_dim], options, ends[-1]))
         first += query_len
     caches = filled.clone()
     new_slot = torch.cat(new_slots)
     caches.flatten(1, 2)[:, new_slot] = unwritten((parts, len(new_slot), shape.kv_heads), shape.dim, cache_dtype)
-    batch = AttentionBatch(query_lens, kv_lens, list(tables), new_slot.to(device))
+    batch = AttentionBatch(
+        query_lens, kv_lens, list(tables), new_slot.to(device), torch.cat(ends) if options.spans else None
+    )
     query, key, value = packed.to(device).split(widths, dim=1)
     new_value = value if parts == 2 else None
     return Case(query, key, new_value, caches.to(device), batch, filled, torch.cat(expected), options)
+
+
+def make_ends(query_len: int, kv_len: int, seed: int | None) -> Tensor:
+    """Where the keys of a sequence's new tokens end: spans of up to 50 tokens, each followed by a third as many outside
+    spans. Without a seed, there are no spans."""
+    ends, token = torch.arange(kv_len - query_len, kv_len) + 1, 0
+    lengths = torch.randint(1, 50, (query_len,), generator=torch.Generator().manual_seed(seed or 0))
+    for length in [] if seed is None else lengths.tolist():
+        ends[token : token + length] = min(kv_len - query_len + token + length, kv_len)
+        token += length + length // 3
+    return ends
 
 
 def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
@@ -126,9 +143,11 @@ def unwritten(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
     return torch.full((*shape, dim), torch.nan, dtype=dtype)
 
 
-def written_out(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """Causal attention of the last tokens, in fp64: query [q, heads, d], keys [kv, kv_heads, d], values [kv,
-    kv_heads, v]."""
+def written_out(
+    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions = PLAIN, ends: Tensor | None = None
+) -> Tensor:
+    """Attention of the last tokens, in fp64: query [q, heads, d], keys [kv, kv_heads, d], values [kv, kv_heads, v].
+    It is causal, unless ``ends`` [q] say where each token's keys end."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (tensor.double().repeat_interleave(group, dim=1) for tensor in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * (options.scale or query.shape[-1] ** -0.5)
@@ -140,7 +159,8 @@ def written_out(query: Tensor, keys: Tensor, values: Tensor, options: AttentionO
         is_read = position // options.window.length == key // options.window.length
     else:
         is_read = position - key < (options.window or kv_len)
-    scores = scores.masked_fill(~is_read | (key > position), -torch.inf)
+    is_later = key > position if ends is None else key >= ends[:, None]
+    scores = scores.masked_fill(~is_read | is_later, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.cpu().double()[:, None, None]
         scores = torch.cat((scores, sinks.expand(-1, query_len, 1)), dim=-1)

@@ -22,6 +22,7 @@ class LayerOperands(ctypes.Structure):
         ("after", FinishLayerOperands),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "sinks")),
         *((name, ctypes.c_int64) for name in ("num_pages", "page_size", "cache_stride", "window", "chunked", "format")),
+        ("spans", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
         *((name, ctypes.c_int64) for name in ("step", "rotation")),
     )

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         if spec.has_sinks:
             own = ShardedDimension(spec.num_heads).part(reader.group)
             sinks = reader.float32_vector(f"{prefix}.sinks", spec.num_heads)[own].contiguous()
-        self.options = AttentionOptions(spec.window, spec.scale, spec.softcap, sinks)
+        self.options = AttentionOptions(spec.window, spec.scale, spec.softcap, sinks, spans=spec.spans)
         self.query_scaling = spec.query_scaling
         self.rope_index = config.ropes.index(spec.rotary)
         queries, keys = ShardedDimension(spec.num_heads, head_dim), ShardedDimension(spec.num_kv_heads, head_dim)

@@ -58,6 +58,8 @@ class AttentionSpec:
     """Scores become ``softcap * tanh(score / softcap)``."""
     has_sinks: bool = False
     """Whether each query head has a logit that takes part in the softmax's sum, without a value."""
+    spans: bool = False
+    """Whether the tokens of an atomic span attend to all of it, as far as the window goes."""
     query_scaling: QueryScaling | None = None
     output_gate: bool = False
     """Whether the sigmoid of a gate scales the output. The query projection yields each head's query, then its gate."""

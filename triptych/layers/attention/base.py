@@ -44,9 +44,14 @@ class AttentionBatch:
     """[S] of int64 [pages]: page ids of each sequence, at least ``ceil(kv_len / page_size)``; more are ignored."""
     slots: Tensor
     """int64 [T]: where each new token's key and value are written, ``page * page_size + offset in the page``."""
+    ends: Tensor | None = None
+    """int64 [T], in host memory: where the keys end that a new token attends to in layers that read spans whole
+    (``AttentionOptions.spans``), never descending within a sequence. None: each token attends up to itself."""
     tables: PagedTables | None = None
     """Lengths and page tables if they are on the device already; otherwise ``paged`` uploads them."""
-    _masks: dict[tuple[int, Window | None], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masks: dict[tuple[int, Window | None, bool], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _paged: dict[int, PagedTables] = field(default_factory=dict, init=False, repr=False, compare=False)
     prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """A backend's own data about the batch, computed once for all layers."""
@@ -58,6 +63,8 @@ class AttentionBatch:
             )
         if sum(self.query_lens) != self.slots.shape[0]:
             raise ValueError(f"query lengths add up to {sum(self.query_lens)}, but there are {len(self.slots)} slots")
+        if self.ends is not None and len(self.ends) != len(self.slots):
+            raise ValueError(f"{len(self.ends)} ends of keys for {len(self.slots)} new tokens")
         if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
             raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
 
@@ -65,26 +72,44 @@ class AttentionBatch:
         """Return the first of a sequence's tokens that any of its new tokens attends to."""
         return first_read(window, self.kv_lens[index] - self.query_lens[index])
 
-    def mask(self, index: int, dtype: torch.dtype, window: Window | None = None) -> Tensor | None:
+    def mask(
+        self, index: int, dtype: torch.dtype, window: Window | None = None, *, spans: bool = False
+    ) -> Tensor | None:
         """Return a sequence's attention mask over its tokens from ``first_visible`` on: [q, kv - first], 0 or -inf.
 
         It is computed once per step rather than once per layer. None if no mask, or PyTorch's causal mask, suffices:
-        for a single new token, and for a prompt's first chunk unless a window begins inside it.
+        for a single new token, and for a prompt's first chunk unless a window begins inside it, or, with ``spans``, it
+        has one.
         """
         query_len, kv_len = self.query_lens[index], self.kv_lens[index]
-        if query_len == 1 or (query_len == kv_len and first_read(window, kv_len - 1) == 0):
+        if query_len == 1:
             return None
-        if (index, window) not in self._masks:
+        ends = self._ends_of(index) if spans else None
+        if ends is None and query_len == kv_len and first_read(window, kv_len - 1) == 0:
+            return None
+        name = (index, window, ends is not None)
+        if name not in self._masks:
             first = self.first_visible(index, window)
             before = kv_len - query_len - first
             everything = torch.full((query_len, kv_len - first), -torch.inf, dtype=dtype, device=self.slots.device)
             # in place: with a long context the mask is the largest tensor of a step
-            mask = self._masks[index, window] = everything.triu_(before + 1)
+            mask = self._masks[name] = everything.triu_(before + 1)
+            if ends is not None:
+                is_seen = torch.arange(first, kv_len) < ends[:, None]
+                mask.masked_fill_(is_seen.to(mask.device), 0)
             if window is not None:
                 firsts = [first_read(window, position) - first for position in range(kv_len - query_len, kv_len)]
                 is_early = torch.arange(kv_len - first) < torch.tensor(firsts)[:, None]
                 mask.masked_fill_(is_early.to(mask.device), -torch.inf)
-        return self._masks[index, window]
+        return self._masks[name]
+
+    def _ends_of(self, index: int) -> Tensor | None:
+        """Return where the keys of a sequence's new tokens end, int64 [q]; None if each attends up to itself."""
+        if self.ends is None:
+            return None
+        start, query_len, kv_len = sum(self.query_lens[:index]), self.query_lens[index], self.kv_lens[index]
+        ends = self.ends[start : start + query_len]
+        return ends if (ends > torch.arange(kv_len - query_len + 1, kv_len + 1)).any() else None
 
     def paged(self, tile: int) -> PagedTables:
         """Return lengths and page tables on the device of ``slots``, uploaded once per step rather than once per layer.
@@ -94,13 +119,13 @@ class AttentionBatch:
         if self.tables is not None:
             return self.tables
         if tile not in self._paged:
-            on_cpu = PagedTables.on_cpu(self.query_lens, self.kv_lens, self.page_tables, tile)
+            on_cpu = PagedTables.on_cpu(self.query_lens, self.kv_lens, self.page_tables, tile, self.ends)
             self._paged[tile] = PagedTables(*to_device(on_cpu.tensors(), self.slots.device))
         return self._paged[tile]
 
     def of_tokens(self, indices: list[int]) -> "AttentionBatch":
-        """Return the batch of some of the T tokens, each as its sequence's only new one. The cache holds the others'
-        keys and values."""
+        """Return the batch of some of the T tokens, each as its sequence's only new one, which attends up to itself.
+        The cache holds the others' keys and values."""
         ends = list(accumulate(self.query_lens))
         sequences = [bisect_right(ends, index) for index in indices]
         return AttentionBatch(
@@ -219,6 +244,9 @@ class AttentionOptions:
     value_dim: int | None = None
     """A head's values are as many of the first values of its key, and the cache holds keys only. None: values are a
     part of their own, with as many values as keys."""
+    spans: bool = False
+    """Whether the tokens of an atomic span attend to its end, rather than up to themselves (``AttentionBatch.ends``). A
+    window begins where it does for other tokens."""
 
     def __post_init__(self) -> None:
         if self.sinks is not None and (self.sinks.dtype != torch.float32 or not self.sinks.is_contiguous()):
@@ -245,7 +273,7 @@ class AttentionBackend(Protocol):
         batch: AttentionBatch,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """Attend causally from each new token to its own sequence.
+        """Attend causally from each new token to its own sequence, or with ``options.spans`` to the end of its span.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim], or of 0 tokens if the caches hold
         those of the new tokens already; caches [pages, page_size, kv_heads, stored_dim]. Keys and values are rounded to

@@ -26,12 +26,13 @@ class AttentionOperands(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "output", "slots")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "query_lens", "kv_lens", "page_starts")),
-        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("decodes", "tiles", "pages", "sinks", "ends")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "num_decodes", "num_tiles")),
         *((name, ctypes.c_int64) for name in ("num_entries", "heads", "kv_heads", "dim", "value_dim")),
         *((name, ctypes.c_int64) for name in ("num_pages", "page_size", "groups")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("cache_stride", "window", "chunked", "causal", "format", "in_bf16")),
+        ("spans", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
     )
 
@@ -168,6 +169,8 @@ class PagedAttention:
             tensor.data_ptr()
             for tensor in (tables.kv_lens, tables.page_starts, tables.decodes, tables.tiles, tables.pages)
         )
+        if len(tables.ends):
+            step.ends = tables.ends.data_ptr()
         step.num_sequences, step.num_decodes = len(tables.kv_lens), len(tables.decodes)
         step.num_tiles, step.num_entries = len(tables.tiles), len(tables.pages)
         step.heads, step.kv_heads, step.dim = shape
@@ -188,6 +191,7 @@ class LayerOptions(Protocol):
     window: int
     chunked: int
     format: int
+    spans: int
     scale: float
     cap: float
 
@@ -198,7 +202,7 @@ def set_layer(step: LayerOptions, keys: Tensor, values: Tensor | None, options: 
     if values is not None:
         step.values = values.data_ptr()
     step.num_pages, step.page_size = keys.shape[:2]
-    step.format = FORMATS[keys.dtype]
+    step.format, step.spans = FORMATS[keys.dtype], options.spans
     step.cache_stride = keys.itemsize * (keys.stride(1) if step.page_size > 1 else keys.stride(0))
     window, step.chunked = options.window, isinstance(options.window, ChunkWindow)
     step.window = min(window.length if isinstance(window, ChunkWindow) else window or NO_WINDOW, NO_WINDOW)

@@ -46,7 +46,7 @@ class CpuAttention:
             visible = slice(batch.first_visible(index, options.window), None)
             read = [from_stored(read_pages(cache, *where)[visible], query.dtype) for _, cache in parts]
             keys, values = read[0], read[-1][..., : options.value_dim]
-            mask = batch.mask(index, query.dtype, options.window)
+            mask = batch.mask(index, query.dtype, options.window, spans=options.spans)
             sequence_output.copy_(attend(sequence_query, keys, values, mask, options))
         return output
 

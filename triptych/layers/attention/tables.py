@@ -1,10 +1,14 @@
 """A step's page tables and lengths as kernels read them: int64 tensors, uploaded to a GPU once for all layers."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,18 @@ class PagedTables:
     """[N, 2]: index of a sequence with several new tokens, and the first of them in the tile."""
     pages: Tensor
     """[entries]: the concatenated page tables."""
+    ends: Tensor = field(default_factory=_nothing)
+    """[T]: ``AttentionBatch.ends``; of no elements if each token attends up to itself."""
 
     @classmethod
-    def on_cpu(cls, query_lens: list[int], kv_lens: list[int], page_tables: list[Tensor], tile: int) -> "PagedTables":
+    def on_cpu(
+        cls,
+        query_lens: list[int],
+        kv_lens: list[int],
+        page_tables: list[Tensor],
+        tile: int,
+        ends: Tensor | None = None,
+    ) -> "PagedTables":
         """Build the tables from ``AttentionBatch``'s fields, in main memory, with ``tile`` tokens per tile."""
         several = [index for index, query_len in enumerate(query_lens) if query_len > 1]
         tiles = [(index, first) for index in several for first in range(0, query_lens[index], tile)]
@@ -42,6 +55,7 @@ class PagedTables:
             decodes=torch.tensor([i for i, query_len in enumerate(query_lens) if query_len == 1], dtype=torch.int64),
             tiles=torch.tensor(tiles, dtype=torch.int64).reshape(-1, 2),
             pages=torch.cat(page_tables),
+            ends=_nothing() if ends is None else ends,
         )
 
     def tensors(self) -> list[Tensor]:

@@ -65,10 +65,10 @@ class TritonAttention:
             self._decode(query, key_cache, value_cache, output, tables, scale, shape, options)
         if len(tables.tiles):
             prefill_kernel[(len(tables.tiles), shape["GROUPS"])](
-                query, key_cache, value_cache, options.sinks, output, tables.tiles, tables.query_starts,
+                query, key_cache, value_cache, options.sinks, output, tables.ends, tables.tiles, tables.query_starts,
                 tables.query_lens, tables.kv_lens, tables.page_starts, tables.pages, query.stride(0), scale, **shape,
                 **option_constants(options), GROUP_BLOCK=triton.next_power_of_2(heads // shape["GROUPS"]),
-                TILE=tile, num_warps=4, num_stages=2,
+                TILE=tile, SPANS=options.spans and len(tables.ends) > 0, num_warps=4, num_stages=2,
             )  # fmt: skip
         return output
 

@@ -204,17 +204,18 @@ def reduce_kernel(
 
 @triton.jit
 def prefill_kernel(
-    query, key_cache, value_cache, sinks, output, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
+    query, key_cache, value_cache, sinks, output, ends, tiles, query_starts, query_lens, kv_lens, page_starts, pages,
     query_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, REST: tl.constexpr,
     REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     """Attend from ``TILE`` new tokens of one sequence, for one group of query heads, per program; rows are tokens times
     heads.
 
-    New tokens are at positions ``kv_len - query_len`` and on; each attends to its sequence up to itself.
+    New tokens are at positions ``kv_len - query_len`` and on; each attends to its sequence up to itself or, with
+    ``SPANS``, to its element of ``ends`` [T].
     """
     tile = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
@@ -237,14 +238,18 @@ def prefill_kernel(
     rows = query + packed * query_stride + heads * (DIM + REST)
     queries, rest = _load_queries(rows, exists, DIM, DIM_BLOCK, REST, REST_BLOCK)
 
+    last = past + token
     end = past + tl.minimum(first + TILE, query_len)
+    if SPANS:
+        last = tl.maximum(last, tl.load(ends + packed, mask=exists, other=0) - 1)
+        end = tl.minimum(tl.max(tl.where(exists, last, 0), 0) + 1, past + query_len)
     begin = _first_read(past + first, WINDOW, CHUNKED) // KEYS * KEYS
     maxima, totals = _start_softmax(sinks, heads, head < GROUP, SINKS, ROWS)
     sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
     for base in range(begin, end, KEYS):
         places = base + tl.arange(0, KEYS)
         inside = places < end
-        visible = inside[None, :] & (places[None, :] <= (past + token)[:, None])
+        visible = inside[None, :] & (places[None, :] <= last[:, None])
         if WINDOW > 0:
             visible = visible & (places[None, :] >= _first_read(past + token, WINDOW, CHUNKED)[:, None])
         maxima, totals, sums = _attend_block(

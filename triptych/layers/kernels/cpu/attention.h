@@ -16,6 +16,7 @@ typedef struct {
     float *output;             /* [T, heads, value_dim] */
     const int64_t *slots, *query_starts, *query_lens, *kv_lens, *page_starts, *decodes, *tiles, *pages;
     const float *sinks;        /* [heads]: logits that take part in the softmax's sum, without a value; or NULL */
+    const int64_t *ends;       /* [T]: where the keys end that each token attends to, with ``spans``; or NULL */
     int64_t num_tokens, num_sequences, num_decodes, num_tiles, num_entries; /* num_entries: length of pages */
     int64_t heads, kv_heads, dim, value_dim, num_pages, page_size; /* value_dim: at most dim, of which values are stored */
     int64_t groups;            /* into which query heads are divided; a multiple of kv_heads. Those of a group share a kv
@@ -26,6 +27,7 @@ typedef struct {
     int64_t causal;            /* 0 if new tokens attend to their whole sequence, including later tokens */
     int64_t format;            /* of the cache's heads: KV_FLOAT, KV_HALF or KV_INT8 */
     int64_t in_bf16;           /* whether tiles multiply in bfloat16, where the processor can */
+    int64_t spans;             /* whether tokens attend to their ``ends``, if there are any, rather than up to themselves */
     float scale;               /* of the products of queries and keys */
     float cap;                 /* scores become cap * tanh(score / cap), unless it is 0 */
 } Step;
@@ -42,6 +44,12 @@ static __attribute__((noinline, unused)) void cap_scores(float *scores, int64_t 
 /* First key that a token at this position of its sequence attends to. */
 static inline int64_t first_read(const Step *step, int64_t position) {
     return step->chunked ? position - position % step->window : most(0, position - step->window + 1);
+}
+
+/* End of the keys that a token attends to, given its index in the step, its position and the length of its sequence. */
+static inline int64_t key_end(const Step *step, int64_t token, int64_t position, int64_t kv_len) {
+    if (!step->spans || !step->ends) return position + 1;
+    return least(most(step->ends[token], position + 1), kv_len);
 }
 
 /* Bytes of working memory needed; -1 for a slot or page beyond the cache, or too short a page table. */

@@ -226,7 +226,7 @@ typedef struct {
     After after;
     void *keys, *values;
     const float *sinks;
-    int64_t num_pages, page_size, cache_stride, window, chunked, format;
+    int64_t num_pages, page_size, cache_stride, window, chunked, format, spans;
     float scale, cap;
     int64_t step, rotation; /* which of the steps and rotations the layer takes */
 } Layer;
@@ -236,7 +236,7 @@ static Step step_of(const Layer *layer, const Step *steps) {
     step.keys = layer->keys, step.values = layer->values, step.sinks = layer->sinks;
     step.num_pages = layer->num_pages, step.page_size = layer->page_size, step.cache_stride = layer->cache_stride;
     step.window = layer->window, step.chunked = layer->chunked, step.format = layer->format;
-    step.scale = layer->scale, step.cap = layer->cap;
+    step.spans = layer->spans, step.scale = layer->scale, step.cap = layer->cap;
     return step;
 }
 

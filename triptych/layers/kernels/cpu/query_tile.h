@@ -130,10 +130,11 @@ typedef struct {
     float *queries, *sums;     /* [whole(dim), ROWS], or of pairs; multiples of 64 */
     float scores[TILE * ROWS]; /* or of pairs */
     floats maxima[2], totals[2], shrink[2];
-    ints position[2];          /* position of each row's token in the sequence */
+    ints to[2];                /* last key that each row's token attends to */
     ints from[2];              /* first key that each row's token attends to */
     int64_t place, tokens;     /* index of the first token in the step; number of tokens */
     int64_t first, last;       /* positions of the first and the last token */
+    int64_t first_to;          /* last key that the first token attends to, which is the earliest of all */
     int64_t last_from;         /* first key that the last token attends to, which is the latest of all */
     int64_t begin, end;        /* range of keys visible to any row, extended at its start to a multiple of TILE */
 } __attribute__((aligned(64))) Tile; /* aligned, so that no vector crosses a cache line */
@@ -154,7 +155,8 @@ inlined void begin_tile(Tile *tile, char *memory, const Step *step, int64_t sequ
     tile->last = step->causal ? tile->first + tokens - 1 : tile->first;
     tile->last_from = first_read(step, tile->last);
     tile->begin = first_read(step, tile->first) / TILE * TILE;
-    tile->end = tile->last + 1;
+    tile->first_to = key_end(step, tile->place, tile->first, kv_len) - 1;
+    tile->end = key_end(step, tile->place + tokens - 1, tile->last, kv_len);
     const float *query = step->query + tile->place * step->query_stride + which * group * dim, *rows[ROWS];
     for (int row = 0; row < ROWS; row++) {
         int64_t token = least(row / group, tokens - 1); /* unused rows repeat the last token */
@@ -162,7 +164,7 @@ inlined void begin_tile(Tile *tile, char *memory, const Step *step, int64_t sequ
         /* a sink is a key that all tokens see, without a value */
         tile->maxima[row / LANES][row % LANES] = step->sinks ? step->sinks[which * group + row % group] : NEVER;
         int64_t position = least(tile->first + token, tile->last);
-        tile->position[row / LANES][row % LANES] = (int32_t)position;
+        tile->to[row / LANES][row % LANES] = (int32_t)(key_end(step, tile->place + token, position, kv_len) - 1);
         tile->from[row / LANES][row % LANES] = (int32_t)first_read(step, position);
     }
     for (int64_t i = 0; i < whole(dim) * ROWS; i++) tile->sums[i] = 0;
@@ -191,12 +193,12 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
                         const int in_pairs) {
     floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
     if (step->cap) cap_scores(tile->scores, count * ROWS, step->cap);
-    const int masked = start + count - 1 > tile->first || start < tile->last_from;
+    const int masked = start + count - 1 > tile->first_to || start < tile->last_from;
     if (masked) {
         for (int64_t key = 0; key < count; key++)
             for (int half = 0; half < halves; half++) {
                 int32_t at = (int32_t)(start + key);
-                ints seen = (at <= tile->position[half]) & (at >= tile->from[half]);
+                ints seen = (at <= tile->to[half]) & (at >= tile->from[half]);
                 scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
             }
     }
