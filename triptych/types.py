@@ -176,6 +176,8 @@ class ItemPlan(msgspec.Struct, frozen=True):
     """As requested."""
     sound: AudioHeader | None = None
     """A video's audio track, if it is used."""
+    atomic: bool = False
+    """Whether each run of its rows is an atomic span of the prompt."""
 
     @property
     def num_parts(self) -> int:
@@ -226,6 +228,8 @@ class Span(msgspec.Struct, frozen=True):
 
     start: Count
     length: Positive
+    atomic: bool = False
+    """Whether its tokens attend to each other in both directions, so that one step computes them all."""
 
     @property
     def end(self) -> int:
@@ -262,10 +266,17 @@ class Placement(msgspec.Struct, frozen=True):
 
     def token_of(self, row: int) -> int:
         """Return the token of a row. Raises IndexError for a row that the item doesn't have."""
+        span, first_row = self.span_of(row)
+        return span.start + row - first_row
+
+    def span_of(self, row: int) -> tuple[Span, int]:
+        """Return the span of a row, and the span's first row. Raises IndexError for a row that the item doesn't
+        have."""
+        first_row = 0
         for span in self.spans:
-            if row < span.length:
-                return span.start + row
-            row -= span.length
+            if row < first_row + span.length:
+                return span, first_row
+            first_row += span.length
         raise IndexError("the item has fewer rows")
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -32,10 +32,19 @@ class Recorded(SingleRank):
 @pytest.mark.parametrize("num_media", [0, 2])
 @pytest.mark.parametrize("released", [[0], [0, 3]])
 @pytest.mark.parametrize("loras", [None, [0, 0, 0, None], [None, None, None, 1]])
-def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int], loras: list[int | None] | None) -> None:
-    """With one group of layers, and with another whose page tables begin later."""
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_step_arrives_as_it_was_sent(
+    num_media: int, released: list[int], loras: list[int | None] | None, spans: bool
+) -> None:
+    """With one group of layers, and with another whose page tables begin later; with ends of keys, and without."""
     attention = [
-        AttentionBatch([3, 1], [9, 8 - pages], [torch.arange(5), torch.arange(pages, 4)], torch.arange(4) + pages)
+        AttentionBatch(
+            [3, 1],
+            [9, 8 - pages],
+            [torch.arange(5), torch.arange(pages, 4)],
+            torch.arange(4) + pages,
+            torch.tensor([9, 9, 9, 8]) - pages if spans else None,
+        )
         for pages in released
     ]
     batch = ForwardBatch(
@@ -59,3 +68,5 @@ def test_a_step_arrives_as_it_was_sent(num_media: int, released: list[int], lora
         assert (mine.query_lens, mine.kv_lens) == (theirs.query_lens, theirs.kv_lens)
         assert [one.tolist() for one in mine.page_tables] == [one.tolist() for one in theirs.page_tables]
         assert torch.equal(mine.slots, theirs.slots)
+        assert (mine.ends is None) == (theirs.ends is None)
+        assert mine.ends is None or theirs.ends is None or torch.equal(mine.ends, theirs.ends)

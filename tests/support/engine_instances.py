@@ -13,7 +13,7 @@ import numpy as np
 from tests.support.harness import FLOAT32
 from tests.support.stage_loops import engine_loop
 from triptych.checkpoint.reader import Checkpoint
-from triptych.config import ServeConfig
+from triptych.config import EngineConfig, ServeConfig
 from triptych.engine.loop import EngineLoop
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -70,8 +70,8 @@ class Encoder:
 class EngineInstances:
     """Instances by name. ``sent`` is all that frontends were sent, by their addresses, in order."""
 
-    def __init__(self, folder: Path, roles: Mapping[str, Role]) -> None:
-        config = ServeConfig(model=folder, engine=ENGINE)
+    def __init__(self, folder: Path, roles: Mapping[str, Role], engine: EngineConfig = ENGINE) -> None:
+        config = ServeConfig(model=folder, engine=engine)
         self.sent: dict[Address, list[Message]] = defaultdict(list)
         self._queue: deque[tuple[Address, Message]] = deque()
         self.instances: dict[str, Instance] = {}
@@ -202,9 +202,9 @@ class EngineInstances:
 
 
 @contextmanager
-def engine_instances(folder: Path, **roles: Role) -> Iterator[EngineInstances]:
+def engine_instances(folder: Path, engine: EngineConfig = ENGINE, **roles: Role) -> Iterator[EngineInstances]:
     """Instances by name and role. On the way out, nothing may be left behind."""
-    instances = EngineInstances(folder, roles)
+    instances = EngineInstances(folder, roles, engine)
     try:
         yield instances
         instances.check_idle()

@@ -10,6 +10,7 @@ from triptych.engine.request import Request
 from triptych.engine.scheduler import Chunk
 from triptych.messages.work import Generate, Prefill, Prefilled
 from triptych.observe.timeline import Interval
+from triptych.transfer.memory import Bytes
 from triptych.types import Address, Placement, RequestId, TransferId
 
 MERGE_GAP = 0.005
@@ -51,6 +52,19 @@ class TransferTimes:
     """When the last row so far arrived."""
 
 
+@dataclass(frozen=True)
+class CopiedRows:
+    """Rows of an item that are no longer in the receive pool."""
+
+    first_row: int
+    rows: Bytes
+    """uint8 [rows, row_bytes]."""
+
+    @property
+    def end_row(self) -> int:
+        return self.first_row + len(self.rows)
+
+
 @dataclass
 class IncomingItem:
     """Embeddings of one of the request's items."""
@@ -60,6 +74,8 @@ class IncomingItem:
     transfer: TransferId | None
     """None once the last row is consumed."""
     times: TransferTimes = field(default_factory=TransferTimes)
+    copied: list[CopiedRows] = field(default_factory=list)
+    """Rows of an atomic span that were copied out of the receive pool before all of them had landed, in order."""
 
 
 @dataclass

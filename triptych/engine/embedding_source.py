@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.engine.active_request import ActiveChunk, ActiveRequest, IncomingItem
+from triptych.engine.active_request import ActiveChunk, ActiveRequest, CopiedRows, IncomingItem
 from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.runner import MediaEmbeddings
 from triptych.messages.work import EncodeNeeded, MissingItem
@@ -75,12 +75,14 @@ class EmbeddingSource:
         active.items = []
 
     def ready_tokens(self, active: ActiveRequest) -> int:
-        """Return the number of tokens before the first one whose embedding hasn't arrived."""
+        """Return the number of tokens before the first one whose embedding hasn't arrived, or before its atomic
+        span."""
         for item in active.items:
             if item.transfer is not None:
                 landed = self._receiver.landed(item.transfer)
                 if landed < item.placement.rows:
-                    return item.placement.token_of(landed)
+                    span, first_row = item.placement.span_of(landed)
+                    return span.start if span.atomic else span.start + landed - first_row
         return len(active.request.tokens)
 
     def gather(self, chunks: Sequence[ActiveChunk]) -> MediaEmbeddings:
@@ -100,7 +102,7 @@ class EmbeddingSource:
                 end_row = 0
                 for token, row, length in item.placement.runs(chunk.start, chunk.start + chunk.length):
                     index.append(np.arange(token, token + length) - chunk.start + first_token)
-                    views += self._receiver.read(item.transfer, row, length)
+                    views += self._read(item, item.transfer, row, length)
                     end_row = row + length
                 if end_row:
                     taken.append((item, item.transfer, end_row))
@@ -111,6 +113,35 @@ class EmbeddingSource:
         for item, transfer, end_row in taken:
             self._consume(item, transfer, end_row)
         return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
+
+    def make_room(self) -> bool:
+        """Copy landed rows out of the receive pool if a transfer that all others wait for needs their blocks.
+
+        Without it, a pool that can't hold all rows of an atomic span would wait for them forever. Returns whether
+        blocks were freed. There are copies of at most one span for each block.
+        """
+        if (transfer := self._receiver.starved()) is None or (active := self._incoming.request_of(transfer)) is None:
+            return False
+        (item,) = (item for item in active.items if item.transfer == transfer)
+        consumed, landed = self._receiver.consumed(transfer), self._receiver.landed(transfer)
+        span, first_row = item.placement.span_of(landed)
+        if not span.atomic or consumed < first_row:  # steps will read what is ready
+            return False
+        item.copied.append(
+            CopiedRows(consumed, np.concatenate(self._receiver.read(transfer, consumed, landed - consumed)))
+        )
+        self._receiver.consume(transfer, landed)
+        return True
+
+    def _read(self, item: IncomingItem, transfer: TransferId, first_row: int, rows: int) -> list[Bytes]:
+        """Return views of landed rows."""
+        views, end_row = [], first_row + rows
+        for copied in item.copied:
+            low, high = max(first_row, copied.first_row), min(end_row, copied.end_row)
+            if low < high:
+                views.append(copied.rows[low - copied.first_row : high - copied.first_row])
+                first_row = high
+        return views + self._receiver.read(transfer, first_row, end_row - first_row) if first_row < end_row else views
 
     def _needed(self, active: ActiveRequest, items: list[MissingItem]) -> EncodeNeeded:
         return EncodeNeeded(active.id, self._address, items, active.prefill_transfer, active.next_asked())
@@ -124,6 +155,7 @@ class EmbeddingSource:
 
     def _consume(self, item: IncomingItem, transfer: TransferId, end_row: int) -> None:
         self._receiver.consume(transfer, end_row)
+        item.copied = []
         if end_row == item.placement.rows:
             item.transfer = None
             self._incoming.remove(transfer)

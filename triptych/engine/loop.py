@@ -147,6 +147,8 @@ class EngineLoop:
         self._start()
         self._send_pending_tokens()
         self.incoming.receiver.grant()
+        if self._embedding_source is not None and self._embedding_source.make_room():
+            self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
         self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend)
@@ -248,7 +250,8 @@ class EngineLoop:
         outgoing_kv = None
         try:
             limits = self.context_length, self._vocab_size, self._short_length, self._loras
-            request = make_request(message, generated, *limits)
+            step_tokens = self.scheduler.max_num_batched_tokens if self.prefills else None
+            request = make_request(message, generated, *limits, step_tokens=step_tokens)
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:

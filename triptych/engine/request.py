@@ -1,5 +1,6 @@
 """A request as the engine sees it: its tokens, and which of them are in the KV cache on which pages."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from triptych.engine.page_tables import PageTables
 from triptych.errors import InvalidRequest, PromptTooLong
 from triptych.layers.rope_config import LENGTH_AXIS
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
-from triptych.types import RequestId
+from triptych.types import RequestId, Span
 
 
 @dataclass(eq=False)
@@ -41,6 +42,8 @@ class Request:
     decoded_here: bool = True
     """Whether this instance decodes the request. If not, its KV is sent to a decode instance."""
     history: History = field(init=False)
+    atomic_spans: list[Span] = field(init=False)
+    """Of all items, in order."""
 
     # Set by the scheduler.
     arrival: int = 0
@@ -74,6 +77,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
+        self.atomic_spans = [span for item in self.items for span in item.placement.spans if span.atomic]
 
     @property
     def holds_pages(self) -> bool:
@@ -145,6 +149,26 @@ class Request:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
 
+    def span_across(self, token: int) -> Span | None:
+        """Return the atomic span that has both ``token`` and the one before it."""
+        index = bisect_left(self.atomic_spans, token, key=lambda span: span.start) - 1
+        return self.atomic_spans[index] if index >= 0 and token < self.atomic_spans[index].end else None
+
+    def ends_of(self, start: int, count: int) -> list[int]:
+        """Return where the keys end that each of the tokens ``[start, start + count)`` attends to; nothing if each
+        attends up to itself. A span that the tokens end within is cut off there."""
+        end = start + count
+        index = bisect_right(self.atomic_spans, start, key=lambda span: span.end)
+        if index == len(self.atomic_spans) or self.atomic_spans[index].start >= end:
+            return []
+        ends = list(range(start + 1, end + 1))
+        for span in self.atomic_spans[index:]:
+            if span.start >= end:
+                break
+            first, last = max(span.start, start), min(span.end, end)
+            ends[first - start : last - start] = [last] * (last - first)
+        return ends
+
     def positions_of(self, start: int, count: int) -> list[list[float]]:
         """Return the rope positions of tokens ``[start, start + count)``: three lists."""
         known = min(max(self.num_prompt - start, 0), count)
@@ -165,9 +189,12 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     vocab_size: int,
     short_length: int | None = None,
     loras: Sequence[str] = (),
+    *,
+    step_tokens: int | None = None,
 ) -> Request:
-    """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``.
-    Raises RequestError for an invalid one: messages from other processes aren't trusted."""
+    """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``, and
+    ``step_tokens`` the largest step's tokens; None where prompts aren't computed. Raises RequestError for an invalid
+    one: messages from other processes aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")
@@ -208,5 +235,18 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
         # the last token of the answer isn't computed
         is_long=None if short_length is None else num_tokens + message.sampling.max_tokens - 1 > short_length,
     )
+    _check_spans(request, step_tokens)
     request.tokens += generated
     return request
+
+
+def _check_spans(request: Request, step_tokens: int | None) -> None:
+    longest = max((span.length for span in request.atomic_spans), default=0)
+    if step_tokens is not None and longest > step_tokens:
+        raise InvalidRequest(
+            f"one step must compute the {longest} tokens of an item, but --max-num-batched-tokens is {step_tokens}"
+        )
+    if longest and request.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "there are no prompt_logprobs with such items, whose tokens attend to later ones", "prompt_logprobs"
+        )

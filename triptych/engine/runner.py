@@ -66,6 +66,8 @@ class ChunkInputs:
     """By group, the request's tokens before the first page."""
     slots: list[list[int]]
     """By group, slots of the chunk's tokens in the KV cache."""
+    ends: list[int]
+    """Where the keys end that each token of the chunk attends to; empty unless it has tokens of atomic spans."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Runner:
         steps, so each call costs more than its work."""
         inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
+        ends = step_ends(chunks, inputs)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
             tokens=torch.tensor(
@@ -111,6 +114,7 @@ class Runner:
                     kv_lens=[c.start + c.length - one.released[group] for c, one in zip(chunks, inputs, strict=True)],
                     page_tables=[one.page_tables[group] for one in inputs],
                     slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
+                    ends=None if ends is None else ends - released_tokens(chunks, inputs, group),
                 )
                 for group in range(len(inputs[0].page_tables))
             ],
@@ -162,11 +166,27 @@ class Runner:
             page_tables=[torch.tensor(table.pages, dtype=torch.int64) for table in tables],
             released=[table.first * size for table in tables],
             slots=[_slots(table, tokens, size) for table in tables],
+            ends=chunk.request.ends_of(chunk.start, chunk.length),
         )
 
     def page_tables(self, request: Request) -> PageTables:
         """Return the request's tables in groups of layers, without those of its state."""
         return request.tables if self.states is None else request.tables[:-NUM_TABLES]
+
+
+def step_ends(chunks: Sequence[Chunk], inputs: Sequence[ChunkInputs]) -> Tensor | None:
+    """Return where the keys end that each of a step's tokens attends to, int64 [T]; None if all attend up to
+    themselves."""
+    if not any(one.ends for one in inputs):
+        return None
+    ends = [one.ends or range(c.start + 1, c.start + c.length + 1) for c, one in zip(chunks, inputs, strict=True)]
+    return torch.tensor([end for chunk_ends in ends for end in chunk_ends], dtype=torch.int64)
+
+
+def released_tokens(chunks: Sequence[Chunk], inputs: Sequence[ChunkInputs], group: int) -> Tensor:
+    """Return for each of a step's tokens how many of its request's tokens precede the page table, int64 [T]."""
+    released = torch.tensor([one.released[group] for one in inputs])
+    return released.repeat_interleave(torch.tensor([chunk.length for chunk in chunks]))
 
 
 def state_batch(chunks: Sequence[Chunk]) -> StateBatch:

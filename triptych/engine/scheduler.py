@@ -27,6 +27,9 @@ logits.
 
 A model with state adds a slot to what a request needs (``engine/state_slots.py``). A step ends where a snapshot is
 taken.
+
+No chunk ends within an atomic span. A request whose next span doesn't fit in what decodes and earlier requests leave
+of the budget has it reserved in the next step.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,6 +119,10 @@ class Scheduler:
         self._reuse_prefixes = reuse_prefixes
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
+        self._reserved_for: Request | None = None
+        """The request for whose span the current step has room reserved."""
+        self._lacks_room: Request | None = None
+        """The first request whose span didn't fit in the current step."""
         self._requests: dict[RequestId, Request] = {}
         self._first: Request | None = None
         """Earliest request that isn't blocked."""
@@ -125,6 +132,11 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return self._budget
 
     def add(self, request: Request) -> None:
         """Append a request to the queue, with the cached pages of its prefix."""
@@ -157,6 +169,16 @@ class Scheduler:
         for request in self._requests.values():
             request.num_ready = ready(request)
             request.running = request.running and not request.blocked
+        lacked_room, self._lacks_room = self._lacks_room, None
+        self._reserved_for = lacked_room if lacked_room in self._requests.values() else None
+        self._fill(step)
+        if self._reserved_for is not None and not step.chunks:
+            self._reserved_for = None  # it lacks more than room
+            self._fill(step)
+        return step
+
+    def _fill(self, step: SchedulerOutput) -> None:
+        """Add chunks to a step that has none."""
         self._resume_blocked_answers()
         self._update_precedence()
         for request in self:  # first: beside answers, it would wait for all of them to end
@@ -167,7 +189,6 @@ class Scheduler:
                 self._add_chunk(step, request)
         while self._schedule_round(step):
             pass
-        return step
 
     def mark_computed(self, step: SchedulerOutput) -> None:
         """Record that the step has run: its tokens are in the KV cache."""
@@ -272,7 +293,8 @@ class Scheduler:
     def _add_chunk(self, step: SchedulerOutput, request: Request) -> bool:
         """Add as many of a request's ready tokens as the budget allows. Returns False if there are no pages for
         them."""
-        if request.blocked or step.num_tokens >= self._budget or not (request.running or self._has_free_slot):
+        room = self._room(step, request)
+        if request.blocked or room <= 0 or not (request.running or self._has_free_slot):
             return True
         if step.chunks and (request.runs_alone or step.chunks[0].request.runs_alone):
             return True
@@ -283,15 +305,9 @@ class Scheduler:
             return request.fully_ready
         if not request.holds_pages:
             self._reuse_text_prefix(request)
-        length = min(request.num_ready - request.num_computed, self._budget - step.num_tokens)
-        if request.samples_alone and (before_newest := len(request.tokens) - 1 - request.num_computed):
-            length = min(length, before_newest)
-        if request.wants_prompt_logprobs:
-            length = min(length, MAX_SCORED - step.num_scored)
+        length = self._chunk_length(step, request, room)
         if length <= 0:
             return True
-        if takes_snapshots := self._takes_snapshots(request):
-            length = min(length, self._next_snapshot(request) - request.num_computed)
         self.cache.trim(request.tables, request.num_computed)
         at_once = len(request.tokens) if keeps_pages else 0
         can_send = not keeps_pages or request.sends_pages or self._can_send(request)
@@ -299,10 +315,45 @@ class Scheduler:
             request.running = False  # a request that holds pages may need the slot
             return False
         request.running, request.sends_pages = True, keeps_pages
-        if takes_snapshots and request.num_computed + length == self._next_snapshot(request):
+        if self._takes_snapshots(request) and request.num_computed + length == self._next_snapshot(request):
             self._plan_snapshot(request, request.num_computed + length)
         step.chunks.append(Chunk(request, request.num_computed, length))
+        if request is self._reserved_for:
+            self._reserved_for = None
         return True
+
+    def _chunk_length(self, step: SchedulerOutput, request: Request, room: int) -> int:
+        """Return how many of the request's ready tokens its next chunk has, at most ``room``; none if not positive."""
+        length = min(request.num_ready - request.num_computed, room)
+        if request.samples_alone and (before_newest := len(request.tokens) - 1 - request.num_computed):
+            length = min(length, before_newest)
+        if request.wants_prompt_logprobs:
+            length = min(length, MAX_SCORED - step.num_scored)
+        if self._takes_snapshots(request):
+            length = min(length, self._next_snapshot(request) - request.num_computed)
+        return self._between_spans(request, length, room) if length > 0 else 0
+
+    def _room(self, step: SchedulerOutput, request: Request) -> int:
+        """Return how many tokens the request may add to the step."""
+        room = self._budget - step.num_tokens
+        other = self._reserved_for
+        if other is None or other is request or (span := other.span_across(other.num_computed + 1)) is None:
+            return room
+        return room - (span.end - other.num_computed)
+
+    def _between_spans(self, request: Request, length: int, room: int) -> int:
+        """Return the length of the request's next chunk, about ``length``, that doesn't end within an atomic span; 0 if
+        ``room`` tokens aren't enough for its next span."""
+        span = request.span_across(request.num_computed + length)
+        if span is None:
+            return length
+        if span.start > request.num_computed:
+            return span.start - request.num_computed
+        whole = span.end - request.num_computed
+        if whole <= room:
+            return whole
+        self._lacks_room = self._lacks_room or request
+        return 0
 
     def _can_start(self, step: SchedulerOutput, request: Request) -> bool:
         """Whether a request may start. Without this check, a request that doesn't fit beside the running ones would be

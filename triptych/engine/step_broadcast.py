@@ -10,9 +10,9 @@ from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import Group
 from triptych.layers.state_tensors import StateBatch
 
-_HEADER = 8
+_HEADER = 9
 """Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
-requests have states and LoRAs."""
+requests have states and LoRAs, and tokens have ends of keys."""
 _NO_LORA = -1
 
 
@@ -25,14 +25,15 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     kv_lens, table_lens = [length for one in attention for length in one.kv_lens], [len(table) for table in tables]
     sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
     has_states, has_loras = batch.state is not None, batch.loras is not None
-    group.broadcast(torch.tensor([*sizes, sum(table_lens), has_states, has_loras]))
+    ends = [one.ends for one in attention if one.ends is not None]
+    group.broadcast(torch.tensor([*sizes, sum(table_lens), has_states, has_loras, len(ends) > 0]))
     states = [] if batch.state is None else [*batch.state.delta.slots, *batch.state.starts]
     numbers = [] if batch.loras is None else batch.loras.numbers
     loras = [_NO_LORA if number is None else number for number in numbers]
     lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *loras])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     slots = [one.slots for one in attention]
-    integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *tables)
+    integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *ends, *tables)
     group.broadcast(torch.cat(integers).cpu())
     if len(batch.media_embeddings):
         group.broadcast(batch.media_embeddings.to("cpu", row_dtype).contiguous())
@@ -41,14 +42,15 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
-    tokens, media, logits, requests, num_groups, pages, has_state, has_loras = _receive(group, _HEADER).tolist()
-    lens = num_groups * requests
+    tokens, media, logits, requests, num_groups, pages, *has = _receive(group, _HEADER).tolist()
+    has_state, has_loras, has_ends = has
+    lens, by_group = num_groups * requests, num_groups * tokens
     states = requests * has_state
     lists = [requests, lens, lens, states, states, has_loras * tokens]
-    sizes = [tokens, 3 * tokens, media, logits, *lists, num_groups * tokens, pages]
+    sizes = [tokens, 3 * tokens, media, logits, *lists, by_group, has_ends * by_group, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, *rest = integers
-    state_slots, starts, loras, slots, tables = rest
+    state_slots, starts, loras, slots, ends, tables = rest
     page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
@@ -63,6 +65,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
                 kv_lens=kv_lens[one * requests : (one + 1) * requests].tolist(),
                 page_tables=list(page_tables[one * requests : (one + 1) * requests]),
                 slots=slots[one * tokens : (one + 1) * tokens],
+                ends=ends[one * tokens : (one + 1) * tokens] if has_ends else None,
             )
             for one in range(num_groups)
         ],

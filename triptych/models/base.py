@@ -51,6 +51,8 @@ class Planner(Protocol):
     """Maximum number of tokens of prompt and answer together."""
     max_image_pixels: int
     """Largest area an image is resized to, in pixels; 0 if the model takes no images."""
+    atomic_rows: int
+    """Rows of the longest atomic span that an item becomes, unless a request's options ask for more; 0 for none."""
     audio_in_video: bool
     """Whether the model can take a video's audio track together with its frames."""
     options: frozenset[str]

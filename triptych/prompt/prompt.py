@@ -171,10 +171,10 @@ class PromptBuilder:
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing
         adds_special = self._family.takes_media and not self.template.starts_sequence(text)
         rendered = self._encode(self._with_placeholders(text, media), longest, "messages", adds_special)
-        runs = [length for plan in plans for length in self.planner.runs(plan)]
+        runs = [(length, plan.atomic) for plan in plans for length in self.planner.runs(plan)]
         if (placed := sum(map(rendered.count, self._placeholder_ids))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
-        num_tokens = len(rendered) + sum(runs) - len(runs)
+        num_tokens = len(rendered) + sum(plan.rows for plan in plans) - len(runs)
         _check_length(num_tokens, longest, "messages")
         tokens, spans = self._expand(rendered, runs)
         placements = _placements(spans, [len(self.planner.runs(plan)) for plan in plans])
@@ -337,15 +337,16 @@ class PromptBuilder:
             copied = place.end()
         return "".join(pieces) + text[copied:]
 
-    def _expand(self, rendered: Sequence[int], runs: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans."""
+    def _expand(self, rendered: Sequence[int], runs: Sequence[tuple[int, bool]]) -> tuple[list[int], list[Span]]:
+        """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans. A run is its
+        number of rows and whether they are an atomic span."""
         tokens: list[int] = []
         spans: list[Span] = []
         for token in rendered:
             if token not in self._placeholder_ids:
                 tokens.append(token)
                 continue
-            spans.append(Span(start=len(tokens), length=runs[len(spans)]))
+            spans.append(Span(len(tokens), *runs[len(spans)]))
             tokens += [token] * spans[-1].length
         return tokens, spans
 

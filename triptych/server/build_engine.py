@@ -16,6 +16,7 @@ from triptych.engine.runner import Forward, MediaEmbeddings, Runner
 from triptych.engine.scheduler import MAX_SCORED, Scheduler
 from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import StateSlots
+from triptych.errors import StartError
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
@@ -47,13 +48,10 @@ def build_engine(
 ) -> EngineComponents:
     """Return the engine and its KV cache; a cache that ranks share has the heads of all. The ranks report their free
     memory, agree on the size of the KV cache, and allocate it. Raises StartError for settings that don't fit."""
+    if role.prefills:
+        check_step(model.planner.atomic_rows, engine)
     device = rank_device(model.device, 0)
-    pools = {
-        RowKind.MEDIA: PoolSize(engine.receive_blocks, engine.receive_block_rows),
-        RowKind.KV: PoolSize(
-            engine.kv_receive_blocks, engine.receive_block_rows * model.kv_rows.largest_part, model.kv_rows.largest_run
-        ),
-    }
+    pools = _receive_pools(model, engine)
     layout = model.kv_layout if role.takes_kv else model.row_layout
     receive_bytes = pools[layout.kind].num_rows * layout.row_bytes
     size = _agreed_size(model, decoder.config, engine, ranks, group, receive_bytes=receive_bytes)
@@ -95,6 +93,23 @@ def build_engine(
         receive_pools=pools,
         check_always=check_always,
     )
+
+
+def _receive_pools(model: ModelBundle, engine: EngineConfig) -> dict[RowKind, PoolSize]:
+    rows = model.kv_rows
+    return {
+        RowKind.MEDIA: PoolSize(engine.receive_blocks, engine.receive_block_rows),
+        RowKind.KV: PoolSize(engine.kv_receive_blocks, engine.receive_block_rows * rows.largest_part, rows.largest_run),
+    }
+
+
+def check_step(atomic_rows: int, engine: EngineConfig) -> None:
+    """Raise StartError if a step can't hold an atomic span of ``atomic_rows`` tokens."""
+    if atomic_rows > engine.max_num_batched_tokens:
+        raise StartError(
+            f"--max-num-batched-tokens {engine.max_num_batched_tokens}: one step must compute the {atomic_rows} tokens "
+            "of an image, which attend to each other"
+        )
 
 
 def _agreed_size(

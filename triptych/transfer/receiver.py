@@ -118,6 +118,17 @@ class Receiver:
         """Return how many rows, from row 0 on, have landed; consumed rows count."""
         return self._transfers[transfer].landed
 
+    def consumed(self, transfer: TransferId) -> int:
+        """Return how many rows, from row 0 on, have been consumed, or weren't needed."""
+        return self._transfers[transfer].consumed
+
+    def starved(self) -> TransferId | None:
+        """Return the head of the queue if it holds landed rows but no grant of others, after ``grant``: it gets further
+        blocks once these are consumed."""
+        head = min((t for t in self._transfers.values() if t.queued), key=lambda t: t.position, default=None)
+        waits = head is not None and head.reachable and not head.grants and head.consumed < head.landed
+        return head.transfer if head is not None and waits else None
+
     @property
     def transfers(self) -> Collection[TransferId]:
         """Live view of all transfers that are expected, in progress or closing."""

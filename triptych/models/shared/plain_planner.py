@@ -25,6 +25,7 @@ SQUARE_FACTOR = 4
 class PlainPlanner(ABC):
     """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
 
+    atomic_rows = 0
     audio_in_video = False
     options: frozenset[str] = AREA_OPTIONS
     template_texts: Mapping[str, str] = {}

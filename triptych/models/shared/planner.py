@@ -94,6 +94,7 @@ class PatchPlanner:
     """How the family samples frames."""
     video_geometry: ClassVar[type[VideoGeometry]]
     """How the family resizes frames."""
+    atomic_rows = 0
     audio_in_video = False
     options = AREA_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {}

@@ -17,6 +17,7 @@ class TextPlanner:
     placeholder_tokens: Mapping[str, MediaToken] = {}
     media_tokens: frozenset[MediaToken] = frozenset()
     max_image_pixels = 0
+    atomic_rows = 0
     audio_in_video = False
     options: frozenset[str] = frozenset()
     template_texts: Mapping[str, str] = {}
