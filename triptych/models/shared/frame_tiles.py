@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, video_mode
+from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
 from triptych.models.shared.patches import CLIP_MEAN, CLIP_STD
 from triptych.models.shared.video import FILE, sampled_frames
 from triptych.types import ItemPlan, VideoHeader
@@ -24,7 +24,7 @@ class FrameTiles:
         self.side = side
         self.table = normalised_video_bytes(video_config, CLIP_MEAN, CLIP_STD)
         """float32 [channels, 256]: the normalised value of each byte."""
-        self._mode = video_mode(video_config)
+        self._mode = torch_mode(video_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[NDArray[np.uint8]]:
         """Yield the tile of each sampled frame: uint8 [side, side, channels].

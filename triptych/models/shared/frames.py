@@ -45,7 +45,7 @@ class VideoPreprocessor(PatchPreprocessor):
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
         super().__init__(config, preprocessor_config)
-        self._video_mode = video_mode(video_config or {})
+        self._video_mode = torch_mode(video_config or {})
         self._video_table = normalised_video_bytes(video_config or {}, self.video_mean, self.video_std)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
@@ -65,7 +65,7 @@ class VideoPreprocessor(PatchPreprocessor):
 
 
 def resized(pixels: NDArray[np.uint8], size: tuple[int, int], mode: str) -> NDArray[np.uint8]:
-    """Resize frames, uint8 [frames, height, width, channels], to (height, width); ``mode`` is that of ``video_mode``.
+    """Resize frames, uint8 [frames, height, width, channels], to (height, width); ``mode`` is that of ``torch_mode``.
 
     Uses the kernel that torchvision calls: Pillow's is slower and rounds differently.
     """
@@ -109,9 +109,10 @@ def decoded_frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator
     return (np.asarray(decode_image(packed[number], f"{number}. frame's", size)) for number in numbers)
 
 
-def video_mode(video_config: dict[str, Any]) -> str:
-    """Return torch's name of the resampling filter. Raises CheckpointError for one that isn't served."""
-    resample = resampling(video_config)
+def torch_mode(config: dict[str, Any], file: str = FILE) -> str:
+    """Return torch's name of the resampling filter in a processor's settings, those of ``file``. Raises CheckpointError
+    for one that isn't served."""
+    resample = resampling(config)
     if resample not in _MODES:
-        raise CheckpointError(f"{FILE}: resample {resample.value} is not served for videos")
+        raise CheckpointError(f"{file}: resample {resample.value} is not served; 2 and 3 are, bilinear and bicubic")
     return _MODES[resample]

@@ -68,6 +68,17 @@ class TowerWeights:
         biases = [self.tensor(f"{name}.bias", outputs) for name in names] if bias else []
         return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
 
+    def paired_attention(self, names: Sequence[str], num_heads: int, width: int) -> Linear:
+        """Load the query, key and value layers [width, width] of attention that rotates a head's values 0 and 1, 2 and
+        3, … as pairs. In the result, i and i + head_dim / 2 of queries and keys are a pair: products don't change."""
+        weights = [self.tensor(f"{name}.weight", width, width) for name in names]
+        biases = [self.tensor(f"{name}.bias", width) for name in names]
+        for tensors in (weights, biases):
+            for number, tensor in enumerate(tensors[:2]):
+                pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
+                tensors[number] = pairs.transpose(1, 2).flatten(0, 2)
+        return self.weights.linear(concatenate(weights), concatenate(biases), self.device)
+
     def scaled_linear(self, name: str, scales: str, outputs: int, inputs: int) -> Linear:
         """Load a layer whose outputs are multiplied by factors, the tensor ``scales``, as one with scaled weights."""
         factors = self.tensor(scales, outputs).float()
@@ -80,6 +91,11 @@ class TowerWeights:
         weight = self.tensor(f"{name}.weight", outputs, 3, patch_size, patch_size).flatten(1)
         vector = self.tensor(f"{name}.bias", outputs) if bias else None
         return self.weights.high_precision(weight, vector, self.device)
+
+    def flat_projection(self, name: str, outputs: int, patch_size: int) -> Linear:
+        """Load a layer over flattened patches, without bias."""
+        weight = self.tensor(f"{name}.weight", outputs, 3 * patch_size**2)
+        return self.weights.high_precision(weight, None, self.device)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """Raise CheckpointError, naming one, if there are tensors that weren't read, but for those whose names start

@@ -1,6 +1,7 @@
 """A vision transformer for images of one size, with absolute positions, of our own layers.
 
-The references are ``CLIPVisionModel``, ``SiglipVisionModel`` and ``InternVLVisionModel`` in transformers.
+The references are ``CLIPVisionModel``, ``SiglipVisionModel``, ``InternVLVisionModel`` and, with rotations too,
+``Llama4VisionModel`` in transformers.
 """
 
 import math
@@ -29,16 +30,24 @@ class VisionTransformer(nn.Module):
         positions: Tensor,
         first_norm: LayerNorm | None,
         layers: Sequence[TowerLayer],
+        *,
+        rotations: Tensor | None = None,
     ) -> None:
         """``class_embedding`` [hidden], if any, precedes the patches of an image. ``positions`` [states, hidden] are
-        added to all, and ``first_norm`` normalises the sums."""
+        added to all, and ``first_norm`` normalises the sums. ``rotations``, float32 [2, states, head_dim], are cos and
+        sin by which the layers rotate an image's queries and keys."""
         super().__init__()
         self.projection = projection
         self.class_embedding = None if class_embedding is None else frozen(class_embedding)
         self.positions = frozen(positions)
         self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
-        self.head_dim = positions.shape[1] // layers[0].attention.num_heads if layers else 0
+        if rotations is None:  # positions are added only: a rotation by nothing
+            head_dim = positions.shape[1] // layers[0].attention.num_heads if layers else 0
+            ones = torch.ones(len(positions), head_dim, device=positions.device)
+            rotations = torch.stack((ones, torch.zeros_like(ones)))
+        self.rotations: Tensor
+        self.register_buffer("rotations", rotations, persistent=False)
 
     @property
     def num_patches(self) -> int:
@@ -71,11 +80,10 @@ class VisionTransformer(nn.Module):
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
         boundaries = torch.arange(0, len(hidden) + 1, length)
-        # a rotation by nothing: positions have been added already
-        ones = torch.ones(len(hidden), self.head_dim, device=hidden.device)
+        cos, sin = self.rotations.repeat(1, images, 1)
         states = {0: hidden}
         for number, layer in enumerate(self.layers, start=1):
-            hidden = layer(hidden, boundaries, (ones, torch.zeros_like(ones)))
+            hidden = layer(hidden, boundaries, (cos, sin))
             if number in wanted:
                 states[number] = hidden
         return [states[number].view(images, length, -1) for number in wanted]
