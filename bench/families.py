@@ -5,7 +5,8 @@
 
 Towers have the widths of one released checkpoint (``tests/support/released.py``), random weights in float32 and, unless
 ``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides run in this process in turns, with
-as many threads. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow processors.
+as many threads. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow processors or, where
+there is none, the tests' own.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
 
 from bench.measuring import like_an_instance, report, seconds_in_turns
 from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.reference import image_features, image_processor
 from tests.support.released import RELEASED
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
@@ -67,7 +68,7 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
     plan = planner.plan(header)
     inputs = list(preprocess(data, plan))
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = image_processor(folder)
     model: Any = load_reference(folder)
 
     def processed() -> Any:
@@ -77,7 +78,7 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
 
     def encoded() -> Any:
         with torch.inference_mode():
-            return model.get_image_features(**pixels)
+            return image_features(model, pixels)
 
     check_equal(tower.encode(inputs), encoded())
     return {

@@ -105,6 +105,17 @@ PAGES = {
             "Bounds are those of the area of all tiles together, without the whole that follows them.",
         ),
     ),
+    "llama4": Page(
+        "Llama 4",
+        ("llama4",),
+        (
+            "An image is scaled to the canvas of tiles that it is enlarged least for, at most to a tile's side.",
+            "The rest of the canvas is black. Tiles have separators in the prompt; the whole image follows them.",
+            "`max_patches` bounds the tiles within the model's own number; `resize_to_max_canvas` enlarges small ones.",
+            "Bounds are those of the area of all tiles together, without the whole.",
+            "Its image processor needs torchvision: pixels are compared with what it made of seeded images.",
+        ),
+    ),
     "internvl": Page(
         "InternVL",
         ("internvl", "internvl_chat"),

@@ -1,6 +1,7 @@
 """What transformers answers, with the same weights and the same prompt."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,24 @@ from transformers import AutoImageProcessor
 
 from tests.support.checkpoints import load_reference
 from tests.support.forward import media_types
+from tests.support.llama4 import Llama4Pixels, projected
 from triptych.prompt.prompt import PlannedPrompt
+
+OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {"Llama4ImageProcessor": Llama4Pixels}
+"""By ``image_processor_type``: those of which transformers' classes need torchvision."""
+
+
+def image_processor(folder: Path) -> Any:
+    """Transformers' Pillow processor of a checkpoint or, where it has none, the tests' own."""
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    if (own := OWN_PROCESSORS.get(settings.get("image_processor_type"))) is not None:
+        return own(settings)
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def image_features(model: Any, inputs: dict[str, Tensor]) -> Any:
+    """What transformers makes of images for the language model."""
+    return projected(model, inputs) if model.config.model_type == "llama4" else model.get_image_features(**inputs)
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,7 @@ class Reference:
         if (image := getattr(self.model.config, "image_token_id", None)) is not None:
             inputs |= media_types(self.model, tokens == image)
         if images:
-            processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+            processor = image_processor(self.folder)
             processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
             inputs |= {name: value for name, value in processed.items() if name != "num_patches"}
         return inputs

@@ -143,6 +143,16 @@ RELEASED = {
         {"text_config": {"hidden_size": 2048}, "vision_config": SO400M | {"image_size": 384}, "scale_factor": 3},
         {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
     ),
+    "llama4": Released(
+        "Llama-4-Scout-17B-16E-Instruct",
+        {
+            "text_config": {"hidden_size": 5120},
+            "vision_config": {"hidden_size": 1408, "intermediate_size": 5632, "num_hidden_layers": 34}
+            | {"num_attention_heads": 16, "image_size": 336, "projector_input_dim": 4096}
+            | {"projector_output_dim": 4096, "vision_output_dim": 4096},
+        },
+        {"size": _square(336), "max_patches": 16},
+    ),
     "internvl": Released(
         "InternVL3_5-8B-HF",
         {

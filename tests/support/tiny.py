@@ -29,6 +29,12 @@ AROUND_IDS = IDS | {
     token: VOCABULARY + number
     for number, token in enumerate(("<fake_token_around_image>", "<global-img>", "<row_1_col_1>"))
 }
+TILE_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(
+        ("<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    )
+}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -80,8 +86,9 @@ class Tiny:
     preprocessor: dict[str, Any] | None = None
     split_experts: bool = False
     ids: Mapping[str, int] = field(default_factory=lambda: IDS)
+    image_text: str = "<|image_pad|>"
     video_text: str = "<|video_pad|>"
-    """What the template has for a video."""
+    """What the template has for an image and for a video."""
     video_preprocessor: dict[str, Any] | None = None
 
 
@@ -442,6 +449,25 @@ OWN_TOWERS = {
         preprocessor=PIXTRAL_PROCESSOR,
         ids=ROW_IDS,
     ),
+    "llama4": Tiny(
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "tie_word_embeddings": False}
+        | {"image_token_index": IDS["<|image_pad|>"]}
+        | {
+            "text_config": LLAMA_TEXT
+            | {"model_type": "llama4_text", "vocab_size": len(TILE_IDS) + 256, "num_hidden_layers": 3, "head_dim": 20}
+            | {"intermediate_size": 40, "intermediate_size_mlp": 104, "num_local_experts": 5, "num_experts_per_tok": 1}
+            | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 24}
+            | {"floor_scale": 8, "attn_scale": 0.4, "rope_theta": 5e5, "tie_word_embeddings": False},
+            "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 32, "intermediate_size": 128}
+            | {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
+            | {"pixel_shuffle_ratio": 0.5, "projector_input_dim": 40, "projector_output_dim": 40}
+            | {"vision_output_dim": 40, "rope_theta": 10_000},
+        },
+        preprocessor={"image_processor_type": "Llama4ImageProcessor", "size": {"height": 56, "width": 56}}
+        | {"max_patches": 6, "resample": 2, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]},
+        ids=TILE_IDS,
+        image_text="<|image|>",
+    ),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
     "internvl": Tiny(
@@ -499,7 +525,8 @@ def make_tiny(
     write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
     write_tokenizer(folder, VOCABULARY, tiny.ids)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("<|video_pad|>", tiny.video_text))
+    texts = template.read_text().replace("<|image_pad|>", tiny.image_text)
+    template.write_text(texts.replace("<|video_pad|>", tiny.video_text))
     for name, settings in (("preprocessor", tiny.preprocessor), ("video_preprocessor", tiny.video_preprocessor)):
         if settings is not None:
             write_json(folder / f"{name}_config.json", settings)

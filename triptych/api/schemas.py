@@ -245,6 +245,10 @@ class MediaOptions(StrictModel):
     """Frames per second that are sampled from videos."""
     num_frames: int | None = Field(None, ge=1, le=2**16)
     """Number of frames that are sampled from a video, in place of ``fps``."""
+    max_patches: int | None = Field(None, ge=1, le=2**16)
+    """Tiles that an image is cut into at most, the whole not counted, within the model's own number."""
+    resize_to_max_canvas: bool | None = None
+    """Enlarge small images to the largest canvas of tiles."""
     use_audio_in_video: bool | None = None
     """Use the audio tracks of videos, too."""
 

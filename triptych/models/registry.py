@@ -135,6 +135,13 @@ IDEFICS3 = Family(
     adapter="triptych.models.idefics3.encoder:Idefics3",
     modalities=("text", "image"),
 )
+LLAMA4 = Family(
+    name="Llama 4: Scout, Maverick",
+    planner="triptych.models.llama4.plan:Llama4Planner",
+    preprocessor="triptych.models.llama4.preprocess:Llama4Preprocessor",
+    adapter="triptych.models.llama4.encoder:Llama4",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -192,6 +199,7 @@ FAMILIES = {
     ),
     "llava+pixtral": PIXTRAL,
     "mistral3": MISTRAL3,
+    "llama4": LLAMA4,
     "idefics3": IDEFICS3,
     "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
     "internvl": INTERNVL,
