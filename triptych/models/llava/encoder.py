@@ -21,14 +21,14 @@ from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.anyres import Layout, layout_of
 from triptych.models.llava.config import VisionConfig, text_config, tile_config, vision_config
 from triptych.models.registry import backbone_of
-from triptych.models.shared.clip import load_clip, unused
-from triptych.models.shared.projector import Projector
+from triptych.models.shared.clip import clip_keys, load_clip, unused
+from triptych.models.shared.projector import PROJECTOR, Projector, projector_layouts
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.split_adapter import SplitAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
-PROJECTOR, NEWLINE = "projector", "newline"
+NEWLINE = "newline"
 
 
 class LlavaTower(nn.Module):
@@ -86,21 +86,11 @@ def arranged(tiles: Tensor, layout: Layout, newline: Tensor | None) -> Tensor:
     return torch.cat((lines, newline.expand(layout.newlines, 1, -1)), dim=1).flatten(0, 1)
 
 
-def _layouts(**others: str) -> tuple[WeightPrefixes, ...]:
-    """Return the naming schemes; ``others`` are names of more tensors, by the names that ``tower_keys`` gives them."""
-    parts = {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector.", **others}
-    nested = {name: f"model.{prefix}" for name, prefix in parts.items()}
-    return (
-        WeightPrefixes(parts, "language_model.model.", "language_model.lm_head.weight"),
-        WeightPrefixes(nested, "model.language_model."),
-    )
-
-
 class Llava(SplitAdapter):
     """``ModelAdapter`` for model type ``llava``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
-    layouts = _layouts()
+    layouts = projector_layouts()
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)
@@ -130,10 +120,7 @@ class Llava(SplitAdapter):
         """
         if device.type == "cpu":
             native.library()  # builds the kernels now, if necessary, rather than while the first item waits
-        keys = {
-            name.replace(f"{VISION}.vision_model.", f"{VISION}.", 1): key
-            for name, key in self.tower_keys(checkpoint.tensors).items()
-        }
+        keys = clip_keys(self.tower_keys(checkpoint.tensors), VISION)
         reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
         depth = max(self.vision.feature_layers)
         transformer = load_clip(reader, clip, VISION, depth)
@@ -154,7 +141,7 @@ class Llava(SplitAdapter):
 class LlavaNext(Llava):
     """``ModelAdapter`` for model types ``llava_next`` and ``llava_onevision``. Raises as ``Llava`` does."""
 
-    layouts = _layouts(**{NEWLINE: "image_newline"})
+    layouts = projector_layouts(**{NEWLINE: "image_newline"})
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

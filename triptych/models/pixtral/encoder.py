@@ -8,11 +8,10 @@ from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.config import text_config
-from triptych.models.llava.encoder import PROJECTOR, Llava
 from triptych.models.pixtral.config import vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.pixtral import load_pixtral
-from triptych.models.shared.projector import Projector
+from triptych.models.shared.projector import PROJECTOR, Projector, projector_layouts
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -22,7 +21,7 @@ class Pixtral(SplitAdapter):
     """``ModelAdapter`` for model type ``llava`` with Pixtral's tower. Raises CheckpointError for a config that lacks a
     setting or asks for something unsupported."""
 
-    layouts = Llava.layouts
+    layouts = projector_layouts()
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)

@@ -1,6 +1,8 @@
 """CLIP's and SigLIP's vision transformers of our own layers. The references are ``CLIPVisionModel`` and
 ``SiglipVisionModel`` in transformers."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from triptych.layers.attention.tower import TowerAttention
@@ -27,6 +29,11 @@ def load_clip(
         reader.layer_norm(f"{tower}.pre_layrnorm", hidden, vision.eps) if vision.is_clip else None,
         [_layer(reader, vision, f"{tower}.encoder.layers.{number}") for number in range(depth)],
     )
+
+
+def clip_keys(keys: Mapping[str, str], tower: str) -> dict[str, str]:
+    """Return the keys of a tower's tensors, of which published files have ``vision_model.`` within the names."""
+    return {name.replace(f"{tower}.vision_model.", f"{tower}.", 1): key for name, key in keys.items()}
 
 
 def unused(vision: ClipConfig, tower: str, depth: int) -> list[str]:

@@ -4,6 +4,22 @@ from torch import Tensor, nn
 
 from triptych.layers.linear import Linear
 from triptych.layers.pointwise import Activation
+from triptych.models.base import VISION
+from triptych.models.shared.split_adapter import WeightPrefixes
+
+PROJECTOR = "projector"
+
+
+def projector_layouts(**others: str) -> tuple[WeightPrefixes, ...]:
+    """Return the naming schemes of families with a tower, a projector and a language model: that of published files and
+    of ``save_pretrained``, and that of modules. ``others`` are names of more tensors, by the names that ``tower_keys``
+    gives them."""
+    parts = {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector.", **others}
+    nested = {name: f"model.{prefix}" for name, prefix in parts.items()}
+    return (
+        WeightPrefixes(parts, "language_model.model.", "language_model.lm_head.weight"),
+        WeightPrefixes(nested, "model.language_model."),
+    )
 
 
 class Projector(nn.Module):
