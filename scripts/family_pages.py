@@ -97,6 +97,16 @@ PAGES = {
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
+    "gemma3": Page(
+        "Gemma 3",
+        ("gemma3",),
+        (
+            "All images are resized alike, so bounds of their area are refused.",
+            "An image's tokens attend to each other in both directions, so one step computes all of them.",
+            "With `do_pan_and_scan`, long images are shown in crops, too; the other options then have vLLM's defaults.",
+            "There are no `prompt_logprobs` with images, whose tokens attend to later ones.",
+        ),
+    ),
     "idefics3": Page(
         "Idefics3 and SmolVLM",
         ("idefics3", "smolvlm"),

@@ -18,6 +18,8 @@ from tests.support.forward import media_types
 from tests.support.llama4 import Llama4Pixels, projected
 from triptych.prompt.prompt import PlannedPrompt
 
+UNUSED = ("num_patches", "num_crops")
+"""What image processors return, and models don't take."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {"Llama4ImageProcessor": Llama4Pixels}
 """By ``image_processor_type``: those of which transformers' classes need torchvision."""
 
@@ -76,5 +78,5 @@ class Reference:
         if images:
             processor = image_processor(self.folder)
             processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
-            inputs |= {name: value for name, value in processed.items() if name != "num_patches"}
+            inputs |= {name: value for name, value in processed.items() if name not in UNUSED}
         return inputs

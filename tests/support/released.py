@@ -133,6 +133,15 @@ RELEASED = {
         },
         {"size": {"longest_edge": 1540}, "patch_size": _square(28)},
     ),
+    "gemma3": Released(
+        "gemma-3-4b-it",
+        {
+            "text_config": {"hidden_size": 2560},
+            "vision_config": SO400M | {"image_size": 896},
+            "mm_tokens_per_image": 256,
+        },
+        {"size": _square(896)},
+    ),
     "idefics3": Released(
         "Idefics3-8B-Llama3",
         {"text_config": {"hidden_size": 4096}, "vision_config": SO400M | {"image_size": 364}, "scale_factor": 2},

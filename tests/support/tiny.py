@@ -35,6 +35,12 @@ TILE_IDS = IDS | {
         ("<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
     )
 }
+AROUND_IMAGE_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(("<start_of_image>", "<image_soft_token>", "<end_of_image>"))
+}
+AROUND_IMAGE = (("begin", "start"), ("end", "end"))
+"""What Gemma calls the tokens around an image in its configs and in its tokenizers."""
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -467,6 +473,29 @@ OWN_TOWERS = {
         | {"max_patches": 6, "resample": 2, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]},
         ids=TILE_IDS,
         image_text="<|image|>",
+    ),
+    "gemma3": Tiny(
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 4}
+        | {"image_token_index": AROUND_IMAGE_IDS["<image_soft_token>"], "tie_word_embeddings": False}
+        | {f"{name[:1]}oi_token_index": AROUND_IMAGE_IDS[f"<{token}_of_image>"] for name, token in AROUND_IMAGE}
+        | {
+            "text_config": {name: it for name, it in LLAMA_TEXT.items() if name != "hidden_act"}
+            | {"model_type": "gemma3_text", "vocab_size": VOCABULARY + 3, "num_hidden_layers": 3, "head_dim": 24}
+            | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 20, "sliding_window": 16}
+            | {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+            | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "pad_token_id": 0, "tie_word_embeddings": False},
+            "vision_config": SIGLIP_TOWER | {"image_size": 84},
+        },
+        published=_as_llava,
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 84, "width": 84},
+            "resample": 2,
+            "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4],
+        },
+        ids=AROUND_IMAGE_IDS,
+        image_text="<start_of_image>",
     ),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),

@@ -251,6 +251,13 @@ class MediaOptions(StrictModel):
     """Enlarge small images to the largest canvas of tiles."""
     use_audio_in_video: bool | None = None
     """Use the audio tracks of videos, too."""
+    do_pan_and_scan: bool | None = None
+    """Show long images in crops beside the whole, too."""
+    pan_and_scan_min_crop_size: int | None = Field(None, ge=1, le=2**16)
+    """Length in pixels of the shortest side that a crop may have."""
+    pan_and_scan_max_num_crops: int | None = Field(None, ge=1, le=64)
+    pan_and_scan_min_ratio_to_activate: float | None = Field(None, ge=0.0, le=1000.0)
+    """Smallest ratio of an image's sides for which there are crops."""
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -142,6 +142,13 @@ LLAMA4 = Family(
     adapter="triptych.models.llama4.encoder:Llama4",
     modalities=("text", "image"),
 )
+GEMMA3 = Family(
+    name="Gemma 3",
+    planner="triptych.models.gemma3.plan:Gemma3Planner",
+    preprocessor="triptych.models.gemma3.preprocess:Gemma3Preprocessor",
+    adapter="triptych.models.gemma3.encoder:Gemma3",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -200,6 +207,7 @@ FAMILIES = {
     "llava+pixtral": PIXTRAL,
     "mistral3": MISTRAL3,
     "llama4": LLAMA4,
+    "gemma3": GEMMA3,
     "idefics3": IDEFICS3,
     "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
     "internvl": INTERNVL,

@@ -60,6 +60,7 @@ def _gemma(text: TextConfig, ropes: Mapping[str, RopeConfig], *, period: int, qk
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=qk_norm,
+        spans=True,  # only images are spans, which Gemma 2 has none of
         scale=positive_number(text, "query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=softcap(text, "attn_logit_softcapping"),
     )

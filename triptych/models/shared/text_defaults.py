@@ -12,6 +12,16 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32,
         "max_position_embeddings": 2048,
     },
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
     "mistral": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -22,7 +32,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 4096 * 32,
     },
 }
-"""Those of ``LlamaConfig`` and ``MistralConfig``, by ``model_type``."""
+"""Those of ``LlamaConfig``, ``Gemma3TextConfig`` and ``MistralConfig``, by ``model_type``."""
 
 
 def completed(text: Mapping[str, Any], default_type: str) -> Mapping[str, Any]:

@@ -58,9 +58,12 @@ class TowerWeights:
         """Load a norm over ``size`` values."""
         return LayerNorm(self.parameter(f"{name}.weight", size), self.parameter(f"{name}.bias", size), eps)
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """Load an RMSNorm over ``size`` values."""
-        return RMSNorm(self.parameter(f"{name}.weight", size), eps)
+    def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """Load an RMSNorm over ``size`` values; ``offset`` is added to the stored weights."""
+        weight = self.tensor(f"{name}.weight", size)
+        if offset:
+            weight = weight.float() + offset  # before it is rounded
+        return RMSNorm(weight.to(self.device, self.weights.activations), eps)
 
     def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool = True) -> Linear:
         """Load layers of ``outputs`` each as one that concatenates their outputs."""
