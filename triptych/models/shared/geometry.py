@@ -96,6 +96,10 @@ class ImageGeometry:
         same aspect ratio."""
         return smart_resize(height, width, self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
+    def content(self, height: int, width: int) -> tuple[int, int]:
+        """Return (height, width) of the image within ``resized``: less, if a family pads images."""
+        return self.resized(height, width)
+
 
 def smart_resize(
     height: int,

@@ -49,13 +49,19 @@ class PatchPreprocessor:
         """
         assert isinstance(plan.header, ImageHeader)
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
-        height, width = self._geometry.within(plan.bounds).resized(image.height, image.width)
+        geometry = self._geometry.within(plan.bounds)
+        height, width = geometry.resized(image.height, image.width)
         if (height, width) != (plan.resized_height, plan.resized_width):
             raise PlanMismatch(
                 f"an image was resized to {width} by {height} pixels; "
                 f"its plan says {plan.resized_width} by {plan.resized_height}"
             )
-        yield self._input(np.asarray(image.resize((width, height), self._resample))[None], self._table, plan)
+        content = self._scaled(image, geometry.content(image.height, image.width))
+        yield self._input(padded(content, height, width)[None], self._table, plan)
+
+    def _scaled(self, image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+        """Resize an image to ``size``, (height, width): uint8 [height, width, channels]."""
+        return np.asarray(image.resize(size[::-1], self._resample))
 
     def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> EncoderInput:
         """Return the encoder input of one temporal patch.
@@ -95,6 +101,12 @@ class PatchPreprocessor:
                 # broadcasts a still image to every frame of its temporal patch
                 patches[some, channel] = np.take(table[channel], ordered[some, channel])
         return patches.reshape(len(ordered), -1)
+
+
+def padded(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Pad uint8 [rows, columns, channels] with black on the right and at the bottom."""
+    below, beside = height - pixels.shape[0], width - pixels.shape[1]
+    return np.pad(pixels, ((0, below), (0, beside), (0, 0))) if below or beside else pixels
 
 
 def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:

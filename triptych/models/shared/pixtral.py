@@ -15,6 +15,7 @@ from triptych.layers.mlp import GatedMLP
 from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.shared.pixtral_config import PixtralConfig
+from triptych.models.shared.places import patch_places
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 EPS = 1e-5
@@ -30,8 +31,7 @@ def rotations(grids: Sequence[tuple[int, int, int]], config: PixtralConfig) -> t
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float) / size)
     angles = []
     for _, rows, columns in grids:
-        places = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
-        squares = places.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2).reshape(-1, 2, 1)
+        squares = patch_places(rows, columns, merge)[:, :, None]
         by_axis = squares * torch.stack((frequencies[0::2], frequencies[1::2]))
         angles.append(by_axis.flatten(1).repeat(1, 2))
     joined = torch.cat(angles)
