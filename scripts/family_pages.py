@@ -107,6 +107,18 @@ PAGES = {
             "There are no `prompt_logprobs` with images, whose tokens attend to later ones.",
         ),
     ),
+    "kimi": Page(
+        "Kimi-VL and Kimi K2.5",
+        ("kimi_vl", "kimi_k25"),
+        (
+            "An image keeps its size unless it has too many patches, and is padded to whole embeddings.",
+            "Within bounds of a request, it is resized to whole embeddings instead.",
+            "Kimi-VL's images that would be cropped (`pad_input: false`) are refused.",
+            "Files are published with a `tiktoken.model`; serving them takes a `tokenizer.json`.",
+            "Tensors have their published names: Transformers loads Kimi K2.5, but saves it under names of no use.",
+            "Transformers has no class for Kimi-VL, so tests compare it with an implementation of their own.",
+        ),
+    ),
     "idefics3": Page(
         "Idefics3 and SmolVLM",
         ("idefics3", "smolvlm"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
+from tests.support.independent import model_class
 from tests.support.random_checkpoint import (
     Sizes,
     model_config,
@@ -97,8 +97,8 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
             folder, config=Qwen3OmniMoeThinkerConfig(**thinker), dtype=dtype
         )
         return loaded.eval().requires_grad_(False)
-    model_class = getattr(transformers, config["architectures"][0])
-    return model_class.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    loaded = model_class(config["architectures"][0]).from_pretrained(folder, dtype=dtype)
+    return loaded.eval().requires_grad_(False)
 
 
 def load_adapter(folder: Path) -> ModelAdapter:

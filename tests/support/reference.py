@@ -15,13 +15,18 @@ from transformers import AutoImageProcessor
 
 from tests.support.checkpoints import load_reference
 from tests.support.forward import media_types
+from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
 from triptych.prompt.prompt import PlannedPrompt
 
 UNUSED = ("num_patches", "num_crops")
 """What image processors return, and models don't take."""
-OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {"Llama4ImageProcessor": Llama4Pixels}
-"""By ``image_processor_type``: those of which transformers' classes need torchvision."""
+OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "Llama4ImageProcessor": Llama4Pixels,
+    "KimiVLImageProcessor": KimiVLPixels,
+    "Kimi_K25ImageProcessor": KimiK25Pixels,
+}
+"""By ``image_processor_type``: those that transformers doesn't have, or of which its classes need torchvision."""
 
 
 def image_processor(folder: Path) -> Any:

@@ -142,6 +142,23 @@ RELEASED = {
         },
         {"size": _square(896)},
     ),
+    "kimi_vl": Released(
+        "Kimi-VL-A3B-Instruct",
+        {
+            "text_config": {"hidden_size": 2048},
+            "vision_config": SO400M | {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
+        },
+        {"in_token_limit": 4096},
+    ),
+    "kimi_k25": Released(
+        "Kimi-K2.5",
+        {
+            "text_config": {"hidden_size": 7168},
+            "vision_config": SO400M | {"pos_emb_height": 64, "pos_emb_width": 64},
+            "projection_hidden_size": 1152,
+        },
+        {"max_patches": 16384},
+    ),
     "idefics3": Released(
         "Idefics3-8B-Llama3",
         {"text_config": {"hidden_size": 4096}, "vision_config": SO400M | {"image_size": 364}, "scale_factor": 2},

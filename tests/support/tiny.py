@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support.independent import model_class
 from tests.support.random_checkpoint import Sizes, random_weight, token_ids, write_json, write_tokenizer
 
 VOCABULARY = 264
@@ -96,6 +96,8 @@ class Tiny:
     video_text: str = "<|video_pad|>"
     """What the template has for an image and for a video."""
     video_preprocessor: dict[str, Any] | None = None
+    arranged: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    """Makes the tensors of published files of the renamed ones."""
 
 
 def _as_qwen2_vl(name: str) -> str:
@@ -375,6 +377,77 @@ GLM = {
 }
 TINY |= GLM
 
+MOON_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(("<|media_start|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"))
+}
+MOON_SIZES = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+
+
+def _as_kimi(name: str) -> str:
+    """Published names of what transformers calls ``Kimi_K25Model``."""
+    name = name.removeprefix("model.").replace("language_model.", "language_model.model.")
+    name = name.replace("lm_head.", "language_model.lm_head.").replace("mm_projector.in_proj", "mm_projector.proj.0")
+    name = name.replace("mm_projector.out_proj", "mm_projector.proj.2").replace("position_embeddings", "weight")
+    name = name.replace("vision_tower.layers.", "vision_tower.encoder.blocks.").replace(".attn.proj.", ".wo.")
+    if not name.startswith("vision_tower.encoder."):
+        return name.replace("vision_tower.final", "vision_tower.encoder.final")
+    for ours, theirs in (("norm1", "norm0"), ("norm2", "norm1"), ("mlp.fc1", "mlp.fc0"), ("mlp.fc2", "mlp.fc1")):
+        if f".{ours}." in name:
+            return name.replace(ours, theirs)
+    return name
+
+
+def _joined_for_kimi(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values in one tensor, and what is rotated together side by side."""
+    heads = MOON_SIZES["num_attention_heads"]
+    for key in [name for name in weights if ".attn.q_proj." in name]:
+        parts = [weights.pop(key.replace("q_proj", f"{kind}_proj")) for kind in "qkv"]
+        parts[:2] = [
+            part.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(part.shape).contiguous() for part in parts[:2]
+        ]
+        weights[key.replace("attn.q_proj", "wqkv")] = torch.cat(parts)
+    return weights
+
+
+def _kimi(architecture: str, model_type: str, vision: dict[str, Any], **settings: Any) -> Tiny:
+    text = {name: it for name, it in LLAMA_TEXT.items() if name != "num_key_value_heads"}
+    text |= {"model_type": "deepseek_v3", "vocab_size": len(MOON_IDS) + 256, "tie_word_embeddings": False}
+    text |= {"num_hidden_layers": 3, "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16}
+    text |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 1}
+    text |= {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5, "n_group": 1}
+    text |= {"topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    text |= {"rope_theta": 1e4, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    config = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": False}
+    config |= {"text_config": text, "vision_config": MOON_SIZES | {"patch_size": 14} | vision}
+    return Tiny(
+        config,
+        preprocessor={"image_processor_type": architecture.replace("ForConditionalGeneration", "ImageProcessor")}
+        | {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4], "patch_size": 14}
+        | settings,
+        split_experts=True,
+        ids=MOON_IDS,
+    )
+
+
+def _kimi_vl() -> Tiny:
+    vision = {"model_type": "moonvit", "init_pos_emb_height": 6, "init_pos_emb_width": 5, "merge_kernel_size": [2, 2]}
+    tiny = _kimi("KimiVLForConditionalGeneration", "kimi_vl", vision, in_token_limit=100, pad_input=True)
+    return replace(tiny, config=tiny.config | {"media_placeholder_token_id": IDS["<|image_pad|>"]})
+
+
+def _kimi_k25() -> Tiny:
+    vision = {"model_type": "kimi_k25_vision", "pos_emb_height": 6, "pos_emb_width": 6, "merge_kernel_size": [2, 2]}
+    tiny = _kimi("Kimi_K25ForConditionalGeneration", "kimi_k25", vision, max_patches=100, resample=3)
+    tokens: dict[str, Any] = {
+        "image_token_id": IDS["<|image_pad|>"],
+        "projection_hidden_size": MOON_SIZES["hidden_size"],
+    }
+    # by this, no answer has a placeholder, which transformers would embed as token 0
+    tokens |= {"text_config": tiny.config["text_config"] | {"routed_scaling_factor": 2.0}}
+    return replace(tiny, config=tiny.config | tokens, published=_as_kimi, arranged=_joined_for_kimi)
+
+
 PIXTRAL_TOWER = {
     "model_type": "pixtral",
     "hidden_size": 48,
@@ -497,6 +570,8 @@ OWN_TOWERS = {
         ids=AROUND_IMAGE_IDS,
         image_text="<start_of_image>",
     ),
+    "kimi_vl": _kimi_vl(),
+    "kimi_k25": _kimi_k25(),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
     "internvl": Tiny(
@@ -568,7 +643,7 @@ def make_tiny(
         del weights["lm_head.weight"]
     if layout == "published" and tiny.split_experts:
         weights = split_experts(weights)
-    renamed = {tiny.published(name): weight.contiguous() for name, weight in weights.items()}
+    renamed = tiny.arranged({tiny.published(name): weight.contiguous() for name, weight in weights.items()})
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -624,10 +699,10 @@ def make_original_internvl(folder: Path, seed: int = 1) -> Path:
 
 
 def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
-    model_class = getattr(transformers, tiny.model or tiny.config["architectures"][0])
+    reference = model_class(tiny.model or tiny.config["architectures"][0])
     settings = tiny.config["thinker_config"] if tiny.model else tiny.config
-    config = model_class.config_class(**json.loads(json.dumps(settings)))
-    model: PreTrainedModel = model_class(config).float()
+    config = reference.config_class(**json.loads(json.dumps(settings)))
+    model: PreTrainedModel = reference(config).float()
     weights = {
         name: random_weight(name, tuple(weight.shape), Sizes(), seed, torch.float32)
         for name, weight in model.state_dict().items()

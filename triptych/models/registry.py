@@ -128,6 +128,13 @@ PIXTRAL = Family(
     adapter="triptych.models.pixtral.encoder:Pixtral",
     modalities=("text", "image"),
 )
+KIMI_VL = Family(
+    name="Kimi-VL",
+    planner="triptych.models.kimi.plan:KimiVLPlanner",
+    preprocessor="triptych.models.kimi.preprocess:KimiVLPreprocessor",
+    adapter="triptych.models.kimi.encoder:KimiVL",
+    modalities=("text", "image"),
+)
 IDEFICS3 = Family(
     name="Idefics3",
     planner="triptych.models.idefics3.plan:Idefics3Planner",
@@ -208,6 +215,14 @@ FAMILIES = {
     "mistral3": MISTRAL3,
     "llama4": LLAMA4,
     "gemma3": GEMMA3,
+    "kimi_vl": KIMI_VL,
+    "kimi_k25": replace(
+        KIMI_VL,
+        name="Kimi K2.5, Kimi K2.6",
+        planner="triptych.models.kimi.plan:KimiK25Planner",
+        preprocessor="triptych.models.kimi.preprocess:KimiK25Preprocessor",
+        adapter="triptych.models.kimi.encoder:KimiK25",
+    ),
     "idefics3": IDEFICS3,
     "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
     "internvl": INTERNVL,

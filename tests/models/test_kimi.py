@@ -1,0 +1,359 @@
+"""Kimi-VL and Kimi K2.5: plans, pixels and rows as transformers has K2.5's, and an independent implementation has
+Kimi-VL's; published sizes, and bad configs."""
+
+import ast
+import importlib.util
+import json
+import math
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.models.golden.make_kimi_images import FILE, SETTINGS
+from tests.models.golden.make_videos import digest
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import assert_close
+from tests.support.image_cases import picture, png
+from tests.support.kimi import kimi_k25_pixels, kimi_vl_pixels, kimi_vl_size
+from tests.support.tiny import MOON_IDS, OWN_TOWERS, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.kimi.encoder import KimiK25, KimiVL
+from triptych.models.kimi.plan import KimiK25Planner, KimiVLPlanner
+from triptych.models.registry import FAMILIES, resolve
+from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
+
+TYPES = ("kimi_vl", "kimi_k25")
+FP32 = WEIGHT_FORMATS["float32"]
+IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(5, 9, 3), picture(300, 9, 4), picture(84, 84, 5)]
+HALF = [0.5, 0.5, 0.5]
+KIMI_VL: ModelConfig = {
+    "model_type": "kimi_vl",
+    "media_placeholder_token_id": 163605,
+    "text_config": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.446,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "topk_method": "noaux_tc",
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "max_position_embeddings": 131072,
+        "rope_theta": 800000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "vision_config": {
+        "model_type": "moonvit",
+        "patch_size": 14,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "merge_kernel_size": [2, 2],
+    },
+}
+"""Of Kimi-VL-A3B."""
+KIMI_VL_PROCESSOR = {"in_token_limit": 4096, "patch_size": 14, "image_mean": HALF, "image_std": HALF, "pad_input": True}
+K25_VISION = {
+    "init_pos_emb_height": 64,
+    "init_pos_emb_time": 4,
+    "init_pos_emb_width": 64,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mm_hidden_size": 1152,
+    "mm_projector_type": "patchmerger",
+    "model_type": "",
+    "patch_size": 14,
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-05,
+    "text_hidden_size": 7168,
+    "video_attn_type": "spatial_temporal",
+    "vt_hidden_size": 1152,
+    "vt_intermediate_size": 4304,
+    "vt_num_attention_heads": 16,
+    "vt_num_hidden_layers": 27,
+}
+"""Of Kimi K2.5."""
+K25: ModelConfig = KIMI_VL | {"model_type": "kimi_k25", "vision_config": K25_VISION}
+K25_PROCESSOR = {"media_proc_cfg": {"in_patch_limit": 16384, "patch_size": 14, "patch_limit_on_one_side": 512}}
+
+
+def planner_of(family: str) -> Any:
+    tiny = OWN_TOWERS[family]
+    return resolve(FAMILIES[family].planner)(tiny.config, tiny.preprocessor)
+
+
+def inputs_of(family: str, *images: Image.Image, context: ItemContext | None = None) -> list[EncoderInput]:
+    tiny, planner = OWN_TOWERS[family], planner_of(family)
+    preprocess = resolve(FAMILIES[family].preprocessor or "")(tiny.config, tiny.preprocessor)
+    context = context or ItemContext()
+    return [part for one in images for part in preprocess(png(one), planner.plan(probe_image(png(one)), context))]
+
+
+def row_by_row(part: EncoderInput, side: int = 14) -> torch.Tensor:
+    """Pixels [patches, 3, side, side], row by row, of patches of which those of an embedding are consecutive."""
+    _, rows, columns = part.grid
+    squares = torch.from_numpy(part.patches).view(rows // 2, columns // 2, 2, 2, 3, side, side)
+    return squares.transpose(1, 2).reshape(-1, 3, side, side)
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_pixels(family: str) -> None:
+    """As an independent implementation of the processors has them."""
+    source, reference = random.Random(0), {"kimi_vl": kimi_vl_pixels, "kimi_k25": kimi_k25_pixels}[family]
+    sizes = [(1, 1), (140, 140), (190, 3), (2, 150), (28, 28), *((source.randint(1, 300), 90) for _ in "12345678")]
+    images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+    expected = reference(OWN_TOWERS[family].preprocessor or {}, images)["pixel_values"]
+    found = torch.cat([row_by_row(part) for part in inputs_of(family, *images)])
+    if family == "kimi_vl":
+        assert torch.equal(found, expected)
+    else:  # transformers folds rescaling into mean and deviation; the test of its own pixels compares bits
+        assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("case", json.loads(FILE.read_text()))
+def test_pixels_are_those_of_transformers(case: dict[str, Any]) -> None:
+    """Kimi K2.5's, by torchvision."""
+    number = json.loads(FILE.read_text()).index(case)
+    assert (OWN_TOWERS["kimi_k25"].preprocessor or {}).items() >= SETTINGS.items()
+    [part] = inputs_of("kimi_k25", picture(case["width"], case["height"], number))
+    assert list(part.grid) == case["grid"]
+    assert digest(row_by_row(part).numpy()) == case["digest"]
+
+
+def navit_resize() -> Callable[..., Any]:
+    """The function of transformers, whose module needs torchvision."""
+    spec = importlib.util.find_spec("transformers.models.kimi_k25.image_processing_kimi_k25")
+    assert spec is not None
+    assert spec.origin is not None
+    functions = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)]
+    [found] = [node for node in functions if node.name == "navit_resize"]
+    names: dict[str, Any] = {"math": math}
+    exec(compile(ast.Module([found], []), spec.origin, "exec"), names)  # noqa: S102
+    function: Callable[..., Any] = names["navit_resize"]
+    return function
+
+
+def plans_are_the_references(count: int) -> None:
+    source, resize = random.Random(1), navit_resize()
+    vl, k25 = KimiVLPlanner(KIMI_VL, KIMI_VL_PROCESSOR), KimiK25Planner(K25, K25_PROCESSOR)
+    for _ in range(count):
+        width, height = source.randint(1, 4000), source.randint(20, 4000)
+        header = ImageHeader("PNG", width, height)
+        padded = kimi_vl_size(width, height, 4096)[2:]
+        if max(width, height) <= 200 * min(width, height):
+            check_plan(vl, header, padded)
+            check_plan(k25, header, resize(height, width, 14, 2, 16384, 512)[1][::-1])
+
+
+def check_plan(planner: KimiVLPlanner, header: ImageHeader, padded: tuple[int, int]) -> None:
+    plan: ItemPlan = planner.plan(header)
+    assert (plan.resized_width, plan.resized_height) == padded
+    assert list(planner.runs(plan)) == [padded[0] * padded[1] // 28**2]
+    assert padded[0] * padded[1] <= planner.max_image_pixels
+    assert plan.is_whole
+
+
+def test_plans_are_the_references() -> None:
+    plans_are_the_references(300)
+
+
+@pytest.mark.slow
+def test_many_plans_are_the_references() -> None:
+    plans_are_the_references(3000)
+
+
+def test_no_plan_is_larger_than_stated() -> None:
+    """Whatever the limit, down to a few patches."""
+    source = random.Random(3)
+    for _ in range(3000):
+        limit, width, height = source.randint(1, 400), source.randint(6, 1200), source.randint(6, 1200)
+        planner = KimiVLPlanner(KIMI_VL, KIMI_VL_PROCESSOR | {"in_token_limit": limit})
+        plan = planner.plan(ImageHeader("PNG", width, height))
+        assert plan.resized_width * plan.resized_height <= planner.max_image_pixels
+
+
+def test_published_configs() -> None:
+    """The sizes of Kimi-VL-A3B, and of Kimi K2.5's tower, which has the same."""
+    adapters = KimiVL(KIMI_VL), KimiK25(K25)
+    assert adapters[0].vision == adapters[1].vision
+    vision, decoder = adapters[0].vision, adapters[0].decoder_config
+    assert (vision.num_layers, vision.hidden_size, vision.intermediate_size, vision.num_heads) == (27, 1152, 4304, 16)
+    assert (vision.table, vision.merge_size, vision.patch_size) == ((64, 64), 2, 14)
+    assert (decoder.num_layers, decoder.hidden_size, decoder.vocab_size) == (27, 2048, 163840)
+    planner = KimiVLPlanner(KIMI_VL, KIMI_VL_PROCESSOR)
+    assert planner.context_length == 131072
+    # 4,096 patches, or about a thousand embeddings, are the most
+    sizes = {(896, 896): 1024, (28, 28): 1, (640, 480): 23 * 18, (4000, 3000): 37 * 28}
+    assert {size: planner.plan(ImageHeader("PNG", *size)).rows for size in sizes} == sizes
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_rows(tmp_path: Path, family: str) -> None:
+    folder, parts = make_tiny(tmp_path, family), inputs_of(family, *IMAGES)
+    tower, model = tower_of(folder), cast(Any, load_reference(folder, torch.float32))
+    settings = OWN_TOWERS[family].preprocessor or {}
+    with torch.inference_mode():
+        if family == "kimi_vl":
+            expected = model.get_image_features(**kimi_vl_pixels(settings, IMAGES))
+        else:
+            expected = model.model.get_image_features(**kimi_k25_pixels(settings, IMAGES)).pooler_output
+    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
+        size = rows.abs().max()  # up to 6
+        for ours in (found, tower.encode([part])[0]):
+            assert_close(ours / size, rows / size, 1e-5)
+
+
+def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
+    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.03), ("int8", 0.1), ("int4", 0.5)])
+def test_formats(tmp_path: Path, weights: str, error: float) -> None:
+    folder, parts = make_tiny(tmp_path, "kimi_vl"), inputs_of("kimi_vl", *IMAGES)
+    expected = torch.cat(tower_of(folder).encode(parts))
+    found = torch.cat(tower_of(folder, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]).encode(parts)).float()
+    assert 0 < (found - expected).norm() < error * expected.norm()
+
+
+def test_bounds_of_the_area() -> None:
+    planner = planner_of("kimi_vl")
+
+    def size(least: int, most: int, width: int = 130, height: int = 100) -> tuple[int, int]:
+        plan = planner.plan(ImageHeader("PNG", width, height), ItemContext(bounds=PixelBounds(least, most)))
+        return plan.resized_height, plan.resized_width
+
+    assert [size(0, 0), size(0, 5000), size(20000, 0, 20, 10)] == [(112, 140), (56, 56), (112, 224)]
+    for least, most in ((0, 700), (0, 10**7), (5000, 4000)):
+        with pytest.raises(BadMediaSize):
+            size(least, most)
+    [part] = inputs_of("kimi_vl", picture(130, 100, 1), context=ItemContext(bounds=PixelBounds(0, 5000)))
+    assert part.grid == (1, 4, 4)
+
+
+def test_what_isnt_planned(tmp_path: Path) -> None:
+    planner = KimiVLPlanner(KIMI_VL, KIMI_VL_PROCESSOR)
+    for header, error in (
+        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 7150, 40), BadMediaSize),  # 512 patches wide
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
+    ):
+        with pytest.raises(error):
+            planner.plan(header)
+    assert KimiK25Planner(K25, K25_PROCESSOR).plan(ImageHeader("PNG", 9000, 50)).grid == (1, 4, 512)
+    data = png(picture(130, 100, 1))
+    tiny = OWN_TOWERS["kimi_vl"]
+    preprocess = resolve(FAMILIES["kimi_vl"].preprocessor or "")(tiny.config, tiny.preprocessor)
+    other = KimiVLPlanner(tiny.config, (tiny.preprocessor or {}) | {"in_token_limit": 4}).plan(probe_image(data))
+    with pytest.raises(PlanMismatch, match="resized"):
+        next(iter(preprocess(data, other)))
+    [part] = inputs_of("kimi_vl", picture(28, 28, 1))
+    for grid in ((1, 4, 5), (1, 1, 4), (4, 1, 1)):
+        with pytest.raises(PlanMismatch, match="fill"):
+            tower_of(make_tiny(tmp_path, "kimi_vl")).encode([EncoderInput(part.patches, grid, "name")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("vision_tower.encoder.blocks.1.wqkv.bias"), "missing"),
+        (lambda weights: weights.update({"vision_tower.patch_embed.pos_emb.weight": torch.ones(5, 6, 32)}), "shape"),
+        (lambda weights: weights.update({"multi_modal_projector.linear_3.bias": torch.ones(64)}), "no place for"),
+        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+    folder = make_tiny(tmp_path, "kimi_vl")
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        tower_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"merge_kernel_size": [2, 1]}, "merge_kernel_size"),
+        ({"merge_kernel_size": 2}, "merge_kernel_size"),
+        ({"num_attention_heads": 5}, "heads"),
+        ({"num_attention_heads": 64}, "heads"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ({"patch_size": 10**6}, "patch_size"),
+        ({"init_pos_emb_width": 10**6}, "pos_emb_width"),
+        ({"init_pos_emb_width": "6"}, "pos_emb_width"),
+        ({"mm_projector_type": "mlp"}, "mm_projector_type"),
+        ({"merge_type": "other"}, "merge_type"),
+        ({"mm_hidden_size": 7}, "mm_hidden_size"),
+        ({"model_type": "clip_vision_model"}, "model_type"),
+        ({"rope_parameters": {"rope_theta": 1e5}}, "rope_parameters"),
+    ],
+)
+def test_bad_configs(settings: dict[str, Any], message: str) -> None:
+    config = deepcopy(OWN_TOWERS["kimi_vl"].config)
+    config["vision_config"] |= settings
+    with pytest.raises(CheckpointError, match=message):
+        KimiVL(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("kimi_vl", {"pad_input": False}, "pad_input"),
+        ("kimi_vl", {"patch_size": 16}, "patch_size"),
+        ("kimi_vl", {"merge_kernel_size": [1, 1]}, "merge_kernel_size"),
+        ("kimi_vl", {"in_token_limit": 10**8}, "patches"),
+        ("kimi_vl", {"in_token_limit": 0}, "in_token_limit"),
+        ("kimi_k25", {"media_proc_cfg": {"patch_limit_on_one_side": 1024}}, "patch_limit_on_one_side"),
+        ("kimi_k25", {"size": {"max_height": 256, "max_width": 256}}, "patch_limit_on_one_side"),
+        ("kimi_k25", {"resample": 1}, "resample"),
+    ],
+)
+def test_bad_processors(family: str, settings: dict[str, Any], message: str) -> None:
+    tiny = OWN_TOWERS[family]
+    with pytest.raises(CheckpointError, match=message):
+        resolve(FAMILIES[family].preprocessor or "")(tiny.config, (tiny.preprocessor or {}) | settings)
+
+
+def test_placeholders(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "kimi_vl")
+    content = [{"type": "image", "data": png(picture(60, 40, 1))}]
+    prompt = PromptBuilder(folder).build([{"role": "user", "content": content}])
+    [item] = prompt.items
+    [span] = item.placement.spans
+    assert item.plan.bounds == MODEL_BOUNDS
+    assert prompt.tokens[span.start : span.end] == [MOON_IDS["<|image_pad|>"]] * 6
+    for text in ("<|media_start|>", "<|media_content|>", "<|media_end|>"):
+        with pytest.raises(InvalidRequest):
+            PromptBuilder(folder).build([{"role": "user", "content": f"see {text}"}])

@@ -1,0 +1,65 @@
+"""Adapters of Kimi-VL and Kimi K2.5: tower, decoder parameters and tensor names."""
+
+from typing import ClassVar
+
+import torch
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers import native
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import WeightFormat
+from triptych.models.base import VISION, ModelConfig
+from triptych.models.kimi.config import text_config, vision_config
+from triptych.models.kimi.tower import load_moon
+from triptych.models.registry import backbone_of
+from triptych.models.shared.settings import setting
+from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights
+
+PROJECTOR = "projector"
+
+
+def _layouts(projector: str) -> tuple[WeightPrefixes, ...]:
+    towers = {VISION: "vision_tower.", PROJECTOR: projector}
+    return (WeightPrefixes(towers, "language_model.model.", "language_model.lm_head.weight"),)
+
+
+class KimiVL(SplitAdapter):
+    """``ModelAdapter`` for model type ``kimi_vl``. Raises CheckpointError for a config that lacks a setting or asks for
+    something unsupported."""
+
+    layouts = _layouts("multi_modal_projector.")
+    projector_layers: ClassVar[tuple[str, str]] = ("linear_1", "linear_2")
+    """Names of the projector's two layers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        text = text_config(config)
+        backbone = backbone_of({**config, "text_config": text})
+        tied = setting(config, "tie_word_embeddings", bool, default=bool(text.get("tie_word_embeddings", False)))
+        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
+        self.embedding_width = self.decoder_config.hidden_size
+        self.vision = vision_config(config)
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return "MoonViT and projector, of our own layers"
+
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
+        """Load the tower and the projector.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support.
+        """
+        if device.type == "cpu":
+            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
+        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+        norm, first, second = (f"{PROJECTOR}.{name}" for name in ("pre_norm", *self.projector_layers))
+        return load_moon(reader, self.vision, VISION, (norm, first, second), self.embedding_width)
+
+
+class KimiK25(KimiVL):
+    """``ModelAdapter`` for model type ``kimi_k25``. Raises CheckpointError as ``KimiVL`` does."""
+
+    layouts = _layouts("mm_projector.")
+    projector_layers = ("proj.0", "proj.2")

@@ -1,0 +1,148 @@
+"""MoonViT of our own layers, for images of any size, and what merges its patches.
+
+The references are ``MoonVitPretrainedModel`` of Kimi-VL's published files, and ``Kimi_K25VisionModel`` in transformers.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from triptych.errors import PlanMismatch
+from triptych.layers.attention.tower import TowerAttention
+from triptych.layers.encoder import PreprocessedPart
+from triptych.layers.linear import LayerNorm, Linear, frozen
+from triptych.layers.pinned import to_device
+from triptych.layers.pointwise import Activation
+from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.models.kimi.config import MoonConfig
+from triptych.models.shared.places import patch_places
+from triptych.models.shared.projector import Projector
+from triptych.models.shared.tower_weights import TowerWeights
+
+THETA = 10_000.0
+EPS = 1e-5
+"""Of the rotary embedding, and of the tower's norms; not in the config."""
+
+
+class MoonTower(nn.Module):
+    """``Encoder`` of images of any size."""
+
+    def __init__(
+        self,
+        config: MoonConfig,
+        *,
+        patches: Linear,
+        positions: Tensor,
+        layers: Sequence[TowerLayer],
+        last_norm: LayerNorm,
+        projector_norm: LayerNorm,
+        projector: Projector,
+        embedding_width: int,
+    ) -> None:
+        """``positions`` [rows, columns, hidden] are interpolated to the patches of an image. ``projector`` makes an
+        embedding of the features of a square of patches, each of which ``projector_norm`` normalises."""
+        super().__init__()
+        self.config = config
+        self.patches = patches
+        self.positions = frozen(positions)
+        self.layers = nn.ModuleList(layers)
+        self.last_norm = last_norm
+        self.projector_norm = projector_norm
+        self.projector = projector
+        self.embedding_width = embedding_width
+
+    @torch.inference_mode()
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
+        """See ``triptych.layers.encoder.Encoder``."""
+        if not inputs:
+            return []
+        merge = self.config.merge_size
+        for item in inputs:
+            if len(item.patches) != prod(item.grid) or item.grid[0] != 1 or any(side % merge for side in item.grid[1:]):
+                raise PlanMismatch(f"{len(item.patches)} patches don't fill a grid of {item.grid}")
+        places = [patch_places(*item.grid[1:], merge) for item in inputs]
+        cos, sin = rotations(torch.cat(places), self.config.head_dim)
+        together = torch.cat([torch.from_numpy(item.patches) for item in inputs])
+        pixels, cos, sin = to_device([together, cos, sin], self.positions.device)
+        hidden = self.patches(pixels.to(self.positions.dtype))
+        added = [self._positions_at(one, item.grid[1:]) for one, item in zip(places, inputs, strict=True)]
+        hidden = hidden + torch.cat(added).to(hidden.dtype)
+        boundaries = torch.tensor([0, *(prod(item.grid) for item in inputs)]).cumsum(0)
+        for layer in self.layers:
+            hidden = layer(hidden, boundaries, (cos, sin))
+        features = self.projector_norm(self.last_norm(hidden))
+        rows: Tensor = self.projector(features.view(-1, merge**2 * features.shape[1]))
+        return list(torch.split(rows, [prod(item.grid) // merge**2 for item in inputs]))
+
+    def _positions_at(self, places: Tensor, size: tuple[int, ...]) -> Tensor:
+        """Return the positions [patches, hidden] of an image of ``size`` patches at ``places`` [patches, 2]."""
+        table: Tensor = self.positions
+        if tuple(table.shape[:2]) != size:
+            channels = table.permute(2, 0, 1)[None].float()
+            table = interpolate(channels, size, mode="bicubic", align_corners=False)[0].permute(1, 2, 0)
+        rows, columns = places.to(table.device).unbind(1)
+        return table[rows, columns]
+
+
+def rotations(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, float32 [patches, head dim], of patches at ``places``, int64 [patches, 2].
+
+    Each of the frequencies θ^(-4i/d) rotates one pair of values by a patch's column, and the next by its row.
+    """
+    frequencies = 1.0 / THETA ** (torch.arange(0, head_dim, 4, dtype=torch.float) / head_dim)
+    angles = (places.flip(1)[:, None] * frequencies[:, None]).flatten(1).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def load_moon(
+    reader: TowerWeights, vision: MoonConfig, tower: str, projector: tuple[str, str, str], embedding_width: int
+) -> MoonTower:
+    """Load the tower of this name; ``projector`` names its norm and its two layers. Raises CheckpointError as
+    ``TowerWeights`` does."""
+    hidden, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
+    norm, first, second = projector
+    inner, outer = reader.linear([first], merged, merged), reader.linear([second], embedding_width, merged)
+    loaded = MoonTower(
+        vision,
+        patches=reader.patch_projection(f"{tower}.patch_embed.proj", hidden, vision.patch_size, bias=True),
+        positions=reader.parameter(f"{tower}.patch_embed.pos_emb.weight", *vision.table, hidden),
+        layers=[_layer(reader, vision, f"{tower}.encoder.blocks.{number}") for number in range(vision.num_layers)],
+        last_norm=reader.layer_norm(f"{tower}.encoder.final_layernorm", hidden, EPS),
+        projector_norm=reader.layer_norm(norm, hidden, vision.projector_eps),
+        projector=Projector(inner, Activation.GELU, outer),
+        embedding_width=embedding_width,
+    )
+    reader.finish()
+    return loaded
+
+
+def _layer(reader: TowerWeights, vision: MoonConfig, name: str) -> TowerLayer:
+    hidden, inner = vision.hidden_size, vision.intermediate_size
+    attention = TowerAttention(
+        [_inputs(reader, vision, f"{name}.wqkv")],
+        reader.linear([f"{name}.wo"], hidden, hidden),
+        vision.num_heads,
+        vision.head_dim**-0.5,
+        reader.weights.bf16_attention,
+    )
+    mlp = MLP(
+        reader.linear([f"{name}.mlp.fc0"], inner, hidden),
+        Activation.GELU_TANH,
+        reader.linear([f"{name}.mlp.fc1"], hidden, inner),
+    )
+    norms = [reader.layer_norm(f"{name}.norm{number}", hidden, EPS) for number in (0, 1)]
+    return TowerLayer(norms[0], attention, norms[1], mlp)
+
+
+def _inputs(reader: TowerWeights, vision: MoonConfig, name: str) -> Linear:
+    """Load the layer of queries, keys and values. In the files, a rotated pair of values is side by side; our kernels
+    have its halves in the two halves of a head."""
+    hidden = vision.hidden_size
+    weight, bias = reader.tensor(f"{name}.weight", 3 * hidden, hidden), reader.tensor(f"{name}.bias", 3 * hidden)
+    size = (2, vision.num_heads, vision.head_dim // 2, 2)
+    order = torch.arange(2 * hidden).view(size).transpose(2, 3).flatten()
+    order = torch.cat((order, torch.arange(2 * hidden, 3 * hidden))).to(weight.device)
+    return reader.weights.linear(weight[order], bias[order], reader.device)
