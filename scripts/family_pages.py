@@ -125,6 +125,9 @@ PAGES = {
         (
             "An image is resized to the longest edge before it is cut, so a small one costs as much as a large one.",
             "Bounds are those of the area of all tiles together, without the whole that follows them.",
+            "SmolVLM takes videos: each frame is one tile, after its time, so bounds are refused for them.",
+            "A frame a second is sampled; of a long video, 64, of which the first is a second from the start.",
+            "A request's `num_frames` is the most, and its `fps` the rate.",
         ),
     ),
     "llama4": Page(

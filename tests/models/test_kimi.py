@@ -337,7 +337,7 @@ def test_bad_configs(settings: dict[str, Any], message: str) -> None:
         ("kimi_vl", {"in_token_limit": 0}, "in_token_limit"),
         ("kimi_k25", {"media_proc_cfg": {"patch_limit_on_one_side": 1024}}, "patch_limit_on_one_side"),
         ("kimi_k25", {"size": {"max_height": 256, "max_width": 256}}, "patch_limit_on_one_side"),
-        ("kimi_k25", {"resample": 1}, "resample"),
+        ("kimi_k25", {"resample": 0}, "resample"),
     ],
 )
 def test_bad_processors(family: str, settings: dict[str, Any], message: str) -> None:

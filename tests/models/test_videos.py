@@ -156,8 +156,8 @@ def test_invalid_video_settings_name_the_key(setting: dict[str, Any], named: str
 
 
 def test_unsupported_filter_is_rejected() -> None:
-    with pytest.raises(CheckpointError, match="resample 1 is not served"):
-        Qwen3VLPreprocessor(CONFIG, IMAGES, {"resample": 1})
+    with pytest.raises(CheckpointError, match="resample 0 is not served"):
+        Qwen3VLPreprocessor(CONFIG, IMAGES, {"resample": 0})
 
 
 @pytest.mark.parametrize(

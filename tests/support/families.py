@@ -38,7 +38,7 @@ VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe", "glm4v"]
 """Answers about videos are compared."""
 
-FRAME_TILES = ["internvl", "llava_onevision"]
+FRAME_TILES = ["internvl", "llava_onevision", "smolvlm"]
 """The same of families whose frames are tiles."""
 
 HEARD_VIDEOS = "qwen3_omni_moe"

@@ -151,7 +151,15 @@ def _llava_onevision_inputs(prompt: PlannedPrompt, pixels: list[Tensor]) -> dict
     return inputs
 
 
-TILE_INPUTS = {"internvl": _internvl_inputs, "llava_onevision": _llava_onevision_inputs}
+def _smolvlm_inputs(prompt: PlannedPrompt, pixels: list[Tensor]) -> dict[str, Any]:
+    return {"pixel_values": torch.cat(pixels)[None]} if pixels else {}
+
+
+TILE_INPUTS = {
+    "internvl": _internvl_inputs,
+    "llava_onevision": _llava_onevision_inputs,
+    "smolvlm": _smolvlm_inputs,
+}
 
 
 def answered(

@@ -224,7 +224,13 @@ FAMILIES = {
         adapter="triptych.models.kimi.encoder:KimiK25",
     ),
     "idefics3": IDEFICS3,
-    "smolvlm": replace(IDEFICS3, name="SmolVLM, SmolVLM2 (images)"),
+    "smolvlm": replace(
+        IDEFICS3,
+        name="SmolVLM, SmolVLM2",
+        planner="triptych.models.idefics3.plan:SmolVLMPlanner",
+        preprocessor="triptych.models.idefics3.preprocess:SmolVLMPreprocessor",
+        modalities=("text", "image", "video"),
+    ),
     "internvl": INTERNVL,
     "internvl_chat": replace(
         INTERNVL,

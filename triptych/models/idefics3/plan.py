@@ -4,20 +4,24 @@ The references are ``Idefics3Processor`` and ``SmolVLMProcessor`` in transformer
 its place, and then the whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.idefics3.config import image_token, text_config, vision_config
 from triptych.models.idefics3.tiles import EdgeTiles
+from triptych.models.idefics3.video import SmolSampling, described
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
+from triptych.models.shared.video import frames_plan, sampled_frames
+from triptych.types import FrameSampling, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 AROUND = "<fake_token_around_image>"
 """Token before each tile, and after the last."""
 WHOLE = "<global-img>"
+VIDEO = "<video>"
+"""What templates have for a video."""
 
 
 class Idefics3Planner(PlainPlanner):
@@ -75,3 +79,36 @@ class Idefics3Planner(PlainPlanner):
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return a run for each tile, and one for the whole."""
         return [part.rows for part in plan.parts]
+
+
+class SmolVLMPlanner(Idefics3Planner):
+    """``Planner`` of SmolVLM, which takes videos, too. Raises CheckpointError as ``Idefics3Planner`` does."""
+
+    options = AREA_OPTIONS | FRAME_OPTIONS
+    template_texts: Mapping[str, str] = {"video": VIDEO}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        super().__init__(config, preprocessor_config, max_source_pixels=max_source_pixels)
+        self.placeholder_tokens = {kind: image_token(config) for kind in ("image", "video")}
+        self._sampling = SmolSampling.from_config(video_config or {}, 1)
+
+    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
+        clip, rows = self._vision.clip, self._vision.rows
+        frames = self._sampling.for_request(sampling).frames(header)
+        part = ItemPart(((0, rows),), clip.side**2, clip.cost, VISION)
+        return frames_plan(header, sampling, frames, part, last_rows=rows, side=clip.image_size)
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
+        """Return that of an image, or a placeholder for each frame of a video, after its time."""
+        if not isinstance(plan.header, VideoHeader):
+            return super().placeholder(plan, spelling)
+        frame = f"{AROUND}{WHOLE}{spelling(self.placeholder_tokens['video'])}{AROUND}"
+        return described(plan.header, sampled_frames(plan), frame)

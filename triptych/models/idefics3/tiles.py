@@ -77,14 +77,7 @@ class EdgeTiles:
         raise BadMediaSize(f"no whole tiles of {self.factor} by {self.factor} pixels have an area within the bounds")
 
     def _canvas(self, width: int, height: int, edge: int) -> Canvas:
-        ratio = width / height
-        if width >= height:
-            scaled_width, scaled_height = edge, int(edge / ratio)
-            scaled_height += scaled_height % 2
-        else:
-            scaled_width, scaled_height = int(edge * ratio), edge
-            scaled_width += scaled_width % 2
-        scaled = max(scaled_width, 1), max(scaled_height, 1)
+        scaled = scaled_to(width, height, edge)
         columns, rows = self._tiles(*scaled) if self.splits else (1, 1)
         return Canvas(scaled, columns, rows)
 
@@ -97,3 +90,13 @@ class EdgeTiles:
             return columns, math.ceil(int(columns * self.factor / ratio) / self.factor)
         rows = math.ceil(height / self.factor)
         return math.ceil(int(rows * self.factor * ratio) / self.factor), rows
+
+
+def scaled_to(width: int, height: int, edge: int) -> tuple[int, int]:
+    """Return (width, height) of an image whose longer side becomes ``edge``; the other side is made even."""
+    ratio = width / height
+    if width >= height:
+        shorter = int(edge / ratio)
+        return edge, max(shorter + shorter % 2, 1)
+    shorter = int(edge * ratio)
+    return max(shorter + shorter % 2, 1), edge

@@ -27,7 +27,11 @@ from triptych.models.shared.patches import (
 from triptych.models.shared.video import FILE, sampled_frames
 from triptych.types import ItemPlan, VideoHeader
 
-_MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
+_MODES = {
+    Image.Resampling.BILINEAR: "bilinear",
+    Image.Resampling.BICUBIC: "bicubic",
+    Image.Resampling.LANCZOS: "lanczos",
+}
 
 
 class VideoPreprocessor(PatchPreprocessor):
@@ -114,5 +118,5 @@ def torch_mode(config: dict[str, Any], file: str = FILE) -> str:
     for one that isn't served."""
     resample = resampling(config)
     if resample not in _MODES:
-        raise CheckpointError(f"{file}: resample {resample.value} is not served; 2 and 3 are, bilinear and bicubic")
+        raise CheckpointError(f"{file}: resample {resample.value} is not served; 1, 2 and 3 are")
     return _MODES[resample]
