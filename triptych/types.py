@@ -103,7 +103,7 @@ class FrameSampling(msgspec.Struct, frozen=True):
 MODEL_SAMPLING = FrameSampling()
 """The model's own sampling."""
 
-OptionValue = bool | int | float
+OptionValue = bool | int | float | str
 
 
 class ItemContext(msgspec.Struct, frozen=True):

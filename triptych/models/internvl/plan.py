@@ -22,7 +22,7 @@ from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
-from triptych.types import MODEL_BOUNDS, FrameSampling, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
@@ -92,11 +92,11 @@ class InternVLPlanner(PlainPlanner):
             )
         return self._tiles[tiles]
 
-    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+    def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
-        frames = self._sampling.for_request(sampling).frames(header)
+        frames = self._sampling.for_request(context.sampling).frames(header)
         [part] = self._parts(1)
-        return frames_plan(header, sampling, frames, part, last_rows=part.rows, side=self._vision.tile_size)
+        return frames_plan(header, context.sampling, frames, part, last_rows=part.rows, side=self._vision.tile_size)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder between markers and, for each frame of a video, after its number."""

@@ -11,7 +11,6 @@ from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, frames_plan
 from triptych.types import (
     MODEL_BOUNDS,
-    FrameSampling,
     ImageHeader,
     ItemContext,
     ItemPart,
@@ -100,9 +99,9 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
             return self._plan_views(header, context.bounds, self._anyres.square())
         return super()._plan_image(header, context)
 
-    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+    def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Each frame is a tile, and one newline follows the last. Raises UnsupportedMedia for invalid sampling."""
         tile, layout = self._tile, frame_layout(self._tile.side)
         part = ItemPart(((0, layout.rows),), tile.side**2, tile.cost, VISION)
-        frames = self._sampling.for_request(sampling).frames(header)
-        return frames_plan(header, sampling, frames, part, last_rows=layout.rows + 1, side=tile.image_size)
+        frames = self._sampling.for_request(context.sampling).frames(header)
+        return frames_plan(header, context.sampling, frames, part, last_rows=layout.rows + 1, side=tile.image_size)

@@ -10,7 +10,6 @@ from triptych.models.shared.planner import MAX_SOURCE_PIXELS, check_aspect_ratio
 from triptych.types import (
     MODEL_BOUNDS,
     NO_CONTEXT,
-    FrameSampling,
     ImageHeader,
     ItemContext,
     ItemPlan,
@@ -55,7 +54,7 @@ class PlainPlanner(ABC):
             check_source_size("video", header.width, header.height, self._max_source_pixels)
             if context.bounds != MODEL_BOUNDS:
                 raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
-            return self._plan_video(header, context.sampling)
+            return self._plan_video(header, context)
         if not isinstance(header, ImageHeader):
             raise UnsupportedMedia("the model takes no audio")
         check_source_size("image", header.width, header.height, self._max_source_pixels)
@@ -72,7 +71,7 @@ class PlainPlanner(ABC):
         side = max(header.width, header.height)
         check_source_size("image, padded to a square,", side, side, SQUARE_FACTOR * self._max_source_pixels)
 
-    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+    def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Plan a video whose frames' size has been checked."""
         raise UnsupportedMedia("the model takes no videos")
 
