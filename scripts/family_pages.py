@@ -141,6 +141,17 @@ PAGES = {
             "Its image processor needs torchvision: pixels are compared with what it made of seeded images.",
         ),
     ),
+    "minicpm-v": Page(
+        "MiniCPM-V",
+        ("minicpmv4_6",),
+        (
+            "An image becomes the whole, shrunk or enlarged, and up to `max_slice_nums` slices of it.",
+            "`max_slice_nums` may exceed the model's own number, and leaves videos as they are.",
+            "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
+            "Images are numbered in the prompt unless the processor's file says otherwise.",
+            "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",
+        ),
+    ),
     "internvl": Page(
         "InternVL",
         ("internvl", "internvl_chat"),

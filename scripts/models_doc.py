@@ -37,7 +37,7 @@ CHECKS = (
         "plans, placeholders and patches of videos",
         "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
         "tests/models/test_videos.py, tests/models/test_frame_tiles.py, tests/models/test_glm4v.py, "
-        "tests/models/test_smolvlm_videos.py",
+        "tests/models/test_smolvlm_videos.py, tests/models/test_minicpm.py",
         {*(family_of(case) for case in families.VIDEO_CASES), *families.FRAME_TILES, "glm4v", "glm46v"},
     ),
     Check(

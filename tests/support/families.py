@@ -38,8 +38,8 @@ VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe", "glm4v"]
 """Answers about videos are compared."""
 
-FRAME_TILES = ["internvl", "llava_onevision", "smolvlm"]
-"""The same of families whose frames are tiles."""
+FRAME_TILES = ["internvl", "llava_onevision", "smolvlm", "minicpmv4_6"]
+"""The same of families whose frames are tiles, or are cut into slices."""
 
 HEARD_VIDEOS = "qwen3_omni_moe"
 """The family whose videos are heard."""

@@ -19,7 +19,7 @@ from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
 from triptych.prompt.prompt import PlannedPrompt
 
-UNUSED = ("num_patches", "num_crops")
+UNUSED = ("num_patches", "num_crops", "num_patches_per_image", "grids")
 """What image processors return, and models don't take."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Llama4ImageProcessor": Llama4Pixels,

@@ -29,6 +29,7 @@ class Released:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     preprocessor: dict[str, Any] = field(default_factory=dict)
+    video_preprocessor: dict[str, Any] = field(default_factory=dict)
     depth: str = "num_hidden_layers"
     """Setting of ``vision_config`` with the tower's layers."""
 
@@ -38,7 +39,14 @@ class Released:
         config = merged(tiny.config, self.config)
         if layers is not None:
             config = merged(config, {"vision_config": {self.depth: layers}})
-        return replace(tiny, config=config, preprocessor=merged(tiny.preprocessor or {}, self.preprocessor))
+        return replace(
+            tiny,
+            config=config,
+            preprocessor=merged(tiny.preprocessor or {}, self.preprocessor),
+            video_preprocessor=merged(tiny.video_preprocessor, self.video_preprocessor)
+            if tiny.video_preprocessor
+            else tiny.video_preprocessor,
+        )
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +186,16 @@ RELEASED = {
             | {"projector_output_dim": 4096, "vision_output_dim": 4096},
         },
         {"size": _square(336), "max_patches": 16},
+    ),
+    "minicpmv4_6": Released(
+        "MiniCPM-V-4.6",
+        {
+            "text_config": {"hidden_size": 1024},
+            "vision_config": SO400M | {"patch_size": 14, "image_size": 980},
+            "insert_layer_id": 6,
+        },
+        {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+        video_preprocessor={"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
     ),
     "internvl": Released(
         "InternVL3_5-8B-HF",

@@ -41,6 +41,10 @@ AROUND_IMAGE_IDS = IDS | {
 }
 AROUND_IMAGE = (("begin", "start"), ("end", "end"))
 """What Gemma calls the tokens around an image in its configs and in its tokenizers."""
+SLICE_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"))
+}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -336,6 +340,24 @@ def _idefics3(architecture: str, model_type: str) -> Tiny:
     )
 
 
+SLICES: dict[str, Any] = {"scale_resolution": 48, "max_slice_nums": 5, "patch_size": 4, "use_image_id": True}
+SLICES |= {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4], "resample": 3}
+QWEN3_5_TEXT = _qwen3_5("Qwen3_5", "qwen3_5").config["text_config"]
+MINICPMV4_6 = Tiny(
+    {"architectures": ["MiniCPMV4_6ForConditionalGeneration"], "model_type": "minicpmv4_6"}
+    | {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+    | {"tie_word_embeddings": False, "insert_layer_id": 1, "drop_vision_last_layer": False}
+    | {"text_config": QWEN3_5_TEXT | {"model_type": "qwen3_5_text", "vocab_size": len(SLICE_IDS) + 256}}
+    | {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        | {"num_attention_heads": 2, "image_size": 28, "patch_size": 4}
+    },
+    preprocessor=SLICES | {"image_processor_type": "MiniCPMV4_6ImageProcessor"},
+    ids=SLICE_IDS,
+    video_preprocessor=SLICES,
+)
+
+
 GLM_TOKENS = {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
 GLM_TOKENS |= {
     f"{kind}_{part}_token_id": IDS[f"<|vision_{part}|>"] for kind in ("image", "video") for part in ("start", "end")
@@ -577,6 +599,7 @@ OWN_TOWERS = {
     "kimi_k25": _kimi_k25(),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
+    "minicpmv4_6": MINICPMV4_6,
     "internvl": Tiny(
         {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}
         | {"tie_word_embeddings": False, "image_token_id": IDS["<|image_pad|>"]}

@@ -89,8 +89,10 @@ class Model:
         tokens = torch.tensor([prompt.tokens])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if family in FRAME_TILES:
-            pixels = [pixels_of(list(preprocess(item.data, item.plan)), config) for item in prompt.items]
-            return inputs | TILE_INPUTS[family](prompt, pixels)
+            parts = [list(preprocess(item.data, item.plan)) for item in prompt.items]
+            if family == "minicpmv4_6":
+                return inputs | _minicpm_inputs(prompt, parts)
+            return inputs | TILE_INPUTS[family](prompt, [pixels_of(some, config) for some in parts])
         if family != "qwen3_omni_moe":  # which finds out by itself
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens, dtype=torch.int)
             for item in prompt.items:
@@ -148,6 +150,17 @@ def _llava_onevision_inputs(prompt: PlannedPrompt, pixels: list[Tensor]) -> dict
         assert isinstance(header, ImageHeader)
         inputs |= {"pixel_values": pixels[number][None], "batch_num_images": torch.tensor([1])}
         inputs["image_sizes"] = torch.tensor([[header.height, header.width]])
+    return inputs
+
+
+def _minicpm_inputs(prompt: PlannedPrompt, parts: list[list[EncoderInput]]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    for modality, suffix in (("image", ""), ("video", "_videos")):
+        items = zip(prompt.items, parts, strict=True)
+        if some := [part for item, made in items if item.plan.modality == modality for part in made]:
+            patches = torch.cat([torch.from_numpy(part.patches) for part in some]).unflatten(1, (3, 4, 4))
+            inputs[f"pixel_values{suffix}"] = patches.permute(1, 2, 0, 3).flatten(2)[None]
+            inputs[f"target_sizes{suffix}"] = torch.tensor([part.grid[1:] for part in some])
     return inputs
 
 

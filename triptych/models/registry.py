@@ -156,6 +156,13 @@ GEMMA3 = Family(
     adapter="triptych.models.gemma3.encoder:Gemma3",
     modalities=("text", "image"),
 )
+MINICPMV4_6 = Family(
+    name="MiniCPM-V 4.6",
+    planner="triptych.models.minicpmv.plan:MiniCPMV46Planner",
+    preprocessor="triptych.models.minicpmv.preprocess:MiniCPMV46Preprocessor",
+    adapter="triptych.models.minicpmv.encoder:MiniCPMV46",
+    modalities=("text", "image", "video"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -199,6 +206,7 @@ FAMILIES = {
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
+    "minicpmv4_6": MINICPMV4_6,
     "glm4v": GLM4V,
     "glm46v": replace(GLM4V, name="GLM-4.6V-Flash"),
     "glm4v_moe": replace(GLM4V, name="GLM-4.5V, GLM-4.6V", backbone=f"{BACKBONES}.glm4_moe:GLM4V_MOE"),

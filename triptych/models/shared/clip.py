@@ -27,7 +27,7 @@ def load_clip(
         reader.parameter(f"{embeddings}.class_embedding", hidden) if vision.is_clip else None,
         positions if places is None else positions[places.to(positions.device)],
         reader.layer_norm(f"{tower}.pre_layrnorm", hidden, vision.eps) if vision.is_clip else None,
-        [_layer(reader, vision, f"{tower}.encoder.layers.{number}") for number in range(depth)],
+        [clip_layer(reader, vision, f"{tower}.encoder.layers.{number}") for number in range(depth)],
     )
 
 
@@ -42,7 +42,8 @@ def unused(vision: ClipConfig, tower: str, depth: int) -> list[str]:
     return [*layers, f"{tower}.post_layernorm.", f"{tower}.head.", f"{tower}.embeddings.position_ids"]
 
 
-def _layer(reader: TowerWeights, vision: ClipConfig, name: str) -> TowerLayer:
+def clip_layer(reader: TowerWeights, vision: ClipConfig, name: str) -> TowerLayer:
+    """Load the layer of this name. Raises CheckpointError as ``load_clip`` does."""
     hidden, inner = vision.hidden_size, vision.intermediate_size
     attention = TowerAttention(
         [reader.linear([f"{name}.self_attn.{kind}_proj" for kind in "qkv"], hidden, hidden)],
