@@ -76,6 +76,19 @@ def test_keys_name_bytes_plan_and_model(folder: Path) -> None:
     assert PromptBuilder(folder).build([user(image_part(red))]).items[0].key != keys[0]
 
 
+@pytest.mark.parametrize("shown", ["message.content", "message.content if message.content is string else ''"])
+def test_parts_are_lines_for_a_template_of_strings(folder: Path, shown: str) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ 'A' + (" + shown + ") + 'Z' }}{% endfor %}"
+    )
+    builder = PromptBuilder(folder)
+    prompt = builder.build([user(text_part("a"), image_part(png(32, 32)), text_part("b"))])
+    tokens = [builder.tokenizer.token_of(token) for token in prompt.tokens]
+    rows = prompt.items[0].plan.rows
+    assert tokens == ["A", "a", "Ċ", *["<|image_pad|>"] * rows, "Ċ", "b", "Z"]
+    assert builder.modalities == ["image", "video"]
+
+
 def test_labels_precede_items_and_change_no_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = builder_with_videos(folder)
     video = {"type": "video", "data": clip("mp4", frames=4, width=64, height=32)}

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,12 @@ class PromptBuilder:
         self._media_ids = frozenset(map(self._id, self.planner.media_tokens))
         self._media_texts = sorted({*map(self._spelling, self.planner.media_tokens), *placed.values()})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
+        self._shown: Callable[[Message], dict[str, Any]] = _without_data
+        if not self._family.takes_media or not self._shows_parts():
+            self._shown = partial(_as_text, texts=placed)
+        elif not self._shows_strings():
+            self._shown = _in_parts
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
-        if not self._family.takes_media:
-            self._shown: Callable[[Message], dict[str, Any]] = _as_text
-        else:
-            self._shown = _without_data if self._shows_strings() else _in_parts
         self.audio_in_video = self.planner.audio_in_video and "video" in self.modalities
 
     @cached_property
@@ -233,7 +234,7 @@ class PromptBuilder:
     def _places(self, modality: str, placeholder: str) -> bool:
         """Return whether the template places media of a modality; True if that can't be determined."""
         try:
-            return placeholder in self.template.render([{"role": "user", "content": [{"type": modality}]}])
+            return placeholder in self.template.render([self._shown({"role": "user", "content": [{"type": modality}]})])
         except InvalidRequest:
             return True
 
@@ -249,6 +250,20 @@ class PromptBuilder:
         except InvalidRequest:
             return True
         return as_string != empty or as_part == empty
+
+    def _shows_parts(self) -> bool:
+        """Return whether the template shows a message whose content is a list of parts, other than by printing or
+        omitting the list; True if it doesn't show one whose content is a string either."""
+        word = "Lorem"
+        try:
+            self.template.render([{"role": "user", "content": word}])
+        except InvalidRequest:
+            return True
+        try:
+            shown = self.template.render([{"role": "user", "content": [{"type": "text", "text": word}]}])
+        except InvalidRequest:
+            return False
+        return word in shown and repr("type") not in shown
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
         """Reject media tokens from the client, which would claim rows that don't exist. Only the template may add them.
@@ -384,12 +399,14 @@ def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str,
             yield from _texts(member, f"{path}[{i}]")
 
 
-def _as_text(message: Message) -> dict[str, Any]:
-    """Return the message as templates of text models expect it: its parts joined to one text, a line each."""
+def _as_text(message: Message, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the message for templates that take texts alone: its parts joined to one text, a line each. ``texts`` are
+    those for an item, by modality."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    lines = (part["text"] if part["type"] == "text" else texts[part["type"]] for part in content)
+    return {**message, "content": "\n".join(lines)}
 
 
 def _without_data(message: Message) -> dict[str, Any]:
