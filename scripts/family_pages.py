@@ -143,13 +143,14 @@ PAGES = {
     ),
     "minicpm-v": Page(
         "MiniCPM-V",
-        ("minicpmv4_6",),
+        ("minicpmv4_6", "minicpmv"),
         (
             "An image becomes the whole, shrunk or enlarged, and up to `max_slice_nums` slices of it.",
             "`max_slice_nums` may exceed the model's own number, and leaves videos as they are.",
             "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
             "Images are numbered in the prompt unless the processor's file says otherwise.",
             "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",
+            "Of earlier versions, 2.6 and 4.5 are served, with images alone; a conversation's parts become its lines.",
         ),
     ),
     "internvl": Page(

@@ -163,6 +163,14 @@ MINICPMV4_6 = Family(
     adapter="triptych.models.minicpmv.encoder:MiniCPMV46",
     modalities=("text", "image", "video"),
 )
+MINICPMV = replace(
+    MINICPMV4_6,
+    name="MiniCPM-V 2.6 and 4.5",
+    planner="triptych.models.minicpmv.plan:MiniCPMVPlanner",
+    preprocessor="triptych.models.minicpmv.preprocess:MiniCPMVPreprocessor",
+    adapter="triptych.models.minicpmv.resampler:MiniCPMV",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -207,6 +215,7 @@ FAMILIES = {
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
     "minicpmv4_6": MINICPMV4_6,
+    "minicpmv": MINICPMV,
     "glm4v": GLM4V,
     "glm46v": replace(GLM4V, name="GLM-4.6V-Flash"),
     "glm4v_moe": replace(GLM4V, name="GLM-4.5V, GLM-4.6V", backbone=f"{BACKBONES}.glm4_moe:GLM4V_MOE"),

@@ -1,32 +1,125 @@
-"""Plans MiniCPM-V 4.6's images, videos and prompts. Frontend; numpy only.
+"""Plans MiniCPM-V's images, videos and prompts. Frontend; numpy only.
 
-The reference is ``MiniCPMV4_6Processor`` in transformers: an image, or a frame of a video, becomes the whole and slices
-of it. Items are numbered.
+The reference is ``MiniCPMV4_6Processor`` in transformers and, of earlier versions, the published processor. An image,
+or a frame of a video, becomes the whole and slices of it. Items are numbered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices, text_config, vision_config
+from triptych.models.minicpmv.original import original_slices, original_text_config, original_vision_config, query_num
 from triptych.models.minicpmv.sampling import SecondsSampling
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.settings import setting
-from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader, OptionValue, VideoHeader
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader, VideoHeader
 
-SLICE_OPTIONS = frozenset(("max_slice_nums", "downsample_mode"))
+PLACEHOLDER = "<unk>"
+"""Token of an embedding until version 4.5."""
+IMAGE_TEXT = "(<image>./</image>)"
+"""What conversations with these versions have for an image; it is no token."""
 
 
-class MiniCPMV46Planner(PlainPlanner):
+@dataclass(frozen=True)
+class PieceTower:
+    """What becomes of a piece of an image."""
+
+    patch_size: int
+    rows: Callable[[int], int]
+    """Returns the embeddings of a piece of a number of patches."""
+    cost: Callable[[int], float]
+    """Returns the work of encoding it; see ``VisionCostModel``."""
+
+
+def _pieces(cut: Cut, payloads: Sequence[tuple[int, ...]], tower: PieceTower) -> tuple[ItemPart, ...]:
+    """Return the pieces of images that are cut alike, with their rows one after the other's."""
+    whole, piece = (width * height // tower.patch_size**2 for width, height in (cut.whole, cut.slice))
+    rows, costs = (tower.rows(whole), tower.rows(piece)), (tower.cost(whole), tower.cost(piece))
+    parts, first_row = [], 0
+    for payload in payloads:
+        parts.append(ItemPart(((first_row, rows[0]),), whole, costs[0], VISION, payload))
+        first_row += rows[0]
+        for _ in range(cut.columns * cut.rows):
+            parts.append(ItemPart(((first_row, rows[1]),), piece, costs[1], VISION))
+            first_row += rows[1]
+    return tuple(parts)
+
+
+class SlicePlanner(PlainPlanner):
+    """What the planners of all versions share. ``_numbers`` is whether items are numbered."""
+
+    _numbers: bool
+
+    def _cut_image(self, header: ImageHeader, context: ItemContext, slices: Slices, tower: PieceTower) -> ItemPlan:
+        """``bounds`` are those of the area of all slices. Raises UnsupportedMedia for a lower one."""
+        bounds = context.bounds
+        if bounds.min_pixels:
+            raise UnsupportedMedia("the model takes no min_pixels")
+        most = int(context.options.get("max_slice_nums", slices.max_slices))
+        if bounds.max_pixels:
+            most = min(most, bounds.max_pixels // slices.scale**2)
+        cut = slices.at_most(most).cut(header.width, header.height)
+        return self._item_plan(header, cut, [(cut.columns, cut.rows)], context, tower)
+
+    def _item_plan(
+        self,
+        header: MediaHeader,
+        cut: Cut,
+        payloads: Sequence[tuple[int, ...]],
+        context: ItemContext,
+        tower: PieceTower,
+    ) -> ItemPlan:
+        """Plan images that are cut alike; ``payloads`` are those of each image's whole."""
+        (width, height), size = cut.canvas, tower.patch_size
+        parts = _pieces(cut, payloads, tower)
+        return ItemPlan(
+            modality="video" if isinstance(header, VideoHeader) else "image",
+            header=header,
+            resized_height=height,
+            resized_width=width,
+            grid=(len(payloads), height // size, width // size),
+            rows=sum(rows for part in parts for _, rows in part.runs),
+            patches=sum(part.patches for part in parts),
+            cost=sum(part.cost for part in parts),
+            parts=parts,
+            bounds=context.bounds,
+            sampling=context.sampling,
+        )
+
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Return the item's number among those of its modality."""
+        return f"<image_id>{context.index}</image_id>" if self._numbers else ""
+
+    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
+        """Return a placeholder for the whole and, in lines, for each slice, between markers; of a video, that for each
+        frame."""
+        piece = spelling(self.placeholder_tokens[plan.modality])
+        columns, rows = self._grid(plan)
+        lines = "\n".join([f"<slice>{piece}</slice>" * columns] * rows)
+        return f"<image>{piece}</image>{lines}" * plan.grid[0]
+
+    def _grid(self, plan: ItemPlan) -> tuple[int, int]:
+        """Return the columns and rows of an image's slices."""
+        columns, rows = plan.parts[0].payload
+        return columns, rows
+
+    def runs(self, plan: ItemPlan) -> Sequence[int]:
+        """Return a run for each piece."""
+        return [part.rows for part in plan.parts]
+
+
+class MiniCPMV46Planner(SlicePlanner):
     """``Planner`` of model type ``minicpmv4_6``. Raises CheckpointError for a missing key or a value of the wrong
     type."""
 
-    options = SLICE_OPTIONS | FRAME_OPTIONS
+    options = FRAME_OPTIONS | {"max_slice_nums", "downsample_mode"}
 
     def __init__(
         self,
@@ -49,81 +142,63 @@ class MiniCPMV46Planner(PlainPlanner):
         )
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
-        """``bounds`` are those of the area of all slices. Raises UnsupportedMedia for a lower one."""
-        bounds = context.bounds
-        if bounds.min_pixels:
-            raise UnsupportedMedia("the model takes no min_pixels")
-        asked = context.options
-        most = int(asked.get("max_slice_nums", self._slices.max_slices))
-        if bounds.max_pixels:
-            most = min(most, bounds.max_pixels // self._slices.scale**2)
-        slices = self._in_mode(self._slices.at_most(most), asked.get("downsample_mode"))
-        cut = slices.cut(header.width, header.height)
-        return self._item_plan(header, cut, self._pieces(cut, slices.unit, [(cut.columns, cut.rows)]), context)
+        """See ``_cut_image``."""
+        slices = self._in_mode(self._slices, context)
+        return self._cut_image(header, context, slices, self._tower(slices.unit))
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Each frame is cut as an image is. Raises UnsupportedMedia for invalid sampling."""
-        slices = self._in_mode(self._frame_slices, context.options.get("downsample_mode"))
+        slices = self._in_mode(self._frame_slices, context)
         cut = slices.cut(header.width, header.height)
         frames = self._sampling.for_request(context.sampling).frames(header)
-        parts = self._pieces(cut, slices.unit, [(frame,) for frame in frames])
-        return self._item_plan(header, cut, parts, context, len(frames))
+        return self._item_plan(header, cut, [(frame,) for frame in frames], context, self._tower(slices.unit))
 
-    def _in_mode(self, slices: Slices, mode: OptionValue | None) -> Slices:
+    def _in_mode(self, slices: Slices, context: ItemContext) -> Slices:
+        mode = context.options.get("downsample_mode")
         return slices if mode is None else slices.in_units(UNITS[str(mode)])
 
-    def _pieces(self, cut: Cut, unit: int, payloads: Sequence[tuple[int, ...]]) -> tuple[ItemPart, ...]:
-        """Return the pieces of images that are cut alike; ``payloads`` are those of each image's whole."""
-        whole, piece = (width * height // self._vision.clip.patch_size**2 for width, height in (cut.whole, cut.slice))
-        costs = self._vision.cost(whole, unit), self._vision.cost(piece, unit)
-        parts, first_row = [], 0
-        for payload in payloads:
-            parts.append(ItemPart(((first_row, whole // unit**2),), whole, costs[0], VISION, payload))
-            first_row += whole // unit**2
-            for _ in range(cut.columns * cut.rows):
-                parts.append(ItemPart(((first_row, piece // unit**2),), piece, costs[1], VISION))
-                first_row += piece // unit**2
-        return tuple(parts)
-
-    def _item_plan(
-        self, header: MediaHeader, cut: Cut, parts: tuple[ItemPart, ...], context: ItemContext, frames: int = 1
-    ) -> ItemPlan:
-        width, height = cut.canvas
-        size = self._vision.clip.patch_size
-        return ItemPlan(
-            modality="video" if isinstance(header, VideoHeader) else "image",
-            header=header,
-            resized_height=height,
-            resized_width=width,
-            grid=(frames, height // size, width // size),
-            rows=sum(rows for part in parts for _, rows in part.runs),
-            patches=sum(part.patches for part in parts),
-            cost=sum(part.cost for part in parts),
-            parts=parts,
-            bounds=context.bounds,
-            sampling=context.sampling,
+    def _tower(self, unit: int) -> PieceTower:
+        return PieceTower(
+            self._vision.clip.patch_size,
+            lambda patches: patches // unit**2,
+            lambda patches: self._vision.cost(patches, unit),
         )
-
-    def label(self, plan: ItemPlan, context: ItemContext) -> str:
-        """Return the item's number among those of its modality."""
-        return f"<image_id>{context.index}</image_id>" if self._numbers else ""
-
-    def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
-        """Return a placeholder for the whole and, in lines, for each slice, between markers; of a video, that for each
-        frame."""
-        piece = spelling(self.placeholder_tokens[plan.modality])
-        columns, rows = self._grid(plan)
-        lines = "\n".join([f"<slice>{piece}</slice>" * columns] * rows)
-        return f"<image>{piece}</image>{lines}" * plan.grid[0]
 
     def _grid(self, plan: ItemPlan) -> tuple[int, int]:
         """Return the columns and rows of the slices of an image or a frame."""
-        if isinstance(plan.header, VideoHeader):
-            cut = self._frame_slices.cut(plan.header.width, plan.header.height)
-            return cut.columns, cut.rows
-        columns, rows = plan.parts[0].payload
-        return columns, rows
+        if not isinstance(plan.header, VideoHeader):
+            return super()._grid(plan)
+        cut = self._frame_slices.cut(plan.header.width, plan.header.height)
+        return cut.columns, cut.rows
 
-    def runs(self, plan: ItemPlan) -> Sequence[int]:
-        """Return a run for each piece."""
-        return [part.rows for part in plan.parts]
+
+class MiniCPMVPlanner(SlicePlanner):
+    """``Planner`` of model type ``minicpmv``. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    options = frozenset(("max_slice_nums",))
+    template_texts: Mapping[str, str] = {"image": IMAGE_TEXT}
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        vision, self._slices = original_vision_config(config), original_slices(config, preprocessor_config)
+        queries = query_num(config, preprocessor_config)
+        cost_model = VisionCostModel(vision.hidden_size, vision.intermediate_size)
+        self._tower = PieceTower(vision.patch_size, lambda _: queries, cost_model.cost)
+        numbers = setting(preprocessor_config, "use_image_id", bool, default=True, file=PREPROCESSOR_FILE)
+        self._numbers = setting(config, "use_image_id", bool, default=numbers)
+        super().__init__(
+            {"image": PLACEHOLDER},
+            context_length=context_length(original_text_config(config)),
+            max_image_pixels=self._slices.max_pixels,
+            max_source_pixels=max_source_pixels,
+        )
+
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
+        """See ``_cut_image``."""
+        return self._cut_image(header, context, self._slices, self._tower)
