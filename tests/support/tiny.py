@@ -328,7 +328,7 @@ def _idefics3(architecture: str, model_type: str) -> Tiny:
     processor = {"image_processor_type": f"{architecture}ImageProcessor", "do_image_splitting": True, "resample": 1}
     processor |= {"size": {"longest_edge": 240}, "max_image_size": {"longest_edge": 88}}
     processor |= {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]}
-    frames = {"size": {"longest_edge": 120}, "max_image_size": {"longest_edge": 88}, "fps": 3, "num_frames": 6}
+    frames = {"size": {"longest_edge": 120}, "fps": 3, "num_frames": 6}
     return Tiny(
         config
         | {"image_token_id": IDS["<|image_pad|>"], "scale_factor": 3, "tie_word_embeddings": False}
