@@ -15,7 +15,7 @@ from triptych.models.idefics3.video import SmolSampling, described
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import frames_plan, sampled_frames
-from triptych.types import FrameSampling, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
 
 AROUND = "<fake_token_around_image>"
 """Token before each tile, and after the last."""
@@ -99,12 +99,12 @@ class SmolVLMPlanner(Idefics3Planner):
         self.placeholder_tokens = {kind: image_token(config) for kind in ("image", "video")}
         self._sampling = SmolSampling.from_config(video_config or {}, 1)
 
-    def _plan_video(self, header: VideoHeader, sampling: FrameSampling) -> ItemPlan:
+    def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
         clip, rows = self._vision.clip, self._vision.rows
-        frames = self._sampling.for_request(sampling).frames(header)
+        frames = self._sampling.for_request(context.sampling).frames(header)
         part = ItemPart(((0, rows),), clip.side**2, clip.cost, VISION)
-        return frames_plan(header, sampling, frames, part, last_rows=rows, side=clip.image_size)
+        return frames_plan(header, context.sampling, frames, part, last_rows=rows, side=clip.image_size)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return that of an image, or a placeholder for each frame of a video, after its time."""
