@@ -18,13 +18,16 @@ from tests.support.checkpoints import load_adapter
 from tests.support.forward import TOWER_TOLERANCE, assert_close
 from tests.support.image_cases import picture, png
 from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of, pixels_of
+from tests.support.tiny import MINICPMV4_6, SLICES
+from triptych.api.media_parts import MediaSettings, check_options
+from triptych.api.schemas import MediaOptions
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput
 from triptych.models.minicpmv.navit import places
-from triptych.models.minicpmv.plan import MiniCPMVPlanner
+from triptych.models.minicpmv.plan import MiniCPMV46Planner, MiniCPMVPlanner
 from triptych.models.minicpmv.preprocess import MiniCPMVPreprocessor
 from triptych.models.minicpmv.resampler import MiniCPMV, shares
 from triptych.prompt.probe import probe_image
@@ -214,3 +217,16 @@ def test_conversations(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"use_image_id": False}))
     alone = PromptBuilder(tmp_path).build([{"role": "user", "content": [image]}])
     assert OLD_IDS["<image_id>"] not in alone.tokens
+
+
+def test_options_of_requests() -> None:
+    """Those of the request reach the plan, and others are refused by name."""
+    options = MediaOptions(max_slice_nums=2, downsample_mode="4x")
+    newer, older = MiniCPMV46Planner(MINICPMV4_6.config, SLICES), MiniCPMVPlanner(CONFIG, PROCESSOR)
+    check_options(newer, options)
+    context = ItemContext(options=MediaSettings.from_options(options).options)
+    plan = newer.plan(ImageHeader("PNG", 300, 200), context)
+    assert plan.num_parts == 3
+    assert plan.patches == 4 * plan.rows
+    with pytest.raises(InvalidRequest, match="downsample_mode; it takes max_slice_nums"):
+        check_options(older, options)
