@@ -117,6 +117,8 @@ class ItemContext(msgspec.Struct, frozen=True):
     """Header of a video's audio track if that is to be encoded, too."""
     siblings: int = 0
     """The request's other items of the same modality."""
+    modalities: frozenset[str] = frozenset()
+    """Of all items of the request."""
     options: Mapping[str, OptionValue] = {}
     """The request's ``mm_processor_kwargs`` that only some families have; all are in the planner's ``options``."""
     index: int = 0

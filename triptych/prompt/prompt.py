@@ -89,6 +89,18 @@ class _UnplacedItem:
     param: str
 
 
+@dataclass(frozen=True)
+class Among:
+    """An item's place among the request's other items."""
+
+    siblings: int
+    """Others of its modality."""
+    modalities: frozenset[str]
+    """Of all items."""
+    index: int
+    """Items of its modality before it."""
+
+
 def media_param(message: int, part: int, field: str) -> str:
     """Return the field that errors name for an item: the one that its bytes came from."""
     return f"messages[{message}].content[{part}].{field}"
@@ -296,14 +308,15 @@ class PromptBuilder:
                     continue
                 param = media_param(i, j, part.get("field", f"{modality}_url.url"))
                 try:
-                    plan, label = self._plan(part, counted, totals[modality] - 1, planned[modality])
+                    among = Among(totals[modality] - 1, frozenset(totals).intersection(PROBES), planned[modality])
+                    plan, label = self._plan(part, counted, among)
                 except MediaError as error:
                     error.param = param
                     raise
                 planned[modality] += 1
                 yield _UnplacedItem(part["data"], plan, label, param)
 
-    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, siblings: int, index: int) -> tuple[ItemPlan, str]:
+    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, among: Among) -> tuple[ItemPlan, str]:
         """Return an item's plan and its label."""
         modality = part["type"]
         if not self._family.takes_media:
@@ -319,9 +332,10 @@ class PromptBuilder:
             part.get("bounds", MODEL_BOUNDS),
             part.get("sampling", MODEL_SAMPLING),
             audio_track,
-            siblings,
-            part.get("options", {}),
-            index,
+            siblings=among.siblings,
+            modalities=among.modalities,
+            options=part.get("options", {}),
+            index=among.index,
         )
         plan = self.planner.plan(header, context)
         counted.add_plan(plan)
