@@ -56,6 +56,19 @@ PAGES = {
             "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
         ),
     ),
+    "phi4mm": Page(
+        "Phi-4-multimodal",
+        ("phi4mm", "phi4_multimodal"),
+        (
+            "The published files hold two LoRAs: requests with images are computed with `vision`, those with audio "
+            "alone with `speech`, and text without one.",
+            "Requests with a LoRA and without share batches.",
+            "`mm_processor_kwargs.dynamic_hd` lowers the largest number of tiles, 36; bounds are refused.",
+            "Transformers' files (`phi4_multimodal`) hold no LoRA, so media are computed without one.",
+            "Audio is projected otherwise in requests that have images, too.",
+            "Each clip goes through the tower by itself; Transformers pads those of a request to one length.",
+        ),
+    ),
     "glm-v": Page(
         "GLM-4.1V, GLM-4.5V and GLM-4.6V",
         ("glm4v", "glm46v", "glm4v_moe"),

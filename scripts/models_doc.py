@@ -92,6 +92,14 @@ CHECKS = (
         columns=("answers", "split", "split P/D"),
     ),
     Check(
+        "answers of requests with LoRAs",
+        "32 greedy tokens equal to those of models with the LoRA merged into the weights, in batches with requests "
+        "without one, with each stage on its own, in chunks of 7, and when instances are lost",
+        "tests/parity/test_loras.py",
+        {"phi4mm"},
+        columns=("plan", "pixels", "answers", "split", "split P/D"),
+    ),
+    Check(
         "answers of other models",
         f"the same{SLOW}",
         "tests/parity/test_families.py",
@@ -110,7 +118,7 @@ CHECKS = (
         "audio",
         "tokens equal, features within 1e-4, embeddings within 1e-5; answers as above, also beside images",
         "tests/models, tests/layers, tests/parity",
-        {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY},
+        {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY} | {"phi4mm"},
         columns=("audio",),
     ),
     Check(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
-from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_tiny
+from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_published_phi4, make_tiny
 from triptych.checkpoint.outline import META, Outline
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import ModelAdapter
@@ -53,6 +53,10 @@ def test_families(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", BACKBONES)
 def test_backbones(tmp_path: Path, name: str) -> None:
     check(make_tiny(tmp_path, BACKBONES[name]))
+
+
+def test_published_files_of_phi4(tmp_path: Path) -> None:
+    check(make_published_phi4(tmp_path))
 
 
 def test_original_files_of_internvl(tmp_path: Path) -> None:

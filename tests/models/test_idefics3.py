@@ -22,9 +22,10 @@ from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, Media
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.idefics3.encoder import Idefics3, places
+from triptych.models.idefics3.encoder import Idefics3
 from triptych.models.idefics3.plan import Idefics3Planner
 from triptych.models.idefics3.preprocess import Idefics3Preprocessor
+from triptych.models.shared.shares import places
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader

@@ -97,7 +97,9 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
             folder, config=Qwen3OmniMoeThinkerConfig(**thinker), dtype=dtype
         )
         return loaded.eval().requires_grad_(False)
-    loaded = model_class(config["architectures"][0]).from_pretrained(folder, dtype=dtype)
+    # transformers' other attention makes Phi-4's tiles causal where no patch is masked
+    eager = {"attn_implementation": "eager"} if config["model_type"] == "phi4_multimodal" else {}
+    loaded = model_class(config["architectures"][0]).from_pretrained(folder, dtype=dtype, **eager)
     return loaded.eval().requires_grad_(False)
 
 

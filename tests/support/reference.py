@@ -17,11 +17,13 @@ from tests.support.checkpoints import load_reference
 from tests.support.forward import media_types
 from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
+from tests.support.phi4 import Phi4Pixels, phi4_rows
 from triptych.prompt.prompt import PlannedPrompt
 
 UNUSED = ("num_patches", "num_crops", "num_patches_per_image", "grids")
 """What image processors return, and models don't take."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "Phi4MultimodalImageProcessor": Phi4Pixels,
     "Llama4ImageProcessor": Llama4Pixels,
     "KimiVLImageProcessor": KimiVLPixels,
     "Kimi_K25ImageProcessor": KimiK25Pixels,
@@ -39,7 +41,8 @@ def image_processor(folder: Path) -> Any:
 
 def image_features(model: Any, inputs: dict[str, Tensor]) -> Any:
     """What transformers makes of images for the language model."""
-    return projected(model, inputs) if model.config.model_type == "llama4" else model.get_image_features(**inputs)
+    own = {"llama4": projected, "phi4_multimodal": phi4_rows}.get(model.config.model_type)
+    return model.get_image_features(**inputs) if own is None else own(model, inputs)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ RELEASED = {
         QWEN3_SIZE,
         depth="depth",
     ),
+    "phi4_multimodal": Released(
+        "Phi-4-multimodal-instruct",
+        {"hidden_size": 3072, "vision_config": SO400M | {"image_size": 448, "crop_size": 448}},
+        {"size": _square(448), "dynamic_hd": 36},
+    ),
     "glm4v": Released(
         "GLM-4.1V-9B-Thinking",
         {

@@ -6,6 +6,7 @@ switched on.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -358,6 +359,32 @@ MINICPMV4_6 = Tiny(
 )
 
 
+PHI4_AUDIO = {"hidden_size": 24, "intermediate_size": 36, "num_blocks": 2, "num_attention_heads": 2, "left_chunk": 3}
+PHI4_AUDIO |= {"ext_pw_out_channel": 24, "depthwise_separable_out_channel": 24, "nemo_conv_channels": 8}
+PHI4_AUDIO |= {"bias_max_distance": 10, "audio_token_id": HEARING_IDS["<|audio_pad|>"]}
+PHI4 = Tiny(
+    {"architectures": ["Phi4MultimodalForCausalLM"], "model_type": "phi4_multimodal", "tie_word_embeddings": False}
+    | LLAMA_TEXT
+    | {
+        "vocab_size": len(HEARING_IDS) + 256,
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.75,
+        "rope_theta": 1e4,
+    }
+    | {"original_max_position_embeddings": 2048, "sliding_window": None}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.1, 1.3, 1.7, 2.0, 2.5, 3.0], "long_factor": [9.0] * 6}}
+    | {
+        "vision_config": {name: SIGLIP_TOWER[name] for name in SIGLIP_TOWER if "use_head" not in name}
+        | {"model_type": "phi4_multimodal_vision", "image_size": 56, "crop_size": 56}
+        | {"image_token_id": IDS["<|image_pad|>"]},
+        "audio_config": PHI4_AUDIO,
+    },
+    preprocessor={"image_processor_type": "Phi4MultimodalImageProcessor", "dynamic_hd": 12}
+    | {"size": {"height": 56, "width": 56}},
+    ids=HEARING_IDS,
+)
+
 GLM_TOKENS = {f"{kind}_token_id": IDS[f"<|{kind}_pad|>"] for kind in ("image", "video")}
 GLM_TOKENS |= {
     f"{kind}_{part}_token_id": IDS[f"<|vision_{part}|>"] for kind in ("image", "video") for part in ("start", "end")
@@ -598,6 +625,7 @@ OWN_TOWERS = {
     "kimi_vl": _kimi_vl(),
     "kimi_k25": _kimi_k25(),
     "idefics3": _idefics3("Idefics3", "idefics3"),
+    "phi4_multimodal": PHI4,
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
     "minicpmv4_6": MINICPMV4_6,
     "internvl": Tiny(
@@ -722,6 +750,88 @@ def make_original_internvl(folder: Path, seed: int = 1) -> Path:
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|image_pad|>", "<image>"))
     return folder
+
+
+PHI4_LORAS = {"vision": (6, 3.0), "speech": (4, 8.0)}
+"""Ranks and alphas."""
+STRINGS_ALONE = """\
+{%- for message in messages -%}
+{{ '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+"""A template like the published one of Phi-4-multimodal."""
+
+
+def make_published_phi4(folder: Path, seed: int = 1) -> Path:
+    """Writes the tiny ``phi4_multimodal`` as published (``phi4mm``), with both LoRAs, and returns the folder."""
+    names = {"<|image_pad|>": "<|endoftext10|>", "<|audio_pad|>": "<|endoftext11|>"}
+    ids = {names.get(token, token): number for token, number in HEARING_IDS.items()}
+    make_tiny(folder, replace(PHI4, ids=ids), seed=seed)
+    weights, random = {}, torch.Generator().manual_seed(seed)
+    for name, weight in load_file(folder / "model.safetensors").items():
+        new = name
+        for published, theirs in PHI4_NAMES:
+            new = re.sub(theirs, published, new)
+        weights[new] = weight.clone()
+        if "_proj.weight" in name and ".layers." in name and "embed_tokens_extend" not in name:
+            stem = name.removesuffix(".weight")
+            weights[f"{stem}.base_layer.weight"] = weights.pop(new)
+            for lora, (rank, _) in PHI4_LORAS.items():
+                for kind, shape in {"A": (rank, weight.shape[1]), "B": (weight.shape[0], rank)}.items():
+                    weights[f"{stem}.lora_{kind}.{lora}.weight"] = torch.randn(shape, generator=random) * 0.2
+    # transformers fails when a placeholder is generated
+    weights["lm_head.weight"][[HEARING_IDS["<|image_pad|>"], HEARING_IDS["<|audio_pad|>"]]] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config: dict[str, Any] = {name: it for name, it in PHI4.config.items() if name != "audio_config"}
+    config |= {"model_type": "phi4mm", "architectures": ["Phi4MMForCausalLM"], "img_processor": None}
+    config |= {f"{lora}_lora": {"r": rank, "lora_alpha": alpha} for lora, (rank, alpha) in PHI4_LORAS.items()}
+    config |= {
+        "embd_layer": {
+            "image_embd_layer": {"image_token_compression_cls": "avg_pool_2d", "projection_cls": "mlp"}
+            | {"use_hd_transform": True, "with_learnable_separator": True, "hd_transform_order": "sub_glb"}
+            | {"crop_size": 56},
+            "audio_embd_layer": {"downsample_rate": 1, "compression_rate": 8, "projection_cls": "mlp"},
+        },
+        "audio_processor": {"name": "cascades", "config": PUBLISHED_PHI4_AUDIO},
+    }
+    write_json(folder / "config.json", config)
+    (folder / "chat_template.jinja").write_text(STRINGS_ALONE)
+    return folder
+
+
+PUBLISHED_PHI4_AUDIO: dict[str, Any] = {
+    **{name: PHI4_AUDIO[name] for name in ("num_blocks", "left_chunk", "ext_pw_out_channel")},
+    "attention_dim": 24,
+    "attention_heads": 2,
+    "linear_units": 36,
+    "depthwise_seperable_out_channel": 24,
+    "causal": True,
+    "batch_norm": False,
+    "chunk_size": -1,
+    "time_reduction": 8,
+    "cnn_layer_norm": True,
+    "input_layer": "nemo_conv",
+    "input_size": 80,
+    "activation_checkpointing": "",
+    "encoder_embedding_config": {"input_size": 80},
+    "nemo_conv_settings": {"conv_channels": 8},
+    "relative_attention_bias_args": {"type": "t5", "t5_bias_max_distance": 10},
+}
+
+PHI4_NAMES = (
+    (r"image_embed.img_projection.0.", r"image_embed\.img_projection_up\."),
+    (r"image_embed.img_projection.2.", r"image_embed\.img_projection_down\."),
+    (r"image_embed.glb_GN", r"image_embed\.global_img_feature_extensor"),
+    (r"image_embed.sub_GN", r"image_embed\.sub_img_feature_extensor"),
+    (r"audio_projection.\1.0.", r"up_proj_for_(speech|vision)(_speech)?\."),
+    (r"audio_projection.\1.2.", r"down_proj_for_(speech|vision)(_speech)?\."),
+    (r"feed_forward_\1.net.0.linear", r"feed_forward_(in|out)\.gate_up_proj"),
+    (r"feed_forward_\1.net.2", r"feed_forward_(in|out)\.down_proj"),
+    (r"\1.self_attn.linear_\2", r"(audio_embed\.encoder\.encoders\.\d+)\.self_attn\.([qkv])_proj"),
+    (r"\1.self_attn.linear_out", r"(audio_embed\.encoder\.encoders\.\d+)\.self_attn\.o_proj"),
+)
+"""Published names, and patterns of transformers', applied in order."""
 
 
 def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:

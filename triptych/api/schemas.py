@@ -262,6 +262,8 @@ class MediaOptions(StrictModel):
     """Most slices that an image is cut into."""
     downsample_mode: Literal["4x", "16x"] | None = None
     """Patches that become one embedding: ``4x`` for four times as many embeddings as ``16x``."""
+    dynamic_hd: int | None = Field(None, ge=1, le=36)
+    """Largest number of tiles that Phi-4-multimodal cuts an image into."""
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────

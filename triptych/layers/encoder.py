@@ -163,8 +163,9 @@ def _pack_linears(
 
 
 def _is_projection(convolution: nn.Conv2d | nn.Conv3d) -> bool:
-    """Return whether a convolution's inputs don't overlap."""
-    return convolution.kernel_size == convolution.stride and not any(convolution.padding)
+    """Return whether a convolution's inputs are patches that don't overlap."""
+    is_pointwise = set(convolution.kernel_size) == {1}
+    return convolution.kernel_size == convolution.stride and not any(convolution.padding) and not is_pointwise
 
 
 class PatchProjection(nn.Module):

@@ -104,6 +104,11 @@ class TowerLayer(nn.Module):
         else:
             normed = self.attention_norm(hidden_states)
             attended = self.attention.attended(normed, cu_seqlens, position_embeddings)
+        return self.finish(hidden_states, attended)
+
+    def finish(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output, a new tensor [T, hidden], for its input [T, hidden] and what attention's output
+        projection takes, [T, heads * head_dim]."""
         if self.compiled_finish is not None:
             return self.compiled_finish(hidden_states, attended)
         hidden = hidden_states + self.attention.output(attended)

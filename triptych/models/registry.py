@@ -179,6 +179,15 @@ INTERNVL = Family(
     modalities=("text", "image", "video"),
 )
 
+PHI4MM = Family(
+    name="Phi-4-multimodal",
+    backbone=f"{BACKBONES}.phi3:PHI3",
+    planner="triptych.models.phi4mm.plan:Phi4MMPlanner",
+    preprocessor="triptych.models.phi4mm.preprocess:Phi4MMPreprocessor",
+    adapter="triptych.models.phi4mm.encoder:Phi4MM",
+    modalities=("text", "image", "audio"),
+)
+
 WITH_TOWER = "+"
 FAMILIES = {
     "qwen2": _text("Qwen2, Qwen2.5", "qwen2:QWEN2"),
@@ -249,6 +258,8 @@ FAMILIES = {
         modalities=("text", "image", "video"),
     ),
     "internvl": INTERNVL,
+    "phi4_multimodal": replace(PHI4MM, name="Phi-4-multimodal (transformers' files)"),
+    "phi4mm": PHI4MM,
     "internvl_chat": replace(
         INTERNVL,
         name="InternVL2.5, InternVL3, InternVL3.5 (original files)",

@@ -14,23 +14,12 @@ from triptych.models.idefics3.config import ShuffledConfig, text_config, vision_
 from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import load_clip
 from triptych.models.shared.settings import setting
+from triptych.models.shared.shares import places
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
 PROJECTOR = "projector"
-
-
-def places(side: int) -> Tensor:
-    """Return the rows of the table of positions that the patches of a tile have: int64 [side²].
-
-    A patch's place is a share of the side, and shares are put into as many buckets. Rounding puts some of them into the
-    one before, as in the reference.
-    """
-    boundaries = torch.arange(1 / side, 1.0, 1 / side)
-    shares = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
-    buckets = torch.bucketize(shares, boundaries, right=True)
-    return (buckets[:, None] * side + buckets).flatten()
 
 
 class Idefics3Tower(nn.Module):

@@ -1,0 +1,101 @@
+"""Plans the images, audio and prompts of Phi-4-multimodal. Frontend; numpy only."""
+
+from typing import Any
+
+from triptych.models.backbones.rope import context_length
+from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings, check_extractor
+from triptych.models.phi4mm.config import SPEECH_LORA, VISION_LORA, audio_token, image_token, loras, vision_config
+from triptych.models.phi4mm.tiles import canvas_of, grid_of, most_tiles
+from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS
+from triptych.models.shared.settings import setting
+from triptych.types import NO_CONTEXT, AudioHeader, ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader
+
+LORA_OF = {"image": VISION_LORA, "audio": SPEECH_LORA}
+"""A request with images and audio has the vision LoRA."""
+
+
+class Phi4MMPlanner(PlainPlanner):
+    """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type.
+
+    An image has two parts: all tiles, since lines of embeddings go through several, and then the whole. A part's
+    payload is the grid of tiles: columns and rows, or nothing for the whole. A clip is one part, whose payload is 1 if
+    the request has images, too: then audio is projected otherwise.
+    """
+
+    options: frozenset[str] = frozenset(("dynamic_hd",))
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        preprocessor_config: dict[str, Any],
+        video_config: dict[str, Any] | None = None,
+        *,
+        max_source_pixels: int = MAX_SOURCE_PIXELS,
+    ) -> None:
+        self._vision = vision_config(config)
+        self._tile = self._vision.clip
+        self._most = most_tiles(preprocessor_config, self._tile.image_size)
+        super().__init__(
+            {"image": image_token(config), "audio": audio_token(config)},
+            context_length=context_length(config),
+            max_image_pixels=self._most * self._tile.image_size**2,
+            max_source_pixels=max_source_pixels,
+        )
+        audio = audio_settings(config)
+        self._audio_layers = setting(audio, "num_blocks", int, default=24)
+        self._audio_hidden = setting(audio, "hidden_size", int, default=1024)
+        check_extractor(preprocessor_config)
+        known = {lora.name for lora in loras(config)}
+        self.loras = {modality: lora for modality, lora in LORA_OF.items() if lora in known}
+
+    def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
+        """Plan an image or a clip. Raises as ``PlainPlanner`` does, and BadMediaSize for a clip shorter than a
+        window."""
+        return self._plan_audio(header, context) if isinstance(header, AudioHeader) else super().plan(header, context)
+
+    def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:
+        frames = LogFilterbank.num_frames(header.resampled(RATE))
+        rows = -(-frames // STRIDE)
+        tile = self._tile  # an image's patch is the unit of cost
+        cost = rows * self._audio_layers * self._audio_hidden**2 / (tile.num_layers * tile.hidden_size**2)
+        part = ItemPart(((0, rows),), frames, cost, AUDIO, (int("image" in context.modalities),))
+        return ItemPlan(
+            modality="audio",
+            header=header,
+            resized_height=0,
+            resized_width=0,
+            grid=(frames, 1, 1),
+            rows=rows,
+            patches=frames,
+            cost=cost,
+            parts=(part,),
+        )
+
+    def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
+        """``dynamic_hd`` of the request is the largest number of tiles, which an upper bound of the area limits, too.
+        Raises BadMediaSize for a thin image."""
+        tile, most = self._tile, int(context.options.get("dynamic_hd", self._most))
+        if context.bounds.max_pixels:
+            most = min(most, max(context.bounds.max_pixels // tile.image_size**2, 1))
+        grid = grid_of(header.width, header.height, tile.image_size, most)
+        canvas = canvas_of(header.width, header.height, grid, tile.image_size, tile.patch_size)
+        tiles, first = grid[0] * grid[1], canvas.embeddings
+        whole = self._vision.whole_rows
+        parts = (
+            ItemPart(((0, first),), tiles * tile.side**2, tiles * tile.cost, VISION, grid),
+            ItemPart(((first, whole),), tile.side**2, tile.cost, VISION),
+        )
+        return ItemPlan(
+            modality="image",
+            header=header,
+            resized_height=canvas.rows * tile.image_size,
+            resized_width=canvas.columns * tile.image_size,
+            grid=(1, canvas.rows * tile.side, canvas.columns * tile.side),
+            rows=first + whole,
+            patches=(tiles + 1) * tile.side**2,
+            cost=(tiles + 1) * tile.cost,
+            parts=parts,
+            bounds=context.bounds,
+        )
