@@ -366,7 +366,7 @@ PHI4 = Tiny(
     {"architectures": ["Phi4MultimodalForCausalLM"], "model_type": "phi4_multimodal", "tie_word_embeddings": False}
     | LLAMA_TEXT
     | {
-        "vocab_size": len(HEARING_IDS) + 256,
+        "vocab_size": len(HEARING_IDS) + 257,  # even, for two ranks
         "num_hidden_layers": 3,
         "pad_token_id": 0,
         "partial_rotary_factor": 0.75,
