@@ -128,6 +128,16 @@ def test_a_span_as_large_as_a_step_does_not_wait_for_answers_to_end() -> None:
     assert all(one.num_generated >= steps // 2 for one in answers), "answers go on in every second step"
 
 
+def test_a_span_is_computed_once_all_of_it_is_ready() -> None:
+    """Also if the newest token is its last, and waits for the grammar's mask."""
+    scheduler = Scheduler(CacheManager([PagePool(1000, 1)]), 4, 16)
+    scheduler.add(request("spans", [Span(2, 8, True)], 10))
+    run(scheduler, scheduler.schedule(lambda one: 9))
+    assert not scheduler.schedule(lambda one: 9).chunks
+    (chunk,) = scheduler.schedule(lambda one: 10).chunks
+    assert (chunk.start, chunk.length) == (2, 8)
+
+
 # ── receive pools ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -169,6 +179,20 @@ def test_a_pool_of_one_block_serves_spans_of_several_blocks(folder: Path) -> Non
             expected = expected or answers
             assert answers == expected
             assert answers[0] != answers[1], "the rows matter"
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4])
+def test_a_span_waits_for_no_earlier_item_that_is_not_offered(folder: Path, blocks: int) -> None:
+    """One block is reserved for the earlier item, so that the span has fewer than it needs."""
+    engine = replace(ENGINE, receive_blocks=blocks, max_num_batched_tokens=MEDIA_ROWS)
+    with engine_instances(folder, engine, pd=Role.PD) as instances:
+        encoder = instances.encoder("a")
+        instances.give("pd", atomic(generate("earlier", media=True, salt="earlier")))
+        earlier = instances.needed("earlier")
+        later = answer(instances, "later", encoder, 0)
+        encoder.offer(instances.address("pd"), earlier)
+        encoder.provide(earlier)
+        assert instances.tokens("earlier") == later
 
 
 def test_rows_that_were_copied_survive_their_encoder(folder: Path) -> None:

@@ -115,12 +115,16 @@ class EmbeddingSource:
         return MediaEmbeddings(torch.from_numpy(np.concatenate(index)), rows)
 
     def make_room(self) -> bool:
-        """Copy landed rows out of the receive pool if a transfer that all others wait for needs their blocks.
+        """Copy landed rows of atomic spans out of the receive pool where the transfer gets no blocks for others.
 
-        Without it, a pool that can't hold all rows of an atomic span would wait for them forever. Returns whether
-        blocks were freed. There are copies of at most one span for each block.
+        Without it, a span that needs more blocks than its transfer may hold would wait for them forever, or as long as
+        earlier transfers do. Returns whether blocks were freed. There are copies of at most one span for each item.
         """
-        if (transfer := self._receiver.starved()) is None or (active := self._incoming.request_of(transfer)) is None:
+        freed = [self._copy_out(transfer) for transfer in self._receiver.starved()]
+        return any(freed)
+
+    def _copy_out(self, transfer: TransferId) -> bool:
+        if (active := self._incoming.request_of(transfer)) is None:
             return False
         (item,) = (item for item in active.items if item.transfer == transfer)
         consumed, landed = self._receiver.consumed(transfer), self._receiver.landed(transfer)

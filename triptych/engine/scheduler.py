@@ -343,12 +343,14 @@ class Scheduler:
 
     def _between_spans(self, request: Request, length: int, room: int) -> int:
         """Return the length of the request's next chunk, about ``length``, that doesn't end within an atomic span; 0 if
-        ``room`` tokens aren't enough for its next span."""
+        its next span isn't ready or ``room`` tokens aren't enough for it."""
         span = request.span_across(request.num_computed + length)
         if span is None:
             return length
         if span.start > request.num_computed:
             return span.start - request.num_computed
+        if span.end > request.num_ready:
+            return 0
         whole = span.end - request.num_computed
         if whole <= room:
             return whole

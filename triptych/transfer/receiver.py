@@ -122,12 +122,11 @@ class Receiver:
         """Return how many rows, from row 0 on, have been consumed, or weren't needed."""
         return self._transfers[transfer].consumed
 
-    def starved(self) -> TransferId | None:
-        """Return the head of the queue if it holds landed rows but no grant of others, after ``grant``: it gets further
-        blocks once these are consumed."""
-        head = min((t for t in self._transfers.values() if t.queued), key=lambda t: t.position, default=None)
-        waits = head is not None and head.reachable and not head.grants and head.consumed < head.landed
-        return head.transfer if head is not None and waits else None
+    def starved(self) -> list[TransferId]:
+        """Return the transfers that hold landed rows but no grant of others, after ``grant``, in queue order: each may
+        get further blocks only once these are consumed."""
+        queue = sorted((t for t in self._transfers.values() if t.queued), key=lambda t: t.position)
+        return [t.transfer for t in queue if t.reachable and not t.grants and t.consumed < t.landed]
 
     @property
     def transfers(self) -> Collection[TransferId]:
