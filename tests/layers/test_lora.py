@@ -137,6 +137,11 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
         adapter: Any = load_adapter(folder)
         adapter.decoder_config = replace(adapter.decoder_config, loras=(*specs, replace(specs[0], name="other")))
         adapter.load_decoder(Checkpoint(folder), FP32, CPU)
+    with pytest.raises(CheckpointError, match=r"'seen' lacks .*down_proj'; a LoRA is served if it has all layers"):
+        adapter.decoder_config = replace(
+            adapter.decoder_config, loras=(replace(specs[0], layers=specs[0].layers[:-1]),)
+        )
+        adapter.load_decoder(Checkpoint(folder), FP32, CPU)
     with pytest.raises(CheckpointError, match="attention and dense MLPs alone"):
         replace(load_adapter(make_tiny(tmp_path, "qwen3_moe")).decoder_config, loras=specs)
 

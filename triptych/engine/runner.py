@@ -203,10 +203,7 @@ def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
 
 def lora_batch(chunks: Sequence[Chunk]) -> LoraBatch | None:
     """Return the LoRAs of a step's tokens."""
-    numbers = [chunk.request.lora for chunk in chunks]
-    if not any(number is not None for number in numbers):
-        return None
-    return LoraBatch([number for chunk, number in zip(chunks, numbers, strict=True) for _ in range(chunk.length)])
+    return LoraBatch.of([chunk.request.lora for chunk in chunks for _ in range(chunk.length)])
 
 
 def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:

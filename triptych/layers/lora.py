@@ -26,9 +26,9 @@ class LoraBatch:
     """Of their rows."""
 
     @classmethod
-    def of(cls, numbers: Sequence[int | None]) -> "LoraBatch | None":
-        """Return the LoRAs of tokens in host memory, None if none has one."""
-        return cls(numbers) if any(number is not None for number in numbers) else None
+    def of(cls, numbers: Sequence[int | None], device: torch.device = CPU) -> "LoraBatch | None":
+        """Return the LoRAs of tokens, None if none has one."""
+        return cls(numbers, device) if any(number is not None for number in numbers) else None
 
     @cached_property
     def rows(self) -> list[tuple[int, Tensor | None]]:
@@ -41,8 +41,7 @@ class LoraBatch:
 
     def of_tokens(self, rows: Tensor) -> "LoraBatch | None":
         """Return the LoRAs of some of the tokens, int64 [R], None if none of them has one."""
-        numbers = [self.numbers[row] for row in rows.tolist()]
-        return LoraBatch(numbers, self.device) if any(number is not None for number in numbers) else None
+        return LoraBatch.of([self.numbers[row] for row in rows.tolist()], self.device)
 
 
 class LoraLinear(Linear):

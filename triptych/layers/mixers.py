@@ -90,10 +90,8 @@ class Attention(nn.Module):
         and values to the layer's ``cache``, unless that is another layer's, which has done so."""
         keys, values = cache
         heads, kv_heads, _ = self.head_counts
-        # a new tensor, in which queries and keys are rotated in place
-        qkv = with_loras(self.qkv, hidden, context.loras).unflatten(
-            -1, (-1, self.head_dim)
-        )  # [T, gates + heads + 2 kv_heads, head_dim]
+        # a new tensor [T, gates + heads + 2 kv_heads, head_dim], in which queries and keys are rotated in place
+        qkv = with_loras(self.qkv, hidden, context.loras).unflatten(-1, (-1, self.head_dim))
         gates, qkv = qkv.tensor_split((self.num_gates,), dim=1)
         if self.normalises_values:
             qkv = self.qk_norm(qkv)

@@ -163,15 +163,13 @@ class WeightReader:
     def _with_loras(
         self, linear: Linear, stored: Sequence[tuple[str, int, slice | Tensor]], inputs: slice, in_features: int
     ) -> Linear:
-        """Return a layer with its LoRAs, which are never quantized; the layer itself if it has none. ``stored`` are its
-        parts, and the outputs of each that are this rank's; so are ``inputs``."""
+        """Return a layer with its LoRAs, which are never quantized; the layer itself if the model has none.
+        ``stored`` are its parts, and the outputs of each that are this rank's; so are ``inputs``."""
         downs, ups = [], []
         for lora in self._loras:
             names = [name for name, _, _ in stored if name.endswith(lora.layers)]
-            if not names:
-                return linear
-            if len(names) < len(stored):
-                raise CheckpointError(f"LoRA {lora.name!r} has {names[0]!r}, but not all that is served as one layer")
+            if missing := [name for name, _, _ in stored if name not in names]:
+                raise CheckpointError(f"LoRA {lora.name!r} lacks {missing[0]!r}; a LoRA is served if it has all layers")
             kinds = [{kind: f"{name}.lora_{kind}.{lora.name}.weight" for kind in "AB"} for name in names]
             down = [self.tensor(one["A"], (lora.rank, in_features))[:, inputs] for one in kinds]
             up = [
