@@ -4,9 +4,8 @@ The keys and values of a token depend on all tokens up to it, including the cont
 these, and from whether the request is long, where ropes depend on that. So a page's hash covers the previous page's
 hash, the page's tokens, and which rows of which item its media tokens stand for. The first hash covers the layout of
 the KV cache, and with it the model and the dtypes: no two models share a page. It covers whether the request is long,
-and its LoRA.
-It covers the request's salt as well: clients with different salts share no pages, and so cannot infer each other's
-prompts from response times.
+its LoRA, and its salt as well: clients with different salts share no pages, and so cannot infer each other's prompts
+from response times.
 """
 
 from array import array

@@ -55,15 +55,15 @@ class EncodedItems:
         return len(self._num_bytes)
 
 
-def prefix_hashes(tokens: Sequence[int], items: Sequence[PlannedItem], salt: str) -> list[bytes]:
-    """Return the hashes of some of a prompt's prefixes, shortest first: each covers the salt, the tokens and the items
-    that begin in it. Empty for a prompt of fewer than ``PREFIX_STEP`` tokens.
+def prefix_hashes(tokens: Sequence[int], items: Sequence[PlannedItem], salt: str, lora: str = "") -> list[bytes]:
+    """Return the hashes of some of a prompt's prefixes, shortest first: each covers the salt, the LoRA, the tokens and
+    the items that begin in it. Empty for a prompt of fewer than ``PREFIX_STEP`` tokens.
 
     Lengths depend on nothing else, so that prompts with a common prefix have its hashes in common. There are at most
     ``STEPS_PER_DOUBLING`` for each doubling of the length, beside the first 32."""
     data, hashes = memoryview(array("q", tokens)).cast("B"), []
     waiting = sorted(items, key=lambda item: item.placement.start, reverse=True)
-    previous, start = salt.encode(), 0
+    previous, start = salt.encode() + (f"\0{lora}".encode() if lora else b""), 0
     while (end := start + max(PREFIX_STEP, (1 << start.bit_length()) // (2 * STEPS_PER_DOUBLING))) <= len(tokens):
         digest = blake3(previous)
         digest.update(data[8 * start : 8 * end])

@@ -109,7 +109,8 @@ class RequestState:
     @cached_property
     def prefix_hashes(self) -> list[bytes]:
         """As ``caches.prefix_hashes``."""
-        return prefix_hashes(self.generate.tokens, self.prompt.items, self.generate.cache_salt)
+        generate = self.generate
+        return prefix_hashes(generate.tokens, self.prompt.items, generate.cache_salt, generate.lora)
 
     @property
     def on_trial(self) -> bool:
