@@ -114,10 +114,12 @@ def test_only_known_activations_are_replaced() -> None:
     assert gates_with_factors(nn.ModuleList([_Block(nn.ReLU())]), {"_Block"}) == {}
     assert gates_with_factors(nn.ModuleList([_Block(nn.SiLU())]), {"_Block"}) == {"0.gate_proj": "0.up_proj"}
     block = nn.ModuleList([_Block(nn.ReLU())])
-    with pytest.raises(InternalError, match="ModuleList has no replaceable _Block"):
+    with pytest.raises(InternalError, match="ModuleList's 0 is no _Block that can be replaced"):
         use_our_modules(block, in_bf16=False, replaced={"_Block"})
     assert isinstance(block[0], _Block)
     assert isinstance(block[0].act_fn, nn.ReLU)
+    with pytest.raises(InternalError, match="ModuleList has no replaceable Block"):
+        use_our_modules(block, in_bf16=False, replaced={"Block"})
 
 
 def test_only_named_classes_are_replaced(folders: dict[str, Path]) -> None:

@@ -12,7 +12,7 @@ from triptych.layers.state_tensors import StateBatch
 
 _HEADER = 9
 """Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
-requests have states and LoRAs, and tokens have ends of keys."""
+there are states, LoRAs, and ends of keys."""
 _NO_LORA = -1
 
 
@@ -42,8 +42,8 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
 def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> ForwardBatch:
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
-    tokens, media, logits, requests, num_groups, pages, *has = _receive(group, _HEADER).tolist()
-    has_state, has_loras, has_ends = has
+    header = _receive(group, _HEADER).tolist()
+    tokens, media, logits, requests, num_groups, pages, has_state, has_loras, has_ends = header
     lens, by_group = num_groups * requests, num_groups * tokens
     states = requests * has_state
     lists = [requests, lens, lens, states, states, has_loras * tokens]

@@ -131,7 +131,8 @@ def gates_with_factors(module: nn.Module, replaced: Collection[str]) -> dict[str
 
 def use_our_modules(module: nn.Module, in_bf16: bool, replaced: Collection[str]) -> None:
     """Put our modules in place of those in ``module`` that are of the classes ``replaced``, layer norms or activations,
-    after its weights have been loaded. Raises InternalError if a class is missing or has no equivalent.
+    after its weights have been loaded. Raises InternalError if a module of these classes has no equivalent, or none is
+    of one of them.
 
     ``in_bf16`` is as in ``TowerAttention``.
     """
@@ -142,6 +143,8 @@ def use_our_modules(module: nn.Module, in_bf16: bool, replaced: Collection[str])
         if name and ours is not None:
             missing.discard(kind)
             module.set_submodule(name, ours)
+        elif kind in replaced:
+            raise InternalError(f"{type(module).__name__}'s {name} is no {kind} that can be replaced")
     if missing:
         raise InternalError(f"{type(module).__name__} has no replaceable {', '.join(sorted(missing))}")
 
