@@ -46,6 +46,17 @@ PAGES = {
             "Layers of multi-token prediction (`mtp.*`) aren't loaded.",
         ),
     ),
+    "qwen2.5-omni": Page(
+        "Qwen2.5-Omni",
+        ("qwen2_5_omni", "qwen2_5_omni_thinker"),
+        (
+            "The thinker is served: answers are text.",
+            "A second of audio becomes 25 tokens, and a clip has at most the seconds of `chunk_length` (300).",
+            f"With `{SOUND_OPTION}`, a video's first audio track is used, too, in turns with its frames.",
+            "A turn is `seconds_per_chunk` long.",
+            "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
+        ),
+    ),
     "qwen3-omni": Page(
         "Qwen3-Omni",
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),

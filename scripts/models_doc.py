@@ -125,7 +125,7 @@ CHECKS = (
         "videos with soundtracks",
         "token order, positions and answers equal to those with `use_audio_in_video`, from MP4, WebM and Matroska",
         "tests/models, tests/parity/test_heard_videos.py",
-        {families.HEARD_VIDEOS},
+        families.HEARD_VIDEOS,
     ),
     Check(
         "answers to text",

@@ -111,7 +111,7 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
     folder = tiny(name, "published")
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     towers: list[Any] = list(tower.towers.values()) if isinstance(tower, MultiTowerEncoder) else [tower]
-    for module in (one.module for one in towers):
+    for module in (getattr(one, "module", one) for one in towers):
         assert all(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)

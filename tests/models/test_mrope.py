@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
+import transformers
 
 from tests.support.families import ROPE_INDEX
 from tests.support.planners import BOUNDS, config_of, planner_of, random_sound, random_video, seconds_of
-from tests.support.tiny import GLM, TINY
+from tests.support.tiny import GLM, OMNI, TINY
 from triptych.errors import PlanMismatch
 from triptych.models.base import AUDIO, Planner
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
@@ -88,8 +87,8 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
     mix = Mix(with_audio=planner.audio_in_video and source.random() < 0.5)
     mix.add_text(source.choice([0, 1, 20]))
     for _ in range(source.randrange(6)):
-        marks = None if family != "qwen3_omni_moe" and source.random() < 0.3 else seen
-        if family == "qwen3_omni_moe" and source.random() < 0.4:
+        marks = None if family not in OMNI and source.random() < 0.3 else seen
+        if family in OMNI and source.random() < 0.4:
             plan = planner.plan(random_sound(source))
             marks = config["audio_start_token_id"], TEXT
         elif source.random() < 0.5:
@@ -106,16 +105,16 @@ def random_mix(source: random.Random, family: str, planner: Planner) -> Mix:
             mix.add(planner, plan, marks)
         mix.add_text(source.choice([1, 2, 30]))
     if mix.plans and source.random() < 0.3:
-        end = mix.placements[-1].end + (family == "qwen3_omni_moe") * (2 if mix.plans[-1].sound else 1)
+        end = mix.placements[-1].end + (family in OMNI) * (2 if mix.plans[-1].sound else 1)
         del mix.tokens[end:], mix.types[end:]
     return mix if mix.tokens else Mix([TEXT], [0])
 
 
 def reference_of(family: str) -> Any:
     """A model without weights: ``get_rope_index`` reads the config only."""
-    if family == "qwen3_omni_moe":
-        model_class: Any = Qwen3OmniMoeThinkerForConditionalGeneration
-        config: Any = Qwen3OmniMoeThinkerConfig(**TINY[family].config["thinker_config"])
+    if family in OMNI:
+        model_class: Any = getattr(transformers, TINY[family].model)
+        config: Any = model_class.config_class(**TINY[family].config["thinker_config"])
     else:
         folder, prefix = ROPE_INDEX[family]
         package = f"transformers.models.{folder}"
@@ -134,12 +133,12 @@ def reference_of(family: str) -> Any:
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_as_the_reference(family: str, count: int) -> None:
     reference, planner, source = reference_of(family), planner_of(family), random.Random(count)
-    seconds_name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "second_per_grids"}.get(family)
+    seconds_name = "second_per_grids" if family in OMNI else {"qwen2_5_vl": "second_per_grid_ts"}.get(family)
     for _ in range(count):
         mix = random_mix(source, family, planner)
         tokens = torch.tensor([mix.tokens])
         given: dict[str, Any] = {"image_grid_thw": mix.grids("image"), "video_grid_thw": mix.grids("video")}
-        if family == "qwen3_omni_moe":
+        if family in OMNI:
             given["attention_mask"] = torch.ones_like(tokens)
             heard = [p for p in mix.plans if p.sound or p.modality == "audio"]
             given["audio_seqlens"] = torch.tensor(

@@ -19,6 +19,8 @@ from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.types import AudioHeader
 
 RATE = 16_000
+PADDING = {"qwen3_omni_moe": "longest", "qwen2_5_omni": "max_length"}
+"""What a family's processor asks of the extractor of features."""
 
 
 def noise(seconds: float, seed: int, rate: int = RATE) -> NDArray[np.float32]:
@@ -79,8 +81,10 @@ class Hears(Model):
     def _features(self, data: bytes, header: AudioHeader) -> Tensor:
         samples = decode_audio(data, header, RATE)
         extractor: Any = WhisperFeatureExtractor.from_pretrained(self.folder)
-        made = extractor(samples, sampling_rate=RATE, padding=True, truncation=False, return_tensors="pt")
-        features = made["input_features"][0]
+        padding = PADDING[self.family]
+        options = {"sampling_rate": RATE, "padding": padding, "truncation": False, "return_tensors": "pt"}
+        made = extractor(samples, return_attention_mask=True, **options)
+        features = made["input_features"][0][:, made["attention_mask"][0].bool()]
         assert isinstance(features, Tensor)
         return features
 

@@ -18,8 +18,6 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from tests.support.independent import model_class
 from tests.support.random_checkpoint import (
@@ -92,14 +90,14 @@ def make_checkpoint(
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The folder's model as transformers loads it, for inference."""
     config = load_config(folder)
+    name: str = config["architectures"][0]
     if (thinker := config.get("thinker_config")) is not None:
-        loaded = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
-            folder, config=Qwen3OmniMoeThinkerConfig(**thinker), dtype=dtype
-        )
+        thinker_class = getattr(transformers, name.replace("ForConditional", "ThinkerForConditional"))
+        loaded = thinker_class.from_pretrained(folder, config=thinker_class.config_class(**thinker), dtype=dtype)
         return loaded.eval().requires_grad_(False)
     # transformers' other attention makes Phi-4's tiles causal where no patch is masked
     eager = {"attn_implementation": "eager"} if config["model_type"] == "phi4_multimodal" else {}
-    loaded = model_class(config["architectures"][0]).from_pretrained(folder, dtype=dtype, **eager)
+    loaded = model_class(name).from_pretrained(folder, dtype=dtype, **eager)
     return loaded.eval().requires_grad_(False)
 
 

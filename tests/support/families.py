@@ -29,20 +29,20 @@ TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]
 LAYOUTS = [(name, layout) for name in TINY for layout in ("published", "saved")] + [("qwen3_moe", "stacked")]
 """Tiny checkpoints whose logits are compared: family and layout of its keys."""
 
-PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe"]
+PATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "qwen3_omni_moe"]
 """Patches of images are compared with the Pillow processors'."""
 
 VIDEO_CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 """What transformers' video processors made of seeded videos."""
 
-VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe", "glm4v"]
+VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "qwen3_omni_moe", "glm4v"]
 """Answers about videos are compared."""
 
 FRAME_TILES = ["internvl", "llava_onevision", "smolvlm", "minicpmv4_6"]
 """The same of families whose frames are tiles, or are cut into slices."""
 
-HEARD_VIDEOS = "qwen3_omni_moe"
-"""The family whose videos are heard."""
+HEARD_VIDEOS = ["qwen2_5_omni", "qwen3_omni_moe"]
+"""Families whose videos are heard."""
 
 ROPE_INDEX = {
     "qwen2_vl": ("qwen2_vl", "Qwen2VL"),
@@ -51,6 +51,7 @@ ROPE_INDEX = {
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoe"),
     "qwen3_5": ("qwen3_5", "Qwen3_5"),
     "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5Moe"),
+    "qwen2_5_omni": ("qwen2_5_omni", "Qwen2_5OmniThinker"),
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeThinker"),
     "glm4v": ("glm4v", "Glm4v"),
     "glm4v_moe": ("glm4v_moe", "Glm4vMoe"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.video_utils import VideoMetadata
 
-from tests.support.tiny import TINY
+from tests.support.tiny import OMNI, TINY
 from triptych.models.base import Planner
 from triptych.models.registry import FAMILIES, resolve
 from triptych.models.shared.video import sampled_frames
@@ -54,8 +54,8 @@ def seconds_of(family: str, plan: ItemPlan) -> float:
     """How long a patch in time is, as the family's processor says it, in words of its own."""
     header = plan.header
     assert isinstance(header, VideoHeader)
-    if family == "qwen3_omni_moe" and not header.presampled and not plan.sampling.num_frames:
-        return 2 / (plan.sampling.fps or 1.0)
+    if family in OMNI and not header.presampled and not plan.sampling.num_frames:
+        return 2 / (plan.sampling.fps or (1.0 if family == "qwen3_omni_moe" else 2.0))
     seen = None if header.presampled else list(sampled_frames(plan))
     sampled: float = VideoMetadata(header.frames, fps=header.rate, frames_indices=seen).sampled_fps
     return 2 / sampled

@@ -46,6 +46,8 @@ SLICE_IDS = IDS | {
     token: VOCABULARY + number
     for number, token in enumerate(("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"))
 }
+OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Families that see and hear."""
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -109,7 +111,7 @@ def _as_qwen2_vl(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
-def _as_qwen3_omni(name: str) -> str:
+def _as_omni(name: str) -> str:
     return f"thinker.{_as_qwen2_vl(name)}".replace("model.audio_tower.", "audio_tower.")
 
 
@@ -128,6 +130,22 @@ def _mrope(section: list[int]) -> dict[str, Any]:
     return {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
 
 
+QWEN2_5_TOWER = {
+    "depth": 4,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "in_chans": 3,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "window_size": 56,
+    "fullatt_block_indexes": [1, 3],
+    "tokens_per_second": 2,
+    "temporal_patch_size": 2,
+}
 QWEN3_TOWER = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -214,22 +232,7 @@ TINY = {
         | TEXT
         | _mrope([2, 3, 3])
         | {
-            "vision_config": {
-                "depth": 4,
-                "hidden_act": "silu",
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_heads": 2,
-                "in_chans": 3,
-                "out_hidden_size": 64,
-                "patch_size": 14,
-                "spatial_merge_size": 2,
-                "spatial_patch_size": 14,
-                "window_size": 56,
-                "fullatt_block_indexes": [1, 3],
-                "tokens_per_second": 2,
-                "temporal_patch_size": 2,
-            }
+            "vision_config": QWEN2_5_TOWER,
         },
         published=_as_qwen2_vl,
         preprocessor=PREPROCESSOR,
@@ -242,6 +245,40 @@ TINY = {
         num_experts_per_tok=2,
         moe_intermediate_size=40,
         shared_expert_intermediate_size=56,
+    ),
+    "qwen2_5_omni": Tiny(
+        {
+            "architectures": ["Qwen2_5OmniForConditionalGeneration"],
+            "model_type": "qwen2_5_omni",
+            "thinker_config": {name.replace("token_id", "token_index"): it for name, it in MEDIA_TOKENS.items()}
+            | {name: it for name, it in MEDIA_TOKENS.items() if name.startswith("vision")}
+            | {
+                "audio_token_index": HEARING_IDS["<|audio_pad|>"],
+                "audio_start_token_id": HEARING_IDS["<|audio_start|>"],
+                "audio_end_token_id": HEARING_IDS["<|audio_end|>"],
+                "position_id_per_seconds": 13,
+                "seconds_per_chunk": 2,
+                "text_config": TEXT
+                | {"vocab_size": len(HEARING_IDS) + 256, "rope_theta": 1e6}
+                | {"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}},
+                "vision_config": QWEN2_5_TOWER,
+                "audio_config": {
+                    "num_mel_bins": 20,
+                    "d_model": 32,
+                    "encoder_layers": 2,
+                    "encoder_attention_heads": 2,
+                    "encoder_ffn_dim": 48,
+                    "output_dim": 64,
+                    "n_window": 50,
+                    "max_source_positions": 60,
+                },
+            },
+        },
+        published=_as_omni,
+        model="Qwen2_5OmniThinkerForConditionalGeneration",
+        preprocessor=PREPROCESSOR
+        | {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20, "chunk_length": 8},
+        ids=HEARING_IDS,
     ),
     "qwen3_omni_moe": Tiny(
         {
@@ -272,7 +309,7 @@ TINY = {
                 },
             },
         },
-        published=_as_qwen3_omni,
+        published=_as_omni,
         model="Qwen3OmniMoeThinkerForConditionalGeneration",
         preprocessor=PREPROCESSOR | {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20},
         split_experts=True,

@@ -20,7 +20,7 @@ from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
 from tests.support.planners import seconds_of
-from tests.support.tiny import GLM
+from tests.support.tiny import GLM, OMNI
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EncodeConfig, EngineConfig
 from triptych.media.frames import PackedFrames, pack_frames
@@ -55,6 +55,11 @@ class Model:
 
     folder: Path
     cases: dict[str, Messages]
+
+    @cached_property
+    def family(self) -> str:
+        """The model type."""
+        return str(load_config(self.folder)["model_type"])
 
     @cached_property
     def prompts(self) -> list[PlannedPrompt]:
@@ -93,7 +98,7 @@ class Model:
             if family == "minicpmv4_6":
                 return inputs | _minicpm_inputs(prompt, parts)
             return inputs | TILE_INPUTS[family](prompt, [pixels_of(some, config) for some in parts])
-        if family != "qwen3_omni_moe":  # which finds out by itself
+        if family not in OMNI:  # which find out by themselves
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens, dtype=torch.int)
             for item in prompt.items:
                 for span in item.placement.spans:
@@ -107,7 +112,7 @@ class Model:
                 parts = [part.patches for part in made if part.tower == VISION]
                 inputs[values] = torch.from_numpy(np.concatenate(parts))
                 inputs[f"{modality}_grid_thw"] = torch.tensor([item.plan.grid for item in items])
-        name = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni_moe": "video_second_per_grid"}.get(family)
+        name = "video_second_per_grid" if family in OMNI else {"qwen2_5_vl": "second_per_grid_ts"}.get(family)
         if name and "pixel_values_videos" in inputs:
             seconds = [seconds_of(family, item.plan) for item in prompt.items if item.plan.modality == "video"]
             inputs[name] = torch.tensor(seconds)

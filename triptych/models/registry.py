@@ -100,6 +100,14 @@ QWEN3_OMNI = Family(
     adapter="triptych.models.qwen3_omni.encoder:Qwen3Omni",
     modalities=("text", "image", "video", "audio"),
 )
+QWEN2_5_OMNI = Family(
+    name="Qwen2.5-Omni (thinker)",
+    backbone=f"{BACKBONES}.qwen2:QWEN2_5_OMNI",
+    planner="triptych.models.qwen2_5_omni.plan:Qwen25OmniPlanner",
+    preprocessor="triptych.models.qwen2_5_omni.preprocess:Qwen25OmniPreprocessor",
+    adapter="triptych.models.qwen2_5_omni.encoder:Qwen25Omni",
+    modalities=("text", "image", "video", "audio"),
+)
 LLAVA = Family(
     name="LLaVA-1.5",
     planner="triptych.models.llava.plan:LlavaPlanner",
@@ -221,6 +229,8 @@ FAMILIES = {
     "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", backbone=f"{BACKBONES}.qwen3:QWEN3_VL_MOE"),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
+    "qwen2_5_omni": QWEN2_5_OMNI,
+    "qwen2_5_omni_thinker": QWEN2_5_OMNI,
     "qwen3_omni_moe": QWEN3_OMNI,
     "qwen3_omni_moe_thinker": QWEN3_OMNI,
     "minicpmv4_6": MINICPMV4_6,

@@ -28,13 +28,20 @@ SPECIAL = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-ASKED = {"qwen3_vl": {}, "qwen2_vl": {"fps": 2}, "qwen2_5_vl": {"fps": 2}, "qwen3_omni_moe": {"fps": 1}}
+ASKED = {
+    "qwen3_vl": {},
+    "qwen2_vl": {"fps": 2},
+    "qwen2_5_vl": {"fps": 2},
+    "qwen2_5_omni": {"fps": 2},
+    "qwen3_omni_moe": {"fps": 1},
+}
 """Where a case says nothing. Qwen2-VL's video processor takes all frames unless it is asked."""
 SIZES = {
     "qwen3_vl": {"shortest_edge": 4096, "longest_edge": 65536},
     "qwen2_vl": {"shortest_edge": 4 * 28 * 28, "longest_edge": 20 * 28 * 28},
     "qwen2_5_vl": {"shortest_edge": 4 * 28 * 28, "longest_edge": 20 * 28 * 28},
-    "qwen3_omni_moe": {"shortest_edge": 1, "longest_edge": 2},  # which its processor doesn't look at
+    "qwen2_5_omni": {"shortest_edge": 1, "longest_edge": 2},  # which its processor doesn't look at
+    "qwen3_omni_moe": {"shortest_edge": 1, "longest_edge": 2},  # likewise
 }
 CASES: list[dict[str, Any]] = [
     {"frames": 90, "height": 90, "width": 160, "rate": 30.0},
@@ -90,6 +97,10 @@ CASES: list[dict[str, Any]] = [
     {"family": "qwen3_omni_moe", "frames": 200, "height": 90, "width": 160, "rate": 29.97002997002997},
     {"family": "qwen3_omni_moe", "frames": 30, "height": 64, "width": 64, "rate": 30.0, "asked": {"fps": 3}},
     {"family": "qwen3_omni_moe", "frames": 4, "height": 1000, "width": 900, "rate": 2.0, "asked": {"fps": 2}},
+    # Qwen2.5-Omni's: likewise
+    {"family": "qwen2_5_omni", "frames": 90, "height": 90, "width": 160, "rate": 29.97002997002997},
+    {"family": "qwen2_5_omni", "frames": 30, "height": 64, "width": 64, "rate": 30.0, "asked": {"fps": 3}},
+    {"family": "qwen2_5_omni", "frames": 4, "height": 1000, "width": 900, "rate": 2.0},
 ]
 
 
@@ -159,6 +170,7 @@ def made(number: int, case: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 def processor_of(case: dict[str, Any], tokenizer: Any) -> Any:
     from transformers import (
         Qwen2_5_VLProcessor,
+        Qwen2_5OmniProcessor,
         Qwen2VLImageProcessor,
         Qwen2VLProcessor,
         Qwen3OmniMoeProcessor,
@@ -171,9 +183,10 @@ def processor_of(case: dict[str, Any], tokenizer: Any) -> Any:
     family, settings = family_of(case), settings_of(case)
     if family == "qwen3_vl":
         return Qwen3VLProcessor(Qwen2VLImageProcessor(patch_size=16), tokenizer, Qwen3VLVideoProcessor(**settings))
-    if family == "qwen3_omni_moe":
+    if family in ("qwen2_5_omni", "qwen3_omni_moe"):
         ears = WhisperFeatureExtractor(128)
-        return Qwen3OmniMoeProcessor(Qwen2VLImageProcessor(), Qwen2VLVideoProcessor(**settings), ears, tokenizer)
+        omni = Qwen2_5OmniProcessor if family == "qwen2_5_omni" else Qwen3OmniMoeProcessor
+        return omni(Qwen2VLImageProcessor(), Qwen2VLVideoProcessor(**settings), ears, tokenizer)
     kind = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}[family]
     return kind(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(**settings))
 

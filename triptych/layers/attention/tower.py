@@ -9,7 +9,11 @@ from torch.nn import functional as F
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.pointwise import rotate
 
-PROJECTIONS = ((("qkv",), "proj"), (("q_proj", "k_proj", "v_proj"), "out_proj"))
+PROJECTIONS = (
+    (("qkv",), "proj"),
+    (("q", "k", "v"), "proj"),
+    (("q_proj", "k_proj", "v_proj"), "out_proj"),
+)
 """Names of the linear layers in the attention modules of transformers' towers: the query, key and value projections,
 fused or separate, and the output projection."""
 

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5, also as the language model of Qwen2-VL and Qwen2.5-VL: queries, keys and values have biases, and
-the upper layers may have a sliding window.
+"""Qwen2 and Qwen2.5, also as the language model of Qwen2-VL, Qwen2.5-VL and Qwen2.5-Omni: queries, keys and values have
+biases, and the upper layers may have a sliding window.
 
 The reference is ``Qwen2Model`` in transformers.
 """
@@ -60,3 +60,4 @@ QWEN2_VL = Backbone(
     "Qwen2 (query, key and value biases), M-RoPE in sections",
     partial(describe, rope=RopeConfig(1_000_000.0, (16, 24, 24)), eps=1e-5),
 )
+QWEN2_5_OMNI = replace(QWEN2_VL, describe=partial(describe, rope=RopeConfig(1_000_000.0, (16, 24, 24)), eps=1e-6))

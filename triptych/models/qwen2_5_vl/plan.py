@@ -30,7 +30,7 @@ class Qwen25VLPlanner(PatchPlanner):
             preprocessor_config,
             video_config,
             context_length=setting(text_section(config), "max_position_embeddings", int),
-            cost_model=_cost_model(setting(config, "vision_config", dict)),
+            cost_model=vision_cost_model(setting(config, "vision_config", dict)),
         )
         self._positions_per_second = setting(config, "vision_config.tokens_per_second", float, default=4.0)
 
@@ -43,7 +43,7 @@ class Qwen25VLPlanner(PatchPlanner):
         return grid_positions(frames, height, width, float(np.float32(self._positions_per_second) * seconds))
 
 
-def _cost_model(vision: ModelConfig) -> VisionCostModel:
+def vision_cost_model(vision: ModelConfig) -> VisionCostModel:
     """Return the cost model: all layers but those in ``fullatt_block_indexes`` attend within windows."""
     full = len(setting(vision, "fullatt_block_indexes", list))
     return VisionCostModel(

@@ -123,7 +123,7 @@ class MultimodalAdapter(SplitAdapter):
         )
         self._check_deepstack(deepstack)
         for spec in self.specs:
-            self._check_width(spec)
+            self._check_width(setting(self._sections[spec.name], spec.width, int), spec.width)
         self.embedding_width = self.decoder_config.hidden_size * (1 + len(deepstack))
 
     @classmethod
@@ -144,15 +144,22 @@ class MultimodalAdapter(SplitAdapter):
         rejects, and ConfigError for a weight format that the device doesn't support.
         """
         towers: dict[str, Encoder] = {}
-        all_keys, prefixes = self.encoder_keys(checkpoint.tensors), self.weight_prefixes(checkpoint.tensors).towers
+        all_keys = self.tower_keys(checkpoint.tensors)
         hidden_size = self.decoder_config.hidden_size
         for spec in self.specs:
-            prefix = prefixes[spec.name]
-            keys = {key.removeprefix(prefix): key for key in all_keys if key.startswith(prefix)}
+            keys = _keys_of(spec.name, all_keys)
             config, kind = self._transformers_config(spec), resolve(spec.module)
             module = load_module(kind, config, checkpoint, keys, weights=weights, device=device, replaced=spec.replaced)
             towers[spec.name] = spec.make_tower(module, self.embedding_width if spec.deepstack else hidden_size)
+        towers |= self.load_own_towers(checkpoint, all_keys, weights, device)
         return towers[VISION] if len(towers) == 1 else MultiTowerEncoder(towers, self.embedding_width)
+
+    def load_own_towers(
+        self, checkpoint: Checkpoint, keys: Mapping[str, str], weights: WeightFormat, device: torch.device
+    ) -> dict[str, Encoder]:
+        """Return the towers of our own layers, by name; ``keys`` is what ``tower_keys`` returns. Raises as
+        ``load_encoder`` does."""
+        return {}
 
     def _transformers_config(self, spec: TowerSpec) -> Any:
         """Return a tower's config as transformers' config class."""
@@ -175,8 +182,13 @@ class MultimodalAdapter(SplitAdapter):
                 f"config.json: {len(deepstack)} deepstack features for a decoder of {decoder.num_layers} layers"
             )
 
-    def _check_width(self, spec: TowerSpec) -> None:
-        """Raises CheckpointError if a tower's embeddings don't have the decoder's hidden size."""
-        width, hidden_size = setting(self._sections[spec.name], spec.width, int), self.decoder_config.hidden_size
-        if width != hidden_size:
-            raise CheckpointError(f"config.json: the tower's {spec.width} {width} isn't the hidden size {hidden_size}")
+    def _check_width(self, width: int, name: str) -> None:
+        """Raises CheckpointError if a tower's embeddings, whose width is the setting ``name``, don't have the decoder's
+        hidden size."""
+        if width != (hidden_size := self.decoder_config.hidden_size):
+            raise CheckpointError(f"config.json: the tower's {name} {width} isn't the hidden size {hidden_size}")
+
+
+def _keys_of(tower: str, keys: Mapping[str, str]) -> dict[str, str]:
+    """Return the checkpoint's keys of a tower's tensors by the tower's own names."""
+    return {name.removeprefix(f"{tower}."): key for name, key in keys.items() if name.startswith(f"{tower}.")}

@@ -65,10 +65,16 @@ class TowerWeights:
             weight = weight.float() + offset  # before it is rounded
         return RMSNorm(weight.to(self.device, self.weights.activations), eps)
 
-    def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool = True) -> Linear:
-        """Load layers of ``outputs`` each as one that concatenates their outputs."""
+    def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool | Sequence[bool] = True) -> Linear:
+        """Load layers of ``outputs`` each as one that concatenates their outputs; ``bias`` says of all, or of each,
+        whether they have biases."""
         weight = concatenate([self.tensor(f"{name}.weight", outputs, inputs) for name in names])
-        biases = [self.tensor(f"{name}.bias", outputs) for name in names] if bias else []
+        having = [bias] * len(names) if isinstance(bias, bool) else bias
+        biases = [
+            self.tensor(f"{name}.bias", outputs) if has_bias else weight.new_zeros(outputs)
+            for name, has_bias in zip(names, having, strict=True)
+            if any(having)
+        ]
         return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
 
     def paired_attention(self, names: Sequence[str], num_heads: int, width: int) -> Linear:

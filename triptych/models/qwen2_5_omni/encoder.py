@@ -1,0 +1,72 @@
+"""Adapter of Qwen2.5-Omni's thinker: vision and audio towers, decoder parameters and tensor names.
+
+Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_tower.…``, ``thinker.model.…`` and
+``thinker.lm_head.weight``, and the speech output (``talker.…``, ``token2wav.…``), which isn't loaded. A thinker saved
+by itself lacks the prefix ``thinker.``.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import WeightFormat
+from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.qwen2_5_omni.config import thinker_settings, window_frames
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.settings import setting
+from triptych.models.shared.split_adapter import WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+from triptych.models.shared.whisper import WhisperNames, load_whisper
+from triptych.models.shared.whisper_config import WhisperConfig
+
+_PACKAGE = "transformers.models.qwen2_5_omni"
+_NAMES = WhisperNames(
+    norm=f"{AUDIO}.ln_post",
+    projection=f"{AUDIO}.proj",
+    ignored=(f"{AUDIO}.audio_bos_eos_token.", f"{AUDIO}.positional_embedding."),
+)
+
+
+class Qwen25Omni(MultimodalAdapter):
+    """``ModelAdapter`` for model types ``qwen2_5_omni`` and ``qwen2_5_omni_thinker``."""
+
+    specs = (
+        TowerSpec(
+            module=f"{_PACKAGE}.modeling_qwen2_5_omni:Qwen2_5OmniVisionEncoder",
+            config=f"{_PACKAGE}.configuration_qwen2_5_omni:Qwen2_5OmniVisionEncoderConfig",
+            width="out_hidden_size",
+        ),
+    )
+    layouts = (
+        WeightPrefixes(
+            {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
+            "thinker.model.",
+            "thinker.lm_head.weight",
+            others=("talker.", "token2wav."),
+        ),
+        WeightPrefixes({VISION: "model.visual.", AUDIO: "model.audio_tower."}, "model.language_model."),
+        WeightPrefixes({VISION: "visual.", AUDIO: "audio_tower."}, "model."),
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        thinker = thinker_settings(config) | {"model_type": config.get("model_type")}
+        super().__init__(thinker)
+        audio = setting(thinker, "audio_config", dict)
+        self._audio, self._frames = WhisperConfig.from_config(audio), window_frames(audio)
+        tower_activation(self._audio.activation, "audio_config.activation_function")  # checks it
+        self._check_width(setting(audio, "output_dim", int, default=3584), "output_dim")
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return f"{super().describe_towers()}; Qwen2_5OmniAudioEncoder, of our own layers"
+
+    def load_own_towers(
+        self, checkpoint: Checkpoint, keys: Mapping[str, str], weights: WeightFormat, device: torch.device
+    ) -> dict[str, Encoder]:
+        """Return the audio tower."""
+        own = {name: key for name, key in keys.items() if name.startswith(f"{AUDIO}.")}
+        reader = TowerWeights(checkpoint, own, weights, device)
+        return {AUDIO: load_whisper(reader, self._audio, self._frames, _NAMES, self.embedding_width)}
