@@ -173,6 +173,17 @@ def test_a_text_that_is_far_too_long_is_not_even_tokenized(
     assert caught.value.param == "messages"
 
 
+def test_a_template_that_looks_for_a_key_named_as_the_modality(folder: Path) -> None:
+    """Not for a part's type, like the first ones of Qwen2-Audio."""
+    (folder / "chat_template.jinja").write_text(
+        "{% for part in messages[0].content %}"
+        "{% if 'image' in part or 'image_url' in part %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    )
+    builder = PromptBuilder(folder)
+    assert builder.modalities == ["image"]
+    assert len(builder.build([user(text_part("See"), image_part(png(64, 64)))]).items) == 1
+
+
 def test_media_that_the_template_has_no_place_for(folder: Path) -> None:
     gif = clip("gif", frames=3)
     with pytest.raises(UnsupportedMedia, match="takes no videos") as caught:

@@ -246,7 +246,8 @@ class PromptBuilder:
     def _places(self, modality: str, placeholder: str) -> bool:
         """Return whether the template places media of a modality; True if that can't be determined."""
         try:
-            return placeholder in self.template.render([self._shown({"role": "user", "content": [{"type": modality}]})])
+            message = {"role": "user", "content": [_place_of(modality)]}
+            return placeholder in self.template.render([self._shown(message)])
         except InvalidRequest:
             return True
 
@@ -423,12 +424,17 @@ def _as_text(message: Message, texts: Mapping[str, str]) -> dict[str, Any]:
     return {**message, "content": "\n".join(lines)}
 
 
+def _place_of(modality: str) -> dict[str, Any]:
+    """Return a media part without its data. Some templates look for its type, others for a key of this name."""
+    return {"type": modality, modality: ""}
+
+
 def _without_data(message: Message) -> dict[str, Any]:
-    """Return the message as the template gets it: media parts reduced to their type."""
+    """Return the message as the template gets it: media parts without their data."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": [{"type": part["type"]} if part["type"] in PROBES else part for part in content]}
+    return {**message, "content": [_place_of(part["type"]) if part["type"] in PROBES else part for part in content]}
 
 
 def _in_parts(message: Message) -> dict[str, Any]:
