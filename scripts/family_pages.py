@@ -57,6 +57,14 @@ PAGES = {
             "`min_pixels` and `max_pixels` bound an image, and each frame of a video.",
         ),
     ),
+    "qwen2-audio": Page(
+        "Qwen2-Audio",
+        ("qwen2_audio",),
+        (
+            "A second of audio becomes 25 tokens, and a clip has at most 30 seconds; longer ones are refused, not cut.",
+            "A request may have several clips, which the model's template numbers.",
+        ),
+    ),
     "qwen3-omni": Page(
         "Qwen3-Omni",
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
@@ -209,8 +217,7 @@ def _page(page: Page, checks: Sequence[Check]) -> str:
         "",
         *page.notes,
         "",
-        f"An image has at most {MAX_SOURCE_PIXELS // 10**6} million pixels, and its sides differ at most "
-        f"{MAX_ASPECT_RATIO}-fold.",
+        *_image_limits(families),
         "[API](../api.md#media) has the limits of all models and the spelling of requests.",
         "",
         *_embeddings(page.model_types),
@@ -221,6 +228,13 @@ def _page(page: Page, checks: Sequence[Check]) -> str:
         _checks(page.model_types, checks),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _image_limits(families: dict[str, Family]) -> list[str]:
+    if not any("image" in family.modalities for family in families.values()):
+        return []
+    pixels = f"An image has at most {MAX_SOURCE_PIXELS // 10**6} million pixels"
+    return [f"{pixels}, and its sides differ at most {MAX_ASPECT_RATIO}-fold."]
 
 
 def _facts(families: dict[str, Family]) -> list[list[str]]:

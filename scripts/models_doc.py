@@ -12,7 +12,7 @@ from scripts.model_checks import Check
 from tests.models.golden.make_videos import family_of
 from tests.support import families
 from tests.support.backbones import BACKBONES
-from tests.support.tiny import OWN_TOWERS, TINY
+from tests.support.tiny import HEARING, OWN_TOWERS, TINY
 from triptych.models.registry import FAMILIES
 from triptych.models.shared.settings import text_section
 
@@ -50,7 +50,7 @@ CHECKS = (
         "embeddings",
         "within 5e-5 (LLaVA: 5e-4, at values up to 18)",
         "tests/layers, tests/models",
-        {*families.ANSWERED_IMAGES, *QWEN3_VL},
+        {*families.ANSWERED_IMAGES, *QWEN3_VL, *HEARING},
         columns=("rows",),
     ),
     Check(
@@ -73,7 +73,7 @@ CHECKS = (
         "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
         "receive pool of one block; first logits within 1e-4",
         "tests/parity",
-        {*TINY, *QWEN3_VL, *OWN_TOWERS}.difference(families.SLOW_ANSWERS),
+        {*TINY, *QWEN3_VL, *OWN_TOWERS, *HEARING}.difference(families.SLOW_ANSWERS),
         columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
@@ -118,7 +118,7 @@ CHECKS = (
         "audio",
         "tokens equal, features within 1e-4, embeddings within 1e-5; answers as above, also beside images",
         "tests/models, tests/layers, tests/parity",
-        {name for name, family in FAMILIES.items() if "audio" in family.modalities and name in TINY} | {"phi4mm"},
+        {name for name in TINY | HEARING if "audio" in FAMILIES[name].modalities} | {"phi4mm"},
         columns=("audio",),
     ),
     Check(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
-from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_published_phi4, make_tiny
+from tests.support.tiny import HEARING, OWN_TOWERS, TINY, make_original_internvl, make_published_phi4, make_tiny
 from triptych.checkpoint.outline import META, Outline
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import ModelAdapter
@@ -45,7 +45,7 @@ def check(folder: Path) -> None:
         assert sum(info.num_bytes for info in outline.tensors.values()) == real.num_bytes() > 0
 
 
-@pytest.mark.parametrize("name", [*TINY, *OWN_TOWERS])
+@pytest.mark.parametrize("name", [*TINY, *OWN_TOWERS, *HEARING])
 def test_families(tmp_path: Path, name: str) -> None:
     check(make_tiny(tmp_path, name))
 

@@ -7,28 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import assert_close
-from tests.support.tiny import TINY, make_tiny
+from tests.support.tiny import HEARING, TINY, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import AUDIO, EncoderInput
 from triptych.models.qwen2_5_omni.config import thinker_settings, window_framing
+from triptych.models.qwen2_audio.config import clip_framing
 from triptych.models.shared.whisper_config import WhisperConfig, WhisperFraming
 
 CPU, FP32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
 BANDS = 20
-LENGTHS = [3, 4, 5, 7, 8, 37, 98, 99, 100, 101, 102, 103, 137, 200, 201, 250, 399]
-"""Frames: less than a window of 100, whole windows, and windows too short for a row."""
+LONGEST = 800
+LENGTHS = [3, 4, 5, 7, 8, 37, 98, 99, 100, 101, 102, 103, 137, 200, 201, 250, 399, 797, 798, 799, 800]
+"""Frames: less than a window of Qwen2.5-Omni's 100, whole windows, and windows too short for a row."""
 
 
 def framing_of(family: str) -> WhisperFraming:
-    tiny = TINY[family]
+    tiny = (TINY | HEARING)[family]
+    if family == "qwen2_audio":
+        return clip_framing(tiny.config, tiny.preprocessor or {})
     return window_framing(thinker_settings(tiny.config), tiny.preprocessor or {})
 
 
@@ -37,11 +41,15 @@ class Case:
     family: str
     folder: Path
     tower: Encoder
-    reference: PreTrainedModel
+    reference: Any
     framing: WhisperFraming
 
 
-@pytest.fixture(scope="module", params=[("qwen2_5_omni", "published"), ("qwen2_5_omni", "saved")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(family, layout) for family in ("qwen2_5_omni", "qwen2_audio") for layout in ("published", "saved")],
+    ids=str,
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, layout = request.param
     folder = make_tiny(tmp_path_factory.mktemp(family), family, layout)
@@ -49,9 +57,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(family, folder, tower, load_reference(folder), framing_of(family))
 
 
+def random_features(frames: int) -> NDArray[np.float32]:
+    """Of a clip, and of what follows it; by the number of its frames."""
+    return np.random.default_rng(frames).standard_normal((LONGEST, BANDS)).astype(np.float32)
+
+
 def heard(case: Case, frames: int) -> list[EncoderInput]:
     """The parts of an item of random features."""
-    features = np.random.default_rng(frames).standard_normal((frames + case.framing.more, BANDS)).astype(np.float32)
+    features = random_features(frames)
     return [
         EncoderInput(features[first : first + given], (length, 1, 1), f"{frames} {first}", AUDIO)
         for first, length, given in case.framing.windows(frames)
@@ -61,11 +74,14 @@ def heard(case: Case, frames: int) -> list[EncoderInput]:
 @torch.inference_mode()
 def expected(case: Case, frames: int) -> Tensor:
     """transformers' embeddings of the item by itself."""
-    features = np.random.default_rng(frames).standard_normal((frames + case.framing.more, BANDS)).astype(np.float32)
-    tower: Any = case.reference.model.audio_tower
-    lengths = torch.tensor([frames])
-    rows: Tensor = tower(torch.from_numpy(features[:frames].T), feature_lens=lengths).last_hidden_state
-    return rows
+    features, tower = torch.from_numpy(random_features(frames).T), case.reference.model.audio_tower
+    if case.family == "qwen2_5_omni":
+        rows: Tensor = tower(features[:, :frames], feature_lens=torch.tensor([frames])).last_hidden_state
+        return rows
+    states, count = (int(length) for length in tower._get_feat_extract_output_lengths(frames))
+    mask = torch.zeros(1, 1, LONGEST // 2, LONGEST // 2).masked_fill(torch.arange(LONGEST // 2) >= states, -torch.inf)
+    embedded: Tensor = case.reference.model.multi_modal_projector(tower(features[None], mask).last_hidden_state)
+    return embedded[0, :count]
 
 
 @pytest.mark.parametrize("frames", LENGTHS)
@@ -92,7 +108,7 @@ def test_packed_linear_layers(case: Case) -> None:
     assert 0 < error < 0.05
 
 
-@pytest.mark.parametrize(("patches", "grid"), [(150, 150), (50, 51), (50, 0), (51, 50)])
+@pytest.mark.parametrize(("patches", "grid"), [(850, 850), (50, 51), (50, 0), (53, 50)])
 def test_frames_that_do_not_fit_their_grid(case: Case, patches: int, grid: int) -> None:
     features = np.zeros((patches, BANDS), dtype=np.float32)
     with pytest.raises(PlanMismatch, match="frames don't fill a window"):

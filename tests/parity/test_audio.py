@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.audio_cases import CASES, Hears, audio_part, noise
+from tests.support.audio_cases import CASES, Hears, audio_part, cases_of, noise
 from tests.support.harness import FLOAT32, running
 from tests.support.sounds import sound
 from tests.support.stage_loops import Recording, count_parts, engine_loop
-from tests.support.tiny import OMNI, make_tiny
+from tests.support.tiny import HEARING, OMNI, make_tiny
 from tests.support.video_cases import answered, user
 from triptych.config import EncodeConfig
 from triptych.server.instance import Instance
 
 slow = pytest.mark.slow
-WINDOWS = {"qwen2_5_omni": (5, 8), "qwen3_omni_moe": (3, 5)}
-"""Of a clip of 4.5 s, and of two that share 2.5 s: windows of one second and of two."""
+WINDOWS = {"qwen2_audio": (1, 2), "qwen2_5_omni": (5, 8), "qwen3_omni_moe": (3, 5)}
+"""Of a clip of 4.5 s, and of two that share 2.5 s: windows of the whole clip, of one second and of two."""
 
 
-@pytest.fixture(scope="module", params=OMNI)
+@pytest.fixture(scope="module", params=[*OMNI, *HEARING])
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Hears]:
     torch.set_num_threads(1)
-    yield Hears(make_tiny(tmp_path_factory.mktemp("audio"), request.param), CASES)
+    yield Hears(make_tiny(tmp_path_factory.mktemp("audio"), request.param), cases_of(request.param))
     asyncio.set_event_loop(None)
 
 
@@ -71,12 +71,12 @@ def test_first_token_logits(model: Hears) -> None:
 
     async def run() -> None:
         async with running(model.folder, "1E1PD", prepare=record) as service:
-            for messages in CASES.values():
+            for messages in model.cases.values():
                 await service.answer(messages, max_tokens=1)
 
     asyncio.run(run())
-    assert len(recorded) == len(CASES)
-    for name, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
+    assert len(recorded) == len(model.cases)
+    for name, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
         with torch.inference_mode():
             expected = model.reference(**model.reference_inputs(prompt)).logits[0, -1]
         assert (logits - expected).abs().max() < 1e-4, name
@@ -101,6 +101,7 @@ def test_clips_that_share_a_window_share_the_work(model: Hears) -> None:
 
 def test_a_second_chat_turn_does_not_encode_the_clip_again(model: Hears) -> None:
     question = CASES["several windows"]
+    parts = model.prompts[list(model.cases).index("several windows")].items[0].plan.parts
     more = [*question, {"role": "assistant", "content": "It hums."}, {"role": "user", "content": "And then?"}]
     seen: list[int] = []
 
@@ -109,9 +110,7 @@ def test_a_second_chat_turn_does_not_encode_the_clip_again(model: Hears) -> None
             await service.answer(question, max_tokens=4)
             encoded = sum(seen)
             warm = await service.answer(more)
-            assert (
-                sum(seen) == encoded == len(model.prompts[list(CASES).index("several windows")].items[0].plan.parts) > 1
-            )
+            assert sum(seen) == encoded == len(parts)
             async with running(model.folder, "1E1PD") as fresh:
                 return warm, await fresh.answer(more)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel, WhisperFeatureExtractor
 
 from tests.support.checkpoints import load_reference
@@ -15,12 +16,11 @@ from tests.support.harness import Messages
 from tests.support.sounds import sound, tone
 from tests.support.video_cases import SMALL, Model, image_part, user, video_part
 from triptych.media.audio import decode_audio
+from triptych.models.registry import FAMILIES
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.types import AudioHeader
 
 RATE = 16_000
-PADDING = {"qwen3_omni_moe": "longest", "qwen2_5_omni": "max_length"}
-"""What a family's processor asks of the extractor of features."""
 
 
 def noise(seconds: float, seed: int, rate: int = RATE) -> NDArray[np.float32]:
@@ -58,6 +58,17 @@ CASES: dict[str, Messages] = {
 }
 
 
+def cases_of(family: str) -> dict[str, Messages]:
+    """Those with media that the family takes."""
+    taken = {"text", *FAMILIES[family].modalities}
+
+    def fits(messages: Messages) -> bool:
+        content = messages[0]["content"]
+        return {part["type"] for part in content} <= taken
+
+    return {name: messages for name, messages in CASES.items() if fits(messages)}
+
+
 class Hears(Model):
     """A checkpoint that hears, too."""
 
@@ -71,22 +82,20 @@ class Hears(Model):
         if any(item.plan.sound for item in prompt.items):
             inputs["use_audio_in_video"] = True
         if clips := [self._features(*sound) for item in prompt.items for sound in sounds_of(item)]:
-            lengths = torch.tensor([clip.shape[1] for clip in clips])
-            longest = int(lengths.max())
-            padded = [torch.nn.functional.pad(clip, (0, longest - clip.shape[1])) for clip in clips]
-            inputs["input_features"] = torch.stack(padded)
-            inputs["feature_attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+            longest = max(len(mask) for _, mask in clips)
+            padded = [[F.pad(tensor, (0, longest - len(mask))) for tensor in (one, mask)] for one, mask in clips]
+            inputs["input_features"] = torch.stack([features for features, _ in padded])
+            inputs["feature_attention_mask"] = torch.stack([mask for _, mask in padded])
         return inputs
 
-    def _features(self, data: bytes, header: AudioHeader) -> Tensor:
+    def _features(self, data: bytes, header: AudioHeader) -> tuple[Tensor, Tensor]:
+        """Features [bands, frames] and the mask [frames] of those that aren't padding."""
         samples = decode_audio(data, header, RATE)
         extractor: Any = WhisperFeatureExtractor.from_pretrained(self.folder)
-        padding = PADDING[self.family]
+        padding = "longest" if self.family == "qwen3_omni_moe" else "max_length"
         options = {"sampling_rate": RATE, "padding": padding, "truncation": False, "return_tensors": "pt"}
         made = extractor(samples, return_attention_mask=True, **options)
-        features = made["input_features"][0][:, made["attention_mask"][0].bool()]
-        assert isinstance(features, Tensor)
-        return features
+        return made["input_features"][0], made["attention_mask"][0]
 
 
 def sounds_of(item: PlannedItem) -> list[tuple[bytes, AudioHeader]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     PreTrainedModel,

@@ -707,12 +707,36 @@ OWN_TOWERS = {
 """Families whose towers are of our own layers."""
 
 
+HEARING = {
+    "qwen2_audio": Tiny(
+        {"architectures": ["Qwen2AudioForConditionalGeneration"], "model_type": "qwen2_audio"}
+        | {"audio_token_index": HEARING_IDS["<|audio_pad|>"]}
+        | {"text_config": {"model_type": "qwen2", "rope_theta": 1e6} | TEXT | {"vocab_size": len(HEARING_IDS) + 256}}
+        | {
+            "audio_config": {
+                "model_type": "qwen2_audio_encoder",
+                "num_mel_bins": 20,
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 48,
+                "max_source_positions": 400,
+            }
+        },
+        published=_as_internvl,
+        preprocessor={"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 20, "chunk_length": 8},
+        ids=HEARING_IDS,
+    )
+}
+"""Families that take audio alone."""
+
+
 def make_tiny(
     folder: Path, family: str | Tiny, layout: Layout = "published", seed: int = 1, config: dict[str, Any] | None = None
 ) -> Path:
     """Writes a checkpoint folder and returns it. The same ``seed`` gives the same model in all layouts. ``config``
     overrides top-level settings."""
-    tiny = (TINY | OWN_TOWERS)[family] if isinstance(family, str) else family
+    tiny = (TINY | OWN_TOWERS | HEARING)[family] if isinstance(family, str) else family
     tiny = replace(tiny, config=tiny.config | (config or {}))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", tiny.config)

@@ -20,7 +20,7 @@ from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
 from tests.support.planners import seconds_of
-from tests.support.tiny import GLM, OMNI
+from tests.support.tiny import GLM, HEARING, OMNI
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EncodeConfig, EngineConfig
 from triptych.media.frames import PackedFrames, pack_frames
@@ -98,7 +98,7 @@ class Model:
             if family == "minicpmv4_6":
                 return inputs | _minicpm_inputs(prompt, parts)
             return inputs | TILE_INPUTS[family](prompt, [pixels_of(some, config) for some in parts])
-        if family not in OMNI:  # which find out by themselves
+        if family not in (*OMNI, *HEARING):  # the former find out by themselves
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens, dtype=torch.int)
             for item in prompt.items:
                 for span in item.placement.spans:

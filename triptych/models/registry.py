@@ -108,6 +108,13 @@ QWEN2_5_OMNI = Family(
     adapter="triptych.models.qwen2_5_omni.encoder:Qwen25Omni",
     modalities=("text", "image", "video", "audio"),
 )
+QWEN2_AUDIO = Family(
+    name="Qwen2-Audio",
+    planner="triptych.models.qwen2_audio.plan:Qwen2AudioPlanner",
+    preprocessor="triptych.models.qwen2_audio.preprocess:Qwen2AudioPreprocessor",
+    adapter="triptych.models.qwen2_audio.encoder:Qwen2Audio",
+    modalities=("text", "audio"),
+)
 LLAVA = Family(
     name="LLaVA-1.5",
     planner="triptych.models.llava.plan:LlavaPlanner",
@@ -229,6 +236,7 @@ FAMILIES = {
     "qwen3_vl_moe": replace(QWEN3_VL, name="Qwen3-VL-MoE", backbone=f"{BACKBONES}.qwen3:QWEN3_VL_MOE"),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": replace(QWEN3_5, name="Qwen3.5-MoE", backbone=f"{BACKBONES}.qwen3_5:QWEN3_5_MOE"),
+    "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni": QWEN2_5_OMNI,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
     "qwen3_omni_moe": QWEN3_OMNI,

@@ -10,7 +10,7 @@ from triptych.models.phi4mm.tiles import canvas_of, grid_of, most_tiles
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.settings import setting
-from triptych.types import NO_CONTEXT, AudioHeader, ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPart, ItemPlan
 
 LORA_OF = {"image": VISION_LORA, "audio": SPEECH_LORA}
 """A request with images and audio has the vision LoRA."""
@@ -50,12 +50,8 @@ class Phi4MMPlanner(PlainPlanner):
         known = {lora.name for lora in loras(config)}
         self.loras = {modality: lora for modality, lora in LORA_OF.items() if lora in known}
 
-    def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
-        """Plan an image or a clip. Raises as ``PlainPlanner`` does, and BadMediaSize for a clip shorter than a
-        window."""
-        return self._plan_audio(header, context) if isinstance(header, AudioHeader) else super().plan(header, context)
-
     def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:
+        """Raises BadMediaSize for a clip shorter than a window."""
         frames = LogFilterbank.num_frames(header.resampled(RATE))
         rows = -(-frames // STRIDE)
         tile = self._tile  # an image's patch is the unit of cost

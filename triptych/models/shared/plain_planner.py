@@ -1,6 +1,5 @@
 """What planners of families with plain positions share: 0, 1, 2, …, as for text. Frontend; numpy only."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from triptych.errors import UnsupportedMedia
@@ -10,6 +9,7 @@ from triptych.models.shared.planner import MAX_SOURCE_PIXELS, check_aspect_ratio
 from triptych.types import (
     MODEL_BOUNDS,
     NO_CONTEXT,
+    AudioHeader,
     ImageHeader,
     ItemContext,
     ItemPlan,
@@ -21,7 +21,7 @@ from triptych.types import (
 SQUARE_FACTOR = 4
 
 
-class PlainPlanner(ABC):
+class PlainPlanner:
     """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
 
     atomic_rows = 0
@@ -45,7 +45,7 @@ class PlainPlanner(ABC):
         self._max_source_pixels = max_source_pixels
 
     def plan(self, header: MediaHeader, context: ItemContext = NO_CONTEXT) -> ItemPlan:
-        """Plan an image or a video; see ``Planner``.
+        """Plan an item; see ``Planner``. Families override what they take.
 
         Raises UnsupportedMedia for other media, MediaTooLarge for more than ``max_source_pixels``, BadMediaSize for an
         image with an aspect ratio above 200, and what the family raises.
@@ -55,15 +55,15 @@ class PlainPlanner(ABC):
             if context.bounds != MODEL_BOUNDS:
                 raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
             return self._plan_video(header, context)
-        if not isinstance(header, ImageHeader):
-            raise UnsupportedMedia("the model takes no audio")
+        if isinstance(header, AudioHeader):
+            return self._plan_audio(header, context)
         check_source_size("image", header.width, header.height, self._max_source_pixels)
         check_aspect_ratio(header.width, header.height)
         return self._plan_image(header, context)
 
-    @abstractmethod
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Plan an image whose size has been checked."""
+        raise UnsupportedMedia("the model takes no images")
 
     def _check_square(self, header: ImageHeader) -> None:
         """Check an image that is padded to a square. Raises MediaTooLarge for a square of more than four times
@@ -74,6 +74,10 @@ class PlainPlanner(ABC):
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Plan a video whose frames' size has been checked."""
         raise UnsupportedMedia("the model takes no videos")
+
+    def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:
+        """Plan a clip."""
+        raise UnsupportedMedia("the model takes no audio")
 
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return nothing."""

@@ -31,8 +31,17 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 4096 * 32,
     },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
 }
-"""Those of ``LlamaConfig``, ``Gemma3TextConfig`` and ``MistralConfig``, by ``model_type``."""
+"""Those of ``LlamaConfig``, ``Gemma3TextConfig``, ``MistralConfig`` and ``Qwen2Config``, by ``model_type``."""
 
 
 def completed(text: Mapping[str, Any], default_type: str) -> Mapping[str, Any]:

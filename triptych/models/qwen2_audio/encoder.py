@@ -1,0 +1,63 @@
+"""Adapter of Qwen2-Audio: tower, projector, decoder parameters and tensor names.
+
+Published files, and those that ``save_pretrained`` of transformers 5 writes, name the parts ``audio_tower.…``,
+``multi_modal_projector.…`` and ``language_model.…``; others are named as the modules, ``model.audio_tower.…``.
+"""
+
+import torch
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers import native
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import WeightFormat
+from triptych.models.base import AUDIO, ModelConfig
+from triptych.models.qwen2_audio.config import text_config, tower_config, window_frames
+from triptych.models.registry import backbone_of
+from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+from triptych.models.shared.whisper import WhisperNames, load_whisper
+
+PROJECTOR = "projector"
+_NAMES = WhisperNames(
+    norm=f"{AUDIO}.layer_norm", projection=f"{PROJECTOR}.linear", positions=f"{AUDIO}.embed_positions.weight"
+)
+
+
+class Qwen2Audio(SplitAdapter):
+    """``ModelAdapter`` for model type ``qwen2_audio``. Raises CheckpointError for a config that lacks a setting or asks
+    for something unsupported."""
+
+    layouts = (
+        WeightPrefixes(
+            {AUDIO: "audio_tower.", PROJECTOR: "multi_modal_projector."},
+            "language_model.model.",
+            "language_model.lm_head.weight",
+        ),
+        WeightPrefixes(
+            {AUDIO: "model.audio_tower.", PROJECTOR: "model.multi_modal_projector."}, "model.language_model."
+        ),
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        text = text_config(config)
+        # transformers' class ties nothing, whatever the config says
+        self.decoder_config = backbone_of({**config, "text_config": text}).decoder_config(text, tie_embeddings=False)
+        self.embedding_width = self.decoder_config.hidden_size
+        self._tower = tower_config(config)
+        tower_activation(self._tower.activation, "audio_config.activation_function")  # checks it
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return "Qwen2AudioEncoder and projector, of our own layers"
+
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
+        """Load the tower and the projector.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support.
+        """
+        if device.type == "cpu":
+            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
+        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+        return load_whisper(reader, self._tower, window_frames(self._tower), _NAMES, self.embedding_width)
