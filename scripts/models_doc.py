@@ -108,6 +108,14 @@ CHECKS = (
         in_ci=False,
     ),
     Check(
+        "recovery",
+        "the same answer if an encode instance is lost after some rows of an image have landed; the others come from "
+        "another instance",
+        "tests/parity/test_families.py",
+        {*families.ANSWERED_IMAGES}.difference(families.SLOW_ANSWERS),
+        columns=("recovery",),
+    ),
+    Check(
         "answers about videos",
         "as above, from MP4, WebM, GIF and lists of frames",
         "tests/parity",

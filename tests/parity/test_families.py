@@ -2,7 +2,9 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.parity.conftest import Model
 from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
-from tests.support.stage_loops import Recording, count_parts, engine_loop
+from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
 from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
@@ -70,6 +72,34 @@ def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> 
     cold, encoded, warm = asyncio.run(run())
     assert cold == warm == model.answers[:3]
     assert sum(seen) == encoded > 0
+
+
+@pytest.mark.parametrize("family", ANSWERED_IMAGES)
+def test_an_encoder_that_is_lost_in_the_middle_of_an_item(models: dict[str, Model], family: str) -> None:
+    """Some of its rows have landed, and there is no room for more, because nothing is prefilled until the instance is
+    lost. The other one encodes the item again and sends the rest."""
+    model, is_lost = models[family], Event()
+    number = next(number for number, case in enumerate(model.cases) if case.name == "large image")
+    [item] = model.prompts[number].items
+    engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=8)
+
+    async def run() -> None:
+        async with running(model.folder, "2E1PD", engine, prepare=partial(hold_steps, until=is_lost)) as service:
+            asked = asyncio.create_task(service.answer(model.cases[number].messages))
+            [prefill] = service.engine_loops()
+            async with asyncio.timeout(30):
+                while not prefill.incoming.stats().counters.rows:
+                    await asyncio.sleep(0.001)
+            first, second = sorted(encode_loops(service), key=lambda loop: loop.num_requested, reverse=True)
+            assert (first.num_requested, second.num_requested) == (1, 0)
+            await service.end(next(one.name for one in service.instances if first in one.loops))
+            assert 0 < prefill.incoming.stats().counters.rows < item.plan.rows
+            is_lost.set()
+            assert await asked == model.answers[number]
+            assert (second.num_requested, second.num_encoded) == (1, 1)
+            assert prefill.incoming.stats().counters.rows == item.plan.rows
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("family", TWO_RANKS)

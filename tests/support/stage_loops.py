@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tests.support.harness import Running
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
+from triptych.engine.scheduler import CountReadyTokens, SchedulerOutput
 from triptych.layers.decoder import ForwardBatch
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
@@ -60,3 +62,23 @@ def kv_rows(service: Running) -> int:
     hosts = decode_loops(service)
     assert hosts
     return sum(host.incoming.stats().counters.rows for host in hosts)
+
+
+def hold_steps(instance: Instance, until: Event) -> None:
+    """For ``prepare``: an instance with a decoder computes nothing until then."""
+    for host in instance.loops:
+        if not isinstance(host, EngineLoop):
+            continue
+        loop, schedule = host, host.scheduler.schedule
+        loop.next_advance = 0.0  # nothing else would wake it
+
+        def held(
+            ready: CountReadyTokens, loop: EngineLoop = loop, schedule: Callable[..., SchedulerOutput] = schedule
+        ) -> SchedulerOutput:
+            if not until.is_set():
+                return SchedulerOutput()
+            loop.next_advance = float("inf")
+            loop.scheduler.schedule = schedule  # type: ignore[method-assign]
+            return schedule(ready)
+
+        loop.scheduler.schedule = held  # type: ignore[method-assign]
