@@ -10,8 +10,8 @@ GENERATION_CONFIG = "generation_config.json"
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 MISTRAL_CONFIG = "params.json"
 """What Mistral's own format, with ``consolidated.safetensors`` and ``tekken.json``, has for a config."""
-LLM_CONFIG = "llm_config"
-"""What InternVL's original files call ``text_config``."""
+TEXT_CONFIG_NAMES = ("llm_config", "language_config")
+"""What original files of InternVL and of DeepSeek-OCR call ``text_config``."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -77,8 +77,13 @@ def load_config(folder: Path | str) -> dict[str, Any]:
                 "served: use the model's files for Transformers"
             )
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
-    config = read_json_object(path)
-    return config if LLM_CONFIG not in config else {"text_config": config[LLM_CONFIG], **config}
+    return with_text_config(read_json_object(path))
+
+
+def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` whose language model's section is ``text_config``."""
+    section = next((config[name] for name in TEXT_CONFIG_NAMES if name in config), None)
+    return config if section is None else {"text_config": section, **config}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

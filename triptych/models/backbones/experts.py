@@ -1,8 +1,12 @@
 """Reads the settings of mixtures of experts."""
 
+from triptych.errors import CheckpointError
 from triptych.layers.specs import ExpertGroups, FfnSpec, GatedMLPSpec, MoESpec, RoutingSpec, Score, SharedExpertSpec
 from triptych.models.backbones.base import TextConfig, check_silu, gated_mlp, layers_up_to, listed_layers, num_layers
 from triptych.models.shared.settings import positive_number, setting
+
+DENSE, SPARSE = "dense", "sparse"
+"""Layers' types in ``mlp_layer_types``."""
 
 
 def qwen_experts(text: TextConfig, *, norm_topk_prob: bool) -> MoESpec:
@@ -51,8 +55,22 @@ def deepseek_ffns(text: TextConfig, routing: RoutingSpec, *, shared: int, dense:
         correction="gate.e_score_correction_bias" if routing.score is Score.SIGMOID else None,
         shared=SharedExpertSpec("shared_experts", GatedMLPSpec(shared * width)),
     )
-    first = layers_up_to(text, "first_k_dense_replace", dense)
-    return [gated_mlp(text) if index < first else experts for index in range(num_layers(text))]
+    return [gated_mlp(text) if is_dense else experts for is_dense in _dense_layers(text, dense)]
+
+
+def _dense_layers(text: TextConfig, default: int) -> list[bool]:
+    """Return whether each layer is dense: by its type or, if there are none, as one of the first. Raises
+    CheckpointError."""
+    count = num_layers(text)
+    if text.get("mlp_layer_types") is None:
+        first = layers_up_to(text, "first_k_dense_replace", default)
+        return [index < first for index in range(count)]
+    types = setting(text, "mlp_layer_types", list)
+    if len(types) != count or not all(kind in (DENSE, SPARSE) for kind in types):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must name {DENSE!r} or {SPARSE!r} for each of {count} layers"
+        )
+    return [kind == DENSE for kind in types]
 
 
 def next_token_layers(text: TextConfig) -> tuple[str, ...]:

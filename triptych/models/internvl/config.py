@@ -12,7 +12,9 @@ from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.models.base import MediaToken, ModelConfig
+from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tile_grids import TileGrids
 
 TOWER = "internvl_vision"
 ORIGINAL = "internvl_chat"
@@ -100,6 +102,14 @@ def tile_settings(config: ModelConfig, preprocessor_config: dict[str, Any]) -> d
     tiles = config.get("min_dynamic_patch"), config.get("max_dynamic_patch")
     least, most = tiles if setting(config, "dynamic_image_size", bool, default=False) else (1, 1)
     return {"min_patches": least, "max_patches": most, "image_mean": IMAGENET_MEAN, "image_std": IMAGENET_STD}
+
+
+def tile_grids(tile_config: dict[str, Any], tile_size: int) -> TileGrids:
+    """Return the grids of tiles that the image processor's settings allow. Raises CheckpointError for an invalid
+    setting, or for tiles of another size than the tower's."""
+    if (size := tile_config.get("size")) not in (None, {"height": tile_size, "width": tile_size}):
+        raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be the tower's image_size {tile_size}, not {size!r}")
+    return TileGrids.from_config(tile_config, tile_size)
 
 
 def frame_settings(

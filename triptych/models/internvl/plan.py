@@ -14,11 +14,11 @@ from triptych.models.internvl.config import (
     image_token,
     is_original,
     text_config,
+    tile_grids,
     tile_settings,
     unified,
     vision_config,
 )
-from triptych.models.internvl.tiles import TileGrids
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
@@ -49,7 +49,7 @@ class InternVLPlanner(PlainPlanner):
         frame_config = frame_settings(config, preprocessor_config, video_config)
         config = unified(config)
         self._vision = vision = vision_config(config)
-        self._grids = TileGrids.from_config(tile_config, vision.tile_size)
+        self._grids = tile_grids(tile_config, vision.tile_size)
         super().__init__(
             {"image": image_token(config), "video": image_token(config)},
             context_length=context_length(text_config(config)),

@@ -11,8 +11,7 @@ from PIL import Image
 
 from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.internvl.config import frame_settings, tile_settings, unified, vision_config
-from triptych.models.internvl.tiles import TileGrids
+from triptych.models.internvl.config import frame_settings, tile_grids, tile_settings, unified, vision_config
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frame_tiles import FrameTiles
 from triptych.models.shared.images import decode_image
@@ -28,7 +27,7 @@ class InternVLPreprocessor:
     ) -> None:
         tile_config = tile_settings(config, preprocessor_config)
         self._vision = vision_config(unified(config))
-        self._grids = TileGrids.from_config(tile_config, self._vision.tile_size)
+        self._grids = tile_grids(tile_config, self._vision.tile_size)
         self._resample = resampling(tile_config)
         self._table = normalised_bytes(tile_config)
         self._frames = FrameTiles(frame_settings(config, preprocessor_config, video_config), self._vision.tile_size)

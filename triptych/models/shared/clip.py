@@ -1,7 +1,7 @@
 """CLIP's and SigLIP's vision transformers of our own layers. The references are ``CLIPVisionModel`` and
 ``SiglipVisionModel`` in transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -42,11 +42,14 @@ def unused(vision: ClipConfig, tower: str, depth: int) -> list[str]:
     return [*layers, f"{tower}.post_layernorm.", f"{tower}.head.", f"{tower}.embeddings.position_ids"]
 
 
-def clip_layer(reader: TowerWeights, vision: ClipConfig, name: str) -> TowerLayer:
-    """Load the layer of this name. Raises CheckpointError as ``load_clip`` does."""
+def clip_layer(
+    reader: TowerWeights, vision: ClipConfig, name: str, qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+) -> TowerLayer:
+    """Load the layer of this name; ``qkv`` are the names of its products for attention, separate or fused. Raises
+    CheckpointError as ``load_clip`` does."""
     hidden, inner = vision.hidden_size, vision.intermediate_size
     attention = TowerAttention(
-        [reader.linear([f"{name}.self_attn.{kind}_proj" for kind in "qkv"], hidden, hidden)],
+        [reader.linear([f"{name}.self_attn.{kind}" for kind in qkv], 3 // len(qkv) * hidden, hidden)],
         reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
         vision.num_heads,
         (hidden // vision.num_heads) ** -0.5,

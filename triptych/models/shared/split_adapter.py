@@ -3,7 +3,7 @@ decoder."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,7 +73,13 @@ class SplitAdapter(ABC):
         """
         self._split_keys(checkpoint.tensors)
         prefixes = self.weight_prefixes(checkpoint.tensors)
-        keys = DecoderKeys(prefixes.decoder, prefixes.head, self.decoder_config.names)
+        # a tower's tensors may be among those with the decoder's prefix
+        towers = [
+            one.removeprefix(prefixes.decoder) for one in prefixes.towers.values() if one.startswith(prefixes.decoder)
+        ]
+        names = self.decoder_config.names
+        names = replace(names, ignored_modules=(*names.ignored_modules, *towers))
+        keys = DecoderKeys(prefixes.decoder, prefixes.head, names)
         return Decoder.load(self.decoder_config, checkpoint, keys, weights, device, group=group)
 
     def weight_bytes_by_stage(self, tensors: Mapping[str, TensorInfo]) -> dict[str, int]:

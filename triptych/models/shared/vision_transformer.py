@@ -25,7 +25,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        projection: Linear,
+        projection: Linear | nn.Identity,
         class_embedding: Tensor | None,
         positions: Tensor,
         first_norm: LayerNorm | None,
@@ -33,9 +33,10 @@ class VisionTransformer(nn.Module):
         *,
         rotations: Tensor | None = None,
     ) -> None:
-        """``class_embedding`` [hidden], if any, precedes the patches of an image. ``positions`` [states, hidden] are
-        added to all, and ``first_norm`` normalises the sums. ``rotations``, float32 [2, states, head_dim], are cos and
-        sin by which the layers rotate an image's queries and keys."""
+        """``projection`` makes embeddings of patches, unless these are given. ``class_embedding`` [hidden], if any,
+        precedes those of an image. ``positions`` [states, hidden] are added to all, and ``first_norm`` normalises the
+        sums. ``rotations``, float32 [2, states, head_dim], are cos and sin by which the layers rotate an image's
+        queries and keys."""
         super().__init__()
         self.projection = projection
         self.class_embedding = None if class_embedding is None else frozen(class_embedding)

@@ -1,4 +1,7 @@
-"""Which tiles InternVL cuts an image into, as ``GotOcr2ImageProcessorPil`` in transformers does. Pure."""
+"""Which tiles InternVL and DeepSeek-OCR cut an image into. Pure.
+
+The reference is ``GotOcr2ImageProcessorPil`` in transformers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,12 +28,12 @@ class TileGrids:
     """Bounds of the area of all tiles but the thumbnail."""
 
     @classmethod
-    def from_config(cls, preprocessor_config: Mapping[str, Any], tile_size: int) -> "TileGrids":
-        """Raises CheckpointError for an invalid setting, or for tiles of another size than the tower's."""
-        if (size := preprocessor_config.get("size")) not in (None, {"height": tile_size, "width": tile_size}):
-            raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be the tower's image_size {tile_size}, not {size!r}")
-        least = setting(preprocessor_config, "min_patches", int, default=1, file=PREPROCESSOR_FILE)
-        most = setting(preprocessor_config, "max_patches", int, default=12, file=PREPROCESSOR_FILE)
+    def from_config(
+        cls, preprocessor_config: Mapping[str, Any], tile_size: int, *, least: int = 1, most: int = 12
+    ) -> "TileGrids":
+        """Return those of up to ``most`` tiles, or of the settings. Raises CheckpointError for invalid settings."""
+        least = setting(preprocessor_config, "min_patches", int, default=least, file=PREPROCESSOR_FILE)
+        most = setting(preprocessor_config, "max_patches", int, default=most, file=PREPROCESSOR_FILE)
         if not least <= most <= MAX_TILES:
             raise CheckpointError(
                 f"{PREPROCESSOR_FILE}: min_patches {least} and max_patches {most} must ascend, up to {MAX_TILES}"
