@@ -31,6 +31,8 @@ class Family:
     """Import string of the ``Preprocessor`` class; None for text-only models."""
     modalities: tuple[str, ...] = ("text",)
     """Modalities a request may contain."""
+    template: str | None = None
+    """Import string of the chat template's text for checkpoints without one; None: these can't be served."""
 
     @property
     def adapter_name(self) -> str:

@@ -123,7 +123,8 @@ class PromptBuilder:
             config, load_preprocessor_config(folder), load_video_config(folder)
         )
         self._caps = caps or MediaCaps()
-        self.template = ChatTemplate(folder)
+        template = self._family.template
+        self.template = ChatTemplate(folder, None if template is None else resolve(template))
         self.tokenizer = Tokenizer(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self.short_length = short_length(text_section(config))

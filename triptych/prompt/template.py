@@ -27,12 +27,12 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Ar
 
 class ChatTemplate:
     """A checkpoint's template: ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json, else that of
-    chat_template.json. Raises CheckpointError when there is none or it doesn't parse.
+    chat_template.json, else ``default``. Raises CheckpointError when there is none or it doesn't parse.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, default: str | None = None) -> None:
         tokenizer_config = _read_if_there(folder / _TOKENIZER_CONFIG_FILE)
-        source = _template_source(folder, tokenizer_config)
+        source = _template_source(folder, tokenizer_config, default)
         # transformers defines these two for every template, and some test them against none.
         self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
         self._environment = environment = _environment()
@@ -141,7 +141,7 @@ def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str:
+def _template_source(folder: Path, tokenizer_config: dict[str, Any], default: str | None) -> str:
     path = folder / _TEMPLATE_FILE
     if path.is_file():
         try:
@@ -152,6 +152,8 @@ def _template_source(folder: Path, tokenizer_config: dict[str, Any]) -> str:
         source = _default_template(config.get("chat_template"))
         if source is not None:
             return source
+    if default is not None:
+        return default
     raise CheckpointError(
         f"{folder}: no chat template in {_TEMPLATE_FILE}, {_TOKENIZER_CONFIG_FILE} or {_LEGACY_TEMPLATE_FILE}"
     )
