@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from scripts.generated import DOCS, table
 from scripts.model_checks import Check
 from tests.support.released import RELEASED
+from triptych.checkpoint.config_files import with_text_config
 from triptych.models.base import FRAME_OPTIONS, Planner
 from triptych.models.registry import FAMILIES, Family, resolve
 from triptych.models.shared.planner import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS
@@ -185,6 +186,18 @@ PAGES = {
             "Of earlier versions, 2.6 and 4.5 are served, with images alone; a conversation's parts become its lines.",
         ),
     ),
+    "deepseek-ocr": Page(
+        "DeepSeek-OCR",
+        ("deepseek_vl_v2", "deepseek_ocr2"),
+        (
+            "Of `deepseek_vl_v2`, DeepSeek-OCR and DeepSeek-OCR-2 are served, not DeepSeek-VL2.",
+            "DeepSeek-OCR cuts an image into tiles if it is the request's only one, or if `crop_mode` is true.",
+            "DeepSeek-OCR-2 cuts every image that is larger than a tile, unless `crop_mode` is false.",
+            "Bounds are those of the area of all tiles together, without the whole that follows them.",
+            "An image whose `max_pixels` no tiles fit within is shown as a whole alone.",
+            "A checkpoint without a chat template gets the plain format of the published code.",
+        ),
+    ),
     "internvl": Page(
         "InternVL",
         ("internvl", "internvl_chat"),
@@ -282,7 +295,8 @@ def _embeddings(model_types: tuple[str, ...]) -> list[str]:
 
 def _planner(name: str) -> Planner:
     tiny = RELEASED[name].tiny(name)
-    planner: Planner = resolve(FAMILIES[name].planner)(tiny.config, tiny.preprocessor, tiny.video_preprocessor)
+    config = with_text_config(tiny.config)
+    planner: Planner = resolve(FAMILIES[name].planner)(config, tiny.preprocessor, tiny.video_preprocessor)
     return planner
 
 

@@ -48,7 +48,7 @@ CHECKS = (
     ),
     Check(
         "embeddings",
-        "within 5e-5 (LLaVA: 5e-4, at values up to 18)",
+        "within 5e-5 (LLaVA: 5e-4, at values up to 18; DeepSeek-OCR: 2e-4, at values up to 20)",
         "tests/layers, tests/models",
         {*families.ANSWERED_IMAGES, *QWEN3_VL, *HEARING},
         columns=("rows",),

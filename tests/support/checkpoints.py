@@ -20,6 +20,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from tests.support import deepseek_ocr
 from tests.support.independent import model_class
 from tests.support.random_checkpoint import (
     Sizes,
@@ -96,6 +97,11 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
         thinker_class = getattr(transformers, name.replace("ForConditional", "ThinkerForConditional"))
         loaded = thinker_class.from_pretrained(folder, config=thinker_class.config_class(**thinker), dtype=dtype)
         return loaded.eval().requires_grad_(False)
+    if config["model_type"] == deepseek_ocr.PUBLISHED:
+        image = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        [token] = [one["id"] for one in image if one["content"] == deepseek_ocr.IMAGE]
+        own_class, made = deepseek_ocr.model_of(config, token)
+        return own_class.from_pretrained(folder, config=made, dtype=dtype).eval().requires_grad_(False)
     # transformers' other attention makes Phi-4's tiles causal where no patch is masked
     eager = {"attn_implementation": "eager"} if config["model_type"] == "phi4_multimodal" else {}
     loaded = model_class(name).from_pretrained(folder, dtype=dtype, **eager)

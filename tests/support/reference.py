@@ -13,11 +13,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from tests.support import deepseek_ocr
 from tests.support.checkpoints import load_reference
 from tests.support.forward import media_types
 from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
 from tests.support.phi4 import Phi4Pixels, phi4_rows
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config
 from triptych.prompt.prompt import PlannedPrompt
 
 UNUSED = ("num_patches", "num_crops", "num_patches_per_image", "grids")
@@ -55,6 +57,14 @@ class Reference:
     def model(self) -> Any:
         return load_reference(self.folder)
 
+    @cached_property
+    def _published_ocr(self) -> tuple[int, int] | None:
+        """Pixels per side of DeepSeek-OCR's tiles and wholes; None for other models."""
+        config = load_config(self.folder)
+        if config["model_type"] != deepseek_ocr.PUBLISHED:
+            return None
+        return load_preprocessor_config(self.folder)["tile_size"], config["vision_config"]["image_size"]
+
     def generate(self, prompt: PlannedPrompt, images: Sequence[Image.Image], max_new_tokens: int = 32) -> list[int]:
         """Greedy tokens, without regard to end-of-text tokens."""
         with torch.inference_mode():
@@ -83,7 +93,9 @@ class Reference:
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if (image := getattr(self.model.config, "image_token_id", None)) is not None:
             inputs |= media_types(self.model, tokens == image)
-        if images:
+        if images and self._published_ocr is not None:
+            inputs |= deepseek_ocr.inputs_of(images, *self._published_ocr)
+        elif images:
             processor = image_processor(self.folder)
             processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
             inputs |= {name: value for name, value in processed.items() if name not in UNUSED}

@@ -21,6 +21,8 @@ QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 QWEN3_SIZE: dict[str, Any] = {"min_pixels": None, "max_pixels": None, "patch_size": 16}
 QWEN3_SIZE |= {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
 
+OCR_LANGUAGE = {"num_attention_heads": 10, "num_key_value_heads": 10}
+
 
 @dataclass(frozen=True)
 class Released:
@@ -201,6 +203,36 @@ RELEASED = {
         },
         {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
         video_preprocessor={"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+    ),
+    "deepseek_vl_v2": Released(
+        "DeepSeek-OCR",
+        {
+            "language_config": {"hidden_size": 1280} | OCR_LANGUAGE,
+            "vision_config": {
+                "image_size": 1024,
+                "width": {
+                    "sam_vit_b": {"heads": 12, "layers": 12, "width": 768, "global_attn_indexes": [2, 5, 8, 11]}
+                    | {"downsample_channels": [512, 1024]},
+                    "clip-l-14-224": {"heads": 16, "layers": 24, "width": 1024, "image_size": 224, "patch_size": 14},
+                },
+            },
+        },
+        {"tile_size": None},
+    ),
+    "deepseek_ocr2": Released(
+        "DeepSeek-OCR-2",
+        {
+            "text_config": {"hidden_size": 1280} | OCR_LANGUAGE,
+            "vision_config": {
+                "sam_config": dict.fromkeys(("output_channels", "patch_size", "window_size", "mlp_dim", "hidden_size"))
+                | dict.fromkeys(("num_hidden_layers", "num_attention_heads", "image_size", "global_attn_indexes"))
+                | {"downsample_channels": [512, 896]},
+                "encoder_config": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+                | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 1}
+                | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            },
+        },
+        {"size": _square(1024), "tile_size": 768},
     ),
     "internvl": Released(
         "InternVL3_5-8B-HF",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support import deepseek_ocr
 from tests.support.independent import model_class
 from tests.support.random_checkpoint import Sizes, random_weight, token_ids, write_json, write_tokenizer
 
@@ -105,6 +106,8 @@ class Tiny:
     video_preprocessor: dict[str, Any] | None = None
     arranged: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
     """Makes the tensors of published files of the renamed ones."""
+    published_as_saved: bool = False
+    """Whether ``save_pretrained`` writes the published names."""
 
 
 def _as_qwen2_vl(name: str) -> str:
@@ -555,6 +558,21 @@ PIXTRAL_PROCESSOR = {
     "image_std": PREPROCESSOR["image_std"],
 }
 
+OCR_IDS = {"<image>" if token == "<|image_pad|>" else token: number for token, number in IDS.items()}
+OCR_TEXT = (
+    LLAMA_TEXT
+    | {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    | {
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 3,
+        "use_mla": False,
+    }
+)
+OCR_SAM: dict[str, Any] = {"output_channels": 24, "patch_size": 4, "window_size": 3, "mlp_dim": 48}
+OCR_SAM |= {"global_attn_indexes": [1], "downsample_channels": [28, 32]}
+
 OWN_TOWERS = {
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
@@ -661,6 +679,50 @@ OWN_TOWERS = {
     ),
     "kimi_vl": _kimi_vl(),
     "kimi_k25": _kimi_k25(),
+    "deepseek_vl_v2": Tiny(
+        {"architectures": ["DeepseekOCRForCausalLM"], "model_type": "deepseek_vl_v2", "tile_tag": "2D"}
+        | {"candidate_resolutions": [[64, 64]], "global_view_pos": "head", "language_config": OCR_TEXT}
+        | {"projector_config": {"input_dim": 64, "n_embed": 64, "projector_type": "linear"}}
+        | {
+            "vision_config": {
+                "image_size": 64,
+                "mlp_ratio": 3.7362,
+                "model_name": "deeplip_b_l",
+                "model_type": "vision",
+                "width": {
+                    "sam_vit_b": OCR_SAM | {"heads": 2, "layers": 2, "width": 24},
+                    "clip-l-14-224": {"heads": 2, "layers": 2, "width": 32, "image_size": 56, "patch_size": 14}
+                    | {"intermediate_size": 48},
+                },
+            }
+        },
+        preprocessor={"tile_size": 32},
+        ids=OCR_IDS,
+        image_text="<image>",
+        published_as_saved=True,
+    ),
+    "deepseek_ocr2": Tiny(
+        {"architectures": ["DeepseekOcr2ForConditionalGeneration"], "model_type": "deepseek_ocr2"}
+        | {"image_token_id": IDS["<|image_pad|>"], "tie_word_embeddings": False}
+        | {"text_config": OCR_TEXT | {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
+        | {
+            "vision_config": {
+                "sam_config": OCR_SAM
+                | {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+                | {"image_size": 128, "patch_size": 2, "window_size": 15},
+                "encoder_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+                | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1},
+            }
+        },
+        preprocessor={
+            "image_processor_type": "DeepseekOcr2ImageProcessor",
+            "size": {"height": 128, "width": 128},
+            "tile_size": 96,
+            "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4],
+        },
+        published_as_saved=True,
+    ),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "phi4_multimodal": PHI4,
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
@@ -750,8 +812,10 @@ def make_tiny(
         if settings is not None:
             write_json(folder / f"{name}_config.json", settings)
     model = _random_model(tiny, seed)
-    if layout == "saved":
+    if layout == "saved" or tiny.published_as_saved:
         model.save_pretrained(folder)
+        if layout == "published":
+            write_json(folder / "config.json", tiny.config)
         return folder
     weights = dict(model.state_dict())
     if tiny.config.get("tie_word_embeddings"):
@@ -896,9 +960,12 @@ PHI4_NAMES = (
 
 
 def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:
-    reference = model_class(tiny.model or tiny.config["architectures"][0])
-    settings = tiny.config["thinker_config"] if tiny.model else tiny.config
-    config = reference.config_class(**json.loads(json.dumps(settings)))
+    if tiny.config["model_type"] == deepseek_ocr.PUBLISHED:
+        reference, config = deepseek_ocr.model_of(tiny.config, tiny.ids[deepseek_ocr.IMAGE])
+    else:
+        reference = model_class(tiny.model or tiny.config["architectures"][0])
+        settings = tiny.config["thinker_config"] if tiny.model else tiny.config
+        config = reference.config_class(**json.loads(json.dumps(settings)))
     model: PreTrainedModel = reference(config).float()
     weights = {
         name: random_weight(name, tuple(weight.shape), Sizes(), seed, torch.float32)

@@ -249,6 +249,8 @@ class MediaOptions(StrictModel):
     """Tiles that an image is cut into at most, the whole not counted, within the model's own number."""
     resize_to_max_canvas: bool | None = None
     """Enlarge small images to the largest canvas of tiles."""
+    crop_mode: bool | None = None
+    """Cut images into tiles (DeepSeek-OCR)."""
     use_audio_in_video: bool | None = None
     """Use the audio tracks of videos, too."""
     do_pan_and_scan: bool | None = None

@@ -188,6 +188,15 @@ MINICPMV = replace(
     adapter="triptych.models.minicpmv.resampler:MiniCPMV",
     modalities=("text", "image"),
 )
+DEEPSEEK_OCR = Family(
+    name="DeepSeek-OCR, DeepSeek-OCR-2",
+    backbone=f"{BACKBONES}.deepseek:DEEPSEEK_OCR",
+    planner="triptych.models.deepseek_ocr.plan:DeepseekOcrPlanner",
+    preprocessor="triptych.models.deepseek_ocr.preprocess:DeepseekOcrPreprocessor",
+    adapter="triptych.models.deepseek_ocr.encoder:DeepseekOcr",
+    modalities=("text", "image"),
+    template="triptych.models.deepseek_ocr.template:TEMPLATE",
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -277,6 +286,8 @@ FAMILIES = {
         preprocessor="triptych.models.idefics3.preprocess:SmolVLMPreprocessor",
         modalities=("text", "image", "video"),
     ),
+    "deepseek_vl_v2": DEEPSEEK_OCR,
+    "deepseek_ocr2": replace(DEEPSEEK_OCR, name="DeepSeek-OCR-2 (Transformers)"),
     "internvl": INTERNVL,
     "phi4_multimodal": replace(PHI4MM, name="Phi-4-multimodal (transformers' files)"),
     "phi4mm": PHI4MM,

@@ -1,7 +1,8 @@
 """DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and mixtures of experts after the first, dense layers.
+DeepSeek-OCR's decoder has V2's mixtures, but usual attention.
 
 V2 chooses experts by a softmax, from all of them (V2-Lite) or from the best groups; V3 by corrected sigmoids.
-The references are ``DeepseekV2Model`` and ``DeepseekV3Model`` in transformers.
+The references are ``DeepseekV2Model``, ``DeepseekV3Model`` and ``DeepseekOcr2TextModel`` in transformers.
 """
 
 from dataclasses import replace
@@ -9,8 +10,8 @@ from dataclasses import replace
 from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig, YarnScaling
-from triptych.layers.specs import ExpertGroups, LayerSpec, MLASpec, RoutingSpec
-from triptych.models.backbones.base import INV_FREQ_IGNORED, MAX_HEAD_VALUES, Backbone, TextConfig, decoder
+from triptych.layers.specs import AttentionSpec, ExpertGroups, LayerSpec, MLASpec, RoutingSpec
+from triptych.models.backbones.base import INV_FREQ_IGNORED, MAX_HEAD_VALUES, Backbone, TextConfig, attention, decoder
 from triptych.models.backbones.experts import deepseek_ffns, next_token_layers, sigmoid_routing
 from triptych.models.backbones.rope import magnitude, read_rope, rope_settings
 from triptych.models.shared.settings import positive_number, setting
@@ -27,6 +28,15 @@ def deepseek_v3(text: TextConfig) -> DecoderConfig:
     _check(text, "topk_method", "noaux_tc")
     mixer = latent_attention(text, pairs=setting(text, "rope_interleave", bool, default=True))
     return _decoder(text, mixer, sigmoid_routing(text, groups=8, kept_groups=4, scale=2.5), shared=1, dense=3)
+
+
+def deepseek_ocr(text: TextConfig) -> DecoderConfig:
+    """Return the decoder of ``text``, which has no latent attention. Raises CheckpointError."""
+    _check(text, "use_mla", False)
+    has_bias = setting(text, "attention_bias", bool, default=False)
+    heads = attention(text, read_rope(text, RopeConfig(10_000.0)))
+    mixer = replace(heads, qkv_bias=has_bias, output_bias=has_bias)
+    return _decoder(text, mixer, _softmax_routing(text), shared=2, dense=1)
 
 
 def latent_attention(text: TextConfig, *, pairs: bool) -> MLASpec:
@@ -73,7 +83,9 @@ def _softmax_routing(text: TextConfig) -> RoutingSpec:
     return RoutingSpec(setting(text, "num_experts_per_tok", int), normalised=False, scale=scale, groups=groups)
 
 
-def _decoder(text: TextConfig, mixer: MLASpec, routing: RoutingSpec, *, shared: int, dense: int) -> DecoderConfig:
+def _decoder(
+    text: TextConfig, mixer: MLASpec | AttentionSpec, routing: RoutingSpec, *, shared: int, dense: int
+) -> DecoderConfig:
     """``shared`` and ``dense`` are defaults, as in ``deepseek_ffns``."""
     _check(text, "mlp_bias", False)
     _check(text, "moe_layer_freq", 1)
@@ -90,3 +102,4 @@ def _check(text: TextConfig, name: str, *served: object) -> None:
 
 DEEPSEEK_V2 = Backbone("DeepSeek-V2 (latent attention, softmax routing with shared experts)", deepseek_v2)
 DEEPSEEK_V3 = Backbone("DeepSeek-V3 (latent attention, sigmoid routing with a shared expert)", deepseek_v3)
+DEEPSEEK_OCR = Backbone("DeepSeek-V2's mixtures (softmax routing with shared experts), usual attention", deepseek_ocr)
