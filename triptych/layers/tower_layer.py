@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from triptych.errors import InternalError
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.compiled_layer import AttendLayer, FinishLayer, compiled
+from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, compiled
 from triptych.layers.linear import LayerNorm, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
@@ -57,7 +57,8 @@ class MLP(nn.Module):
 
 
 class TowerLayer(nn.Module):
-    """One layer of a tower: attention and MLP, each preceded by a norm and added to the residual stream."""
+    """One layer of a tower: attention and MLP, each preceded by a norm and added to the residual stream, maybe after
+    another norm."""
 
     def __init__(
         self,
@@ -65,12 +66,19 @@ class TowerLayer(nn.Module):
         attention: TowerAttention,
         mlp_norm: LayerNorm | RMSNorm,
         mlp: MLP | GatedMLP,
+        *,
+        mixed_norm: RMSNorm | None = None,
+        finished_norm: RMSNorm | None = None,
     ) -> None:
+        """``mixed_norm`` and ``finished_norm``, if any, are those of the outputs of attention and MLP. All RMSNorms of
+        a layer have the same epsilon."""
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.mixed_norm = mixed_norm
+        self.finished_norm = finished_norm
         self.compiled_attend, self.compiled_finish = self.in_compiled_calls()
 
     def in_compiled_calls(self) -> tuple[AttendLayer | None, FinishLayer | None]:
@@ -79,13 +87,15 @@ class TowerLayer(nn.Module):
         first = mlp.up if isinstance(mlp, MLP) else mlp.gate_up
         output, up, down = compiled(attention.output), compiled(first), compiled(mlp.down)
         if output is not None and up is not None and down is not None:
-            finish = FinishLayer(self.mlp_norm, output, up, down, mlp.activation)
+            extras = FinishExtras(self.mixed_norm, self.finished_norm)
+            finish = FinishLayer(self.mlp_norm, output, up, down, mlp.activation, extras)
         kernel, heads = paged_attention(attention.in_bf16), attention.num_heads
         qkv = compiled(attention.inputs[0]) if len(attention.inputs) == 1 else None
         if kernel is not None and qkv is not None and qkv.library is kernel.library and not attention.norms:
             head_dim = qkv.outputs // 3 // heads
             if kernel.suits_heads(heads, heads, head_dim):
-                attend = AttendLayer(kernel, self.attention_norm, qkv, None, (heads, heads, head_dim))
+                shape = heads, heads, head_dim
+                attend = AttendLayer(kernel, self.attention_norm, qkv, attention.heads_norm, shape)
         return attend, finish
 
     def forward(
@@ -111,8 +121,10 @@ class TowerLayer(nn.Module):
         projection takes, [T, heads * head_dim]."""
         if self.compiled_finish is not None:
             return self.compiled_finish(hidden_states, attended)
-        hidden = hidden_states + self.attention.output(attended)
-        layer_output: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        mixed = self.attention.output(attended)
+        hidden = hidden_states + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
+        finished = self.mlp(self.mlp_norm(hidden))
+        layer_output: Tensor = hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
         return layer_output
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.layers.attention.compiled import paged_attention
+from triptych.layers.linear import RMSNorm
 from triptych.layers.pointwise import rotate
 
 PROJECTIONS = (
@@ -31,9 +32,11 @@ class TowerAttention(nn.Module):
         in_bf16: bool,
         *,
         norms: Sequence[nn.Module] = (),
+        heads_norm: RMSNorm | None = None,
     ) -> None:
         """``in_bf16`` lets the compiled kernel multiply in bfloat16; ``norms``, if any, are those of queries and
-        of keys, over all heads together."""
+        of keys, over all heads together. ``heads_norm``, if any, normalises each head of queries, keys and values: its
+        weight is [3 * heads, head_dim]."""
         super().__init__()
         self.inputs = nn.ModuleList(inputs)
         self.output = output
@@ -41,6 +44,7 @@ class TowerAttention(nn.Module):
         self.scale = scale
         self.in_bf16 = in_bf16
         self.norms = nn.ModuleList(norms)
+        self.heads_norm = heads_norm
 
     @classmethod
     def in_place_of(cls, module: nn.Module, in_bf16: bool = False) -> "TowerAttention | None":
@@ -82,7 +86,11 @@ class TowerAttention(nn.Module):
         projected = [part for linear in self.inputs for part in linear(hidden_states).chunk(count, dim=1)]
         for number, norm in enumerate(self.norms):
             projected[number] = norm(projected[number])
-        query, key, value = (part.unflatten(1, (self.num_heads, -1)) for part in projected)
+        if self.heads_norm is None:
+            query, key, value = (part.unflatten(1, (self.num_heads, -1)) for part in projected)
+        else:
+            heads = torch.cat(projected, dim=1).unflatten(1, (3 * self.num_heads, -1))
+            query, key, value = self.heads_norm(heads).chunk(3, dim=1)
         if position_embeddings is not None:
             cos, sin = (table.unsqueeze(1) for table in position_embeddings)
             query, key = (rotate(part, cos, sin).to(part.dtype) for part in (query, key))
