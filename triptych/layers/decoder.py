@@ -131,12 +131,13 @@ class Decoder(nn.Module):
         infinity; on other ranks their part, [L, num_logits]. Raises ValueError for media embeddings of the wrong width.
         """
         media = self._media_features(batch)
-        hidden = F.embedding(batch.tokens, self.embedding).to(self.dtype)  # [T, hidden]
+        tokens = self._embedded(batch.tokens)
+        hidden = F.embedding(tokens, self.embedding).to(self.dtype)  # [T, hidden]
         if self.config.embedding_scale != 1:
             hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
-        per_layer = None if self.per_layer is None else self.per_layer(batch.tokens, hidden)
+        per_layer = None if self.per_layer is None else self.per_layer(tokens, hidden)
         delta = None if batch.state is None else batch.state.delta
         contexts = [
             LayerContext(batch.positions, rotations, attention, per_layer, delta, batch.loras)
@@ -167,6 +168,12 @@ class Decoder(nn.Module):
             hidden = hidden[wanted]
         logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
         return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Return the tokens [T] by whose embeddings ``tokens`` [T] are represented."""
+        for padding in self.config.padding_tokens:
+            tokens = tokens.masked_fill(tokens == padding, self.config.pad_token)
+        return tokens
 
     def _kept(self, cache: KVTensors) -> list[tuple[Tensor, ...]]:
         """Return what each layer reads and writes: its own or an earlier layer's pages, or its states."""

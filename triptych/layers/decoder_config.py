@@ -95,6 +95,9 @@ class DecoderConfig:
     """Number of first layers after which deepstack features are added."""
     per_layer: PerLayerSpec | None = None
     """None: there are no embeddings per layer."""
+    padding_tokens: tuple[int, ...] = ()
+    """Tokens that are embedded as ``pad_token``, and have its embeddings per layer: placeholders of media."""
+    pad_token: int = 0
     loras: tuple[LoraSpec, ...] = ()
     """Which requests may have, each at most one. Served in decoders of attention and dense MLPs."""
 
