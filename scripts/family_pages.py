@@ -122,6 +122,17 @@ PAGES = {
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
+    "gemma4": Page(
+        "Gemma 4",
+        ("gemma4+gemma4_vision",),
+        (
+            "An image is enlarged or reduced to the most embeddings: 280 unless the processor's file says otherwise.",
+            "`max_soft_tokens` sets that number for a request: 70, 140, 280, 560 or 1120.",
+            "`max_pixels` bounds the area instead; 2,304 pixels become one embedding.",
+            "Checkpoints with `use_bidirectional_attention` (26B-A4B, 31B) are refused: it needs another mask.",
+            "Without `vision_config`, a checkpoint is a text model.",
+        ),
+    ),
     "mistral3": Page(
         "Mistral Small 3.1 and 3.2, Ministral 3",
         ("mistral3",),

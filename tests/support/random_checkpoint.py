@@ -186,8 +186,10 @@ def random_weight(name: str, shape: tuple[int, ...], sizes: Sizes, seed: int, dt
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest)))
-    if name.endswith(("pos_embed.weight", "embed_tokens.weight")):
+    if name.endswith(("pos_embed.weight", "embed_tokens.weight", "position_embedding_table")):
         noise *= 0.5
+    elif name.endswith(("put_min", "put_max")):  # bounds that clip some values
+        noise = (1.5 + 0.1 * noise) * (1 if name.endswith("max") else -1)
     elif name.endswith(".bias"):
         noise *= 0.1
     elif name.endswith((".A_log", ".dt_bias")):

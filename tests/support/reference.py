@@ -22,7 +22,7 @@ from tests.support.phi4 import Phi4Pixels, phi4_rows
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config
 from triptych.prompt.prompt import PlannedPrompt
 
-UNUSED = ("num_patches", "num_crops", "num_patches_per_image", "grids")
+UNUSED = ("num_patches", "num_soft_tokens_per_image", "num_crops", "num_patches_per_image", "grids")
 """What image processors return, and models don't take."""
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Phi4MultimodalImageProcessor": Phi4Pixels,

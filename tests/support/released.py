@@ -140,6 +140,16 @@ RELEASED = {
         },
         {"size": {"longest_edge": 1024}, "patch_size": _square(16)},
     ),
+    "gemma4+gemma4_vision": Released(
+        "gemma-4-E4B-it",
+        {
+            "text_config": {"hidden_size": 2560},
+            "vision_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16}
+            | {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16}
+            | {"position_embedding_size": 10_240, "standardize": False},
+        },
+        {"max_soft_tokens": 280, "patch_size": 16},
+    ),
     "mistral3": Released(
         "Mistral-Small-3.1-24B-Instruct-2503",
         {

@@ -49,6 +49,10 @@ SLICE_IDS = IDS | {
 }
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 """Families that see and hear."""
+GEMMA_IDS = IDS | {
+    token: VOCABULARY + number
+    for number, token in enumerate(("<|image>", "<image|>", "<|audio>", "<audio|>", "<|audio_pad|>"))
+}
 Layout = Literal["published", "saved", "stacked"]
 """``stacked``: experts as transformers' modules hold them."""
 
@@ -557,6 +561,38 @@ PIXTRAL_PROCESSOR = {
     "image_mean": PREPROCESSOR["image_mean"],
     "image_std": PREPROCESSOR["image_std"],
 }
+GEMMA4_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 210,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+GEMMA4 = Tiny(
+    {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": False}
+    | {"image_token_id": GEMMA_IDS["<|image_pad|>"], "video_token_id": GEMMA_IDS["<|video_pad|>"]}
+    | {"audio_token_id": GEMMA_IDS["<|audio_pad|>"], "audio_config": None, "vision_config": GEMMA4_VISION}
+    | {"boi_token_id": GEMMA_IDS["<|image>"], "eoi_token_id": GEMMA_IDS["<image|>"]}
+    | {"boa_token_id": GEMMA_IDS["<|audio>"], "eoa_token_index": GEMMA_IDS["<audio|>"]}
+    | {
+        "text_config": {name: it for name, it in LLAMA_TEXT.items() if name != "hidden_act"}
+        | {"model_type": "gemma4_text", "tie_word_embeddings": False}
+        | {"vocab_size": len(GEMMA_IDS) + 256, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"num_hidden_layers": 5, "head_dim": 20, "global_head_dim": 24, "num_kv_shared_layers": 2}
+        | {"layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]}
+        | {"use_double_wide_mlp": True, "sliding_window": 16, "final_logit_softcapping": 30.0}
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": len(GEMMA_IDS) + 256}
+    },
+    preprocessor={"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4},
+    ids=GEMMA_IDS,
+)
 
 OCR_IDS = {"<image>" if token == "<|image_pad|>" else token: number for token, number in IDS.items()}
 OCR_TEXT = (
@@ -574,6 +610,7 @@ OCR_SAM: dict[str, Any] = {"output_channels": 24, "patch_size": 4, "window_size"
 OCR_SAM |= {"global_attn_indexes": [1], "downsample_channels": [28, 32]}
 
 OWN_TOWERS = {
+    "gemma4+gemma4_vision": GEMMA4,
     "llava": Tiny(
         {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "tie_word_embeddings": False}
         | {"image_token_index": IDS["<|image_pad|>"], "projector_hidden_act": "gelu"}

@@ -266,6 +266,8 @@ class MediaOptions(StrictModel):
     """Patches that become one embedding: ``4x`` for four times as many embeddings as ``16x``."""
     dynamic_hd: int | None = Field(None, ge=1, le=36)
     """Largest number of tiles that Phi-4-multimodal cuts an image into."""
+    max_soft_tokens: int | None = Field(None, ge=1, le=2**16)
+    """The most embeddings of an image or of a frame (Gemma 4)."""
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -197,6 +197,14 @@ DEEPSEEK_OCR = Family(
     modalities=("text", "image"),
     template="triptych.models.deepseek_ocr.template:TEMPLATE",
 )
+GEMMA4 = Family(
+    name="Gemma 4: E2B, E4B",
+    backbone=f"{BACKBONES}.gemma4:GEMMA4",
+    planner="triptych.models.gemma4.plan:Gemma4Planner",
+    preprocessor="triptych.models.gemma4.preprocess:Gemma4Preprocessor",
+    adapter="triptych.models.gemma4.encoder:Gemma4",
+    modalities=("text", "image"),
+)
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",
     planner="triptych.models.internvl.plan:InternVLPlanner",
@@ -257,6 +265,7 @@ FAMILIES = {
     "glm4v": GLM4V,
     "glm46v": replace(GLM4V, name="GLM-4.6V-Flash"),
     "glm4v_moe": replace(GLM4V, name="GLM-4.5V, GLM-4.6V", backbone=f"{BACKBONES}.glm4_moe:GLM4V_MOE"),
+    "gemma4+gemma4_vision": GEMMA4,
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "llava_onevision": replace(

@@ -88,6 +88,11 @@ class TowerWeights:
                 tensors[number] = pairs.transpose(1, 2).flatten(0, 2)
         return self.weights.linear(concatenate(weights), concatenate(biases), self.device)
 
+    def linear_of(self, weights: Sequence[Tensor]) -> Linear:
+        """Return layers without biases, whose weights [out, in] have been read, as one that concatenates their
+        outputs."""
+        return self.weights.linear(concatenate(list(weights)), None, self.device)
+
     def scaled_linear(self, name: str, scales: str, outputs: int, inputs: int) -> Linear:
         """Load a layer whose outputs are multiplied by factors, the tensor ``scales``, as one with scaled weights."""
         factors = self.tensor(scales, outputs).float()

@@ -1,0 +1,373 @@
+"""Gemma 4: plans, pixels and rows of images as transformers has them, its markers, and bad configs."""
+
+import random
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import Pool, Prompt, Running, assert_close, step
+from tests.support.image_cases import picture, png
+from tests.support.tiny import GEMMA4, GEMMA4_VISION, GEMMA_IDS, make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.layers.tower_layer import TowerLayer
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.gemma4.encoder import Gemma4
+from triptych.models.gemma4.plan import Gemma4Planner
+from triptych.models.gemma4.preprocess import Gemma4Preprocessor
+from triptych.models.registry import FAMILIES, family_of
+from triptych.prompt.probe import probe_image
+from triptych.prompt.prompt import PromptBuilder
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, PixelBounds
+
+CPU = torch.device("cpu")
+FP32 = WEIGHT_FORMATS["float32"]
+CONFIG: ModelConfig = GEMMA4.config
+GEMMA = "gemma4+gemma4_vision"
+PROCESSOR: dict[str, Any] = GEMMA4.preprocessor or {}
+PUBLISHED = CONFIG | {"vision_config": {"model_type": "gemma4_vision"}}
+"""With the published sizes of patches, pools and tables of positions."""
+FACTOR = 12
+
+
+def changed(**settings: Any) -> ModelConfig:
+    """The tiny config with these settings; a dict changes a section's."""
+    config = deepcopy(CONFIG)
+    for name, value in settings.items():
+        config[name] = config[name] | value if isinstance(config.get(name), dict) and value else value
+    return config
+
+
+def reference_of(processor: dict[str, Any]) -> Any:
+    return Gemma4ImageProcessorPil(**{name: it for name, it in processor.items() if name != "image_processor_type"})
+
+
+def inputs_of(*images: Image.Image, bounds: PixelBounds = MODEL_BOUNDS) -> list[EncoderInput]:
+    planner, preprocess = Gemma4Planner(CONFIG, PROCESSOR), Gemma4Preprocessor(CONFIG, PROCESSOR)
+    return [
+        part
+        for one in images
+        for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
+    ]
+
+
+def in_rows(part: EncoderInput) -> torch.Tensor:
+    """Patches as the reference has them: row by row, the channels of a pixel side by side."""
+    _, rows, columns = part.grid
+    squares = torch.from_numpy(part.patches).view(rows // 3, columns // 3, 3, 3, 3, 16)
+    return squares.permute(0, 2, 1, 3, 5, 4).reshape(rows * columns, 48)
+
+
+def check_pixels(width: int, height: int, settings: dict[str, Any] | None = None) -> None:
+    image, processor = picture(width, height, width + height), PROCESSOR | (settings or {})
+    plan = Gemma4Planner(CONFIG, processor).plan(probe_image(png(image)))
+    [part] = Gemma4Preprocessor(CONFIG, processor)(png(image), plan)
+    made = reference_of(processor)([image], return_tensors="pt")
+    assert torch.equal(in_rows(part), made["pixel_values"][0, : plan.patches])
+    assert plan.rows == made["num_soft_tokens_per_image"][0]
+    assert (made["image_position_ids"][0, plan.patches :] == -1).all()
+
+
+def test_pixels_are_the_pillow_processors() -> None:
+    source = random.Random(0)
+    sizes = [(1, 1), (840, 12), (190, 3), (2, 350), (96, 96), (108, 84)]
+    for width, height in [*sizes, *((source.randint(1, 300), source.randint(2, 300)) for _ in "12345678")]:
+        check_pixels(width, height)
+    check_pixels(80, 60, {"do_normalize": True, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4]})
+    check_pixels(80, 60, {"resample": 2, "max_soft_tokens": 70, "rescale_factor": 0.01})
+
+
+@pytest.mark.slow
+def test_pixels_of_many_sizes() -> None:
+    source = random.Random(2)
+    for _ in range(1000):
+        check_pixels(source.randint(3, 500), source.randint(3, 500))
+
+
+def plans_are_the_processors(count: int) -> None:
+    source = random.Random(1)
+    for _ in range(count):
+        rows = source.choice((70, 140, 280, 560, 1120))
+        planner = Gemma4Planner(PUBLISHED, {"max_soft_tokens": rows})
+        width, height = source.randint(20, 4000), source.randint(20, 4000)
+        if source.random() < 0.2:
+            height = -(-width // source.randint(50, 199))
+        if source.random() < 0.5:
+            width, height = height, width
+        plan = planner.plan(ImageHeader("PNG", width, height))
+        expected = get_aspect_ratio_preserving_size(height, width, 16, rows * 9, 3)
+        assert (plan.resized_height, plan.resized_width) == expected
+        assert list(planner.runs(plan)) == [expected[0] * expected[1] // 48**2]
+        assert plan.is_whole
+        assert plan.rows <= rows
+
+
+def test_plans_are_the_processors() -> None:
+    plans_are_the_processors(300)
+
+
+@pytest.mark.slow
+def test_many_plans_are_the_processors() -> None:
+    plans_are_the_processors(3000)
+
+
+def test_published_numbers_of_tokens() -> None:
+    """Images become at most 280 by default, and fewer if their shape leaves a rest."""
+    planner = Gemma4Planner(PUBLISHED, {})
+    sizes = ((640, 480), (1920, 1080), (768, 768), (10, 2000), (5000, 25))
+    rows = [planner.plan(ImageHeader("PNG", *size)).rows for size in sizes]
+    assert rows == [266, 264, 256, 236, 236]
+    assert planner.max_image_pixels == 280 * 48 * 48
+
+
+def test_more_embeddings_than_by_default() -> None:
+    """The preprocessor checks plans, which come from another process."""
+    config = changed(vision_config={"position_embedding_size": 420})
+    planner, preprocess = Gemma4Planner(config, PROCESSOR), Gemma4Preprocessor(config, PROCESSOR)
+    data = png(picture(130, 100, 1))
+    [part] = preprocess(data, planner.plan(probe_image(data), ItemContext(options={"max_soft_tokens": 140})))
+    made = reference_of(PROCESSOR | {"max_soft_tokens": 140})([picture(130, 100, 1)], return_tensors="pt")
+    assert torch.equal(in_rows(part), made["pixel_values"][0, : len(part.patches)])
+    with pytest.raises(BadMediaSize):
+        planner.plan(probe_image(data), ItemContext(options={"max_soft_tokens": 280}))
+
+
+def test_bounds_of_the_area() -> None:
+    """``max_pixels`` and ``max_soft_tokens`` lower and raise the number of tokens."""
+    planner = Gemma4Planner(PUBLISHED, {})
+
+    def size(least: int, most: int) -> tuple[int, int]:
+        plan = planner.plan(ImageHeader("PNG", 640, 480), ItemContext(PixelBounds(least, most)))
+        return plan.resized_height, plan.resized_width
+
+    for rows in (1, 70, 140):
+        expected = get_aspect_ratio_preserving_size(480, 640, 16, rows * 9, 3)
+        assert size(0, rows * 48 * 48) == size(0, rows * 48 * 48 + 1) == size(48 * 48, rows * 48 * 48) == expected
+    assert size(266 * 48 * 48, 0) == (672, 912)
+    assert size(0, 1120 * 48 * 48) == get_aspect_ratio_preserving_size(480, 640, 16, 1120 * 9, 3)
+    for rows in (70, 560, 1120):
+        context = ItemContext(options={"max_soft_tokens": rows})
+        plan = planner.plan(ImageHeader("PNG", 640, 480), context)
+        assert (plan.resized_height, plan.resized_width) == size(0, rows * 48 * 48)
+    for context in (
+        ItemContext(options={"max_soft_tokens": 100}),
+        ItemContext(PixelBounds(0, 500_000), options={"max_soft_tokens": 140}),
+    ):
+        with pytest.raises(BadMediaSize, match="max_soft_tokens"):
+            planner.plan(ImageHeader("PNG", 640, 480), context)
+    for least, most in ((0, 48 * 48 - 1), (0, 1121 * 48 * 48), (267 * 48 * 48, 0), (5000, 4000)):
+        with pytest.raises(BadMediaSize):
+            size(least, most)
+    [part] = inputs_of(picture(130, 100, 1), bounds=PixelBounds(0, 20 * FACTOR**2))
+    assert part.grid == (1, 9, 15)
+
+
+def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
+    data = png(picture(130, 100, 1))
+    other = Gemma4Planner(CONFIG, PROCESSOR).plan(probe_image(data), ItemContext(PixelBounds(0, 3000)))
+    with pytest.raises(PlanMismatch, match="resized"):
+        next(iter(Gemma4Preprocessor(CONFIG, PROCESSOR)(data, _with_bounds(other))))
+    [part] = inputs_of(picture(16, 16, 1))
+    tower = tower_of(make_tiny(tmp_path, GEMMA))
+    for grid in ((1, 24, 25), (1, 1, 576), (1, 576, 1), (1, 32, 18)):
+        with pytest.raises(PlanMismatch, match="fill"):
+            tower.encode([EncoderInput(part.patches, grid, "name")])
+    with pytest.raises(PlanMismatch, match="more than 210"):
+        tower.encode([EncoderInput(np.zeros((639, 48), np.float32), (1, 3, 213), "name")])
+
+
+def _with_bounds(plan: Any) -> Any:
+    from msgspec.structs import replace
+
+    return replace(plan, bounds=MODEL_BOUNDS)
+
+
+def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
+    return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
+
+
+IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(16, 8, 3), picture(300, 9, 4)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_clipped_linears": False},
+        {"use_clipped_linears": False, "standardize": False, "head_dim": 16, "rope_parameters": {"rope_theta": 500.0}},
+        {"hidden_activation": "gelu", "num_attention_heads": 3, "num_key_value_heads": 3},
+    ],
+)
+def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Within 3e-5, at values up to 6."""
+    folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | settings})
+    parts, tower, model = inputs_of(*IMAGES), tower_of(folder), cast(Any, load_reference(folder, torch.float32))
+    processed = reference_of(PROCESSOR)(IMAGES, return_tensors="pt")
+    with torch.inference_mode():
+        expected = model.get_image_features(processed["pixel_values"], processed["image_position_ids"]).pooler_output
+    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
+        assert_close(found, rows, 3e-5)
+        assert_close(tower.encode([part])[0], rows, 3e-5)
+
+
+def test_layers_without_clipping_are_compiled(tmp_path: Path) -> None:
+    """To the same rows as module by module."""
+    folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | {"use_clipped_linears": False}})
+    parts, tower = inputs_of(*IMAGES), cast(Any, tower_of(folder))
+    found = torch.cat(tower.encode(parts))
+    for layer in tower.layers:
+        assert isinstance(layer, TowerLayer)
+        assert layer.compiled_attend is not None
+        assert layer.compiled_finish is not None
+        layer.compiled_attend = layer.compiled_finish = None
+    assert torch.equal(torch.cat(tower.encode(parts)), found)
+
+
+@pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.05), ("int8", 0.1), ("int4", 0.6)])
+def test_formats(tmp_path: Path, weights: str, error: float) -> None:
+    folder, parts = make_tiny(tmp_path, GEMMA), inputs_of(*IMAGES)
+    expected = torch.cat(tower_of(folder).encode(parts))
+    found = torch.cat(tower_of(folder, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]).encode(parts)).float()
+    assert 0 < (found - expected).norm() < error * expected.norm()
+
+
+def test_names_that_save_pretrained_writes(tmp_path: Path) -> None:
+    folder, other = make_tiny(tmp_path / "published", GEMMA), make_tiny(tmp_path / "other", GEMMA, "saved")
+    parts = inputs_of(*IMAGES)
+    assert torch.equal(*(torch.cat(tower_of(path).encode(parts)) for path in (folder, other)))
+    adapter, keys = load_adapter(other), Checkpoint(other).tensors
+    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
+    ours, theirs = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (folder, other))
+    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.vision_tower.std_bias"), "missing"),
+        (lambda weights: weights.pop("model.vision_tower.encoder.layers.1.mlp.up_proj.input_max"), "missing"),
+        (lambda weights: weights.update({"model.vision_tower.std_scale": torch.ones(31)}), "shape"),
+        (lambda weights: weights.update({"model.vision_tower.odd": torch.ones(31)}), "no place for"),
+        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
+        (
+            lambda weights: weights.update(
+                {"model.vision_tower.encoder.layers.1.mlp.up_proj.input_max": torch.tensor(-9.0)}
+            ),
+            "input_min -1.* exceeds .*input_max -9",
+        ),
+    ],
+)
+def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+    folder = make_tiny(tmp_path, GEMMA)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        tower_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text_config": {"use_bidirectional_attention": "vision"}}, "use_bidirectional_attention 'vision'"),
+        ({"text_config": {"use_bidirectional_attention": "all"}}, "use_bidirectional_attention 'all'"),
+        ({"text_config": {"pad_token_id": 10**6}}, "pad_token_id"),
+        ({"text_config": {"pad_token_id": None}}, "pad_token_id"),
+        ({"text_config": None}, "text_config"),
+        ({"image_token_id": "<image>"}, "image_token_id"),
+        ({"vision_config": {"model_type": "siglip_vision_model"}}, "model_type"),
+        ({"vision_config": {"num_key_value_heads": 1}}, "num_key_value_heads"),
+        ({"vision_config": {"head_dim": 18}}, "head_dim"),
+        ({"vision_config": {"num_hidden_layers": 10**6}}, "num_hidden_layers"),
+        ({"vision_config": {"patch_size": 10**6}}, "patches of 1000000 pixels"),
+        ({"vision_config": {"pooling_kernel_size": 0}}, "pooling_kernel_size"),
+        ({"vision_config": {"hidden_activation": "relu"}}, "hidden_activation"),
+        ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_parameters"),
+        ({"vision_config": {"rope_parameters": [1]}}, "rope_parameters"),
+        ({"vision_config": {"rope_parameters": {"rope_theta": 0.0}}}, "rope_theta"),
+        ({"vision_config": {"use_clipped_linears": 1}}, "use_clipped_linears"),
+    ],
+)
+def test_bad_configs(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Gemma4(changed(**settings))
+    if "text_config" in settings and "bidirectional" in message:
+        with pytest.raises(CheckpointError, match=message):
+            Gemma4Planner(changed(**settings), PROCESSOR)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_soft_tokens": 100}, "max_soft_tokens"),
+        ({"max_soft_tokens": None}, "max_soft_tokens"),
+        ({"max_soft_tokens": [70]}, "max_soft_tokens"),
+        ({"max_soft_tokens": 140}, "position_embedding_size 210 is less than the 420"),
+        ({"patch_size": 16}, "patch_size is 16"),
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size is 2"),
+    ],
+)
+def test_bad_processors(settings: dict[str, Any], message: str) -> None:
+    for kind in (Gemma4Planner, Gemma4Preprocessor):
+        with pytest.raises(CheckpointError, match=message):
+            kind(CONFIG, PROCESSOR | settings)
+
+
+def test_what_isnt_planned() -> None:
+    planner = Gemma4Planner(CONFIG, PROCESSOR)
+    for header, error in (
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
+    ):
+        with pytest.raises(error):
+            planner.plan(header)
+
+
+def test_markers(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, GEMMA)
+    content = [{"type": "image", "data": png(picture(24, 20, 1))}]
+    prompt = PromptBuilder(folder).build([{"role": "user", "content": content}])
+    [item] = prompt.items
+    image, start, end = (GEMMA_IDS[token] for token in ("<|image_pad|>", "<|image>", "<image|>"))
+    [span] = item.placement.spans
+    assert prompt.tokens[span.start - 1 : span.end + 1] == [start, *[image] * item.plan.rows, end]
+    assert np.array_equal(prompt.positions.prompt, np.tile(np.arange(len(prompt.tokens)), (3, 1)))
+    for text in ("<|image>", "<image|>", "<|image_pad|>"):
+        with pytest.raises(InvalidRequest):
+            PromptBuilder(folder).build([{"role": "user", "content": f"see {text}"}])
+
+
+def test_a_placeholder_without_media_is_embedded_as_padding(tmp_path: Path) -> None:
+    """A model may say one. Transformers' logits, whole and token by token."""
+    folder = make_tiny(tmp_path, GEMMA, config={"text_config": CONFIG["text_config"] | {"pad_token_id": 7}})
+    tokens = torch.tensor([5, GEMMA_IDS["<|image_pad|>"], 9, GEMMA_IDS["<|audio_pad|>"], GEMMA_IDS["<|video_pad|>"], 3])
+    expected = load_reference(folder)(tokens[None]).logits[0]
+    adapter = load_adapter(folder)
+    positions = torch.arange(len(tokens), dtype=torch.float64).expand(3, -1)
+    prompt = Prompt(tokens, positions, torch.arange(0), torch.zeros(0, adapter.embedding_width))
+    for chunk in (len(tokens), 1):
+        pool, running = Pool(adapter.load_decoder(Checkpoint(folder), FP32, CPU)), Running(prompt)
+        found = torch.cat([step(pool, [(running, chunk)]) for _ in range(len(tokens) // chunk)])
+        assert_close(found, expected, 1e-4)
+
+
+def test_a_model_without_towers_takes_text_alone() -> None:
+    assert family_of(CONFIG) is FAMILIES[GEMMA]
+    for nothing in (
+        CONFIG | {"vision_config": None},
+        {name: it for name, it in CONFIG.items() if "vision" not in name},
+    ):
+        assert family_of(nothing) is FAMILIES["gemma4"]

@@ -1,0 +1,66 @@
+"""Adapter of Gemma 4 with its towers: decoder parameters and tensor names.
+
+Published files, and those that ``save_pretrained`` writes, name the parts ``model.vision_tower.…``,
+``model.embed_vision.…`` and ``model.language_model.…``.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers import native
+from triptych.layers.encoder import Encoder
+from triptych.layers.linear import WeightFormat
+from triptych.models.base import VISION, ModelConfig
+from triptych.models.gemma4.config import PLACEHOLDERS, pad_token, text_config, token, vision_config
+from triptych.models.gemma4.vision_tower import load_vision_tower
+from triptych.models.registry import backbone_of
+from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+
+VISION_PROJECTOR = "vision projector"
+
+
+class Gemma4(SplitAdapter):
+    """``ModelAdapter`` for model type ``gemma4``. Raises CheckpointError for a config that lacks a setting or asks for
+    something unsupported."""
+
+    layouts = (
+        WeightPrefixes(
+            {VISION: "model.vision_tower.", VISION_PROJECTOR: "model.embed_vision."},
+            "model.language_model.",
+            others=("model.audio_tower.", "model.embed_audio."),
+        ),
+    )
+
+    def __init__(self, config: ModelConfig) -> None:
+        text, backbone = text_config(config), backbone_of(config)
+        tied = bool({**text, **config}.get("tie_word_embeddings", backbone.ties_embeddings))
+        decoder = backbone.decoder_config(text, tie_embeddings=tied)
+        self.decoder_config = replace(
+            decoder,
+            padding_tokens=tuple(token(config, name) for name in PLACEHOLDERS),
+            pad_token=pad_token(text, decoder.vocab_size),
+        )
+        self.embedding_width = decoder.hidden_size
+        self.vision = vision_config(config)
+        tower_activation(self.vision.activation, "vision_config.hidden_activation")  # checks it
+
+    @classmethod
+    def describe_towers(cls) -> str:
+        """See ``SplitAdapter``."""
+        return "Gemma4VisionModel and projector, of our own layers"
+
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
+        """Load the tower and the projector.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support.
+        """
+        if device.type == "cpu":
+            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
+        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+        tower = load_vision_tower(reader, self.vision, VISION_PROJECTOR, self.embedding_width)
+        reader.finish()
+        return tower
