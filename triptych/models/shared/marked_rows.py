@@ -5,12 +5,12 @@ The reference is ``PixtralProcessor`` in transformers: a marker follows each row
 
 from collections.abc import Callable, Sequence
 
-from triptych.models.base import VISION, MediaToken
+from triptych.models.base import MediaToken
 from triptych.models.shared.longest_edge import LongestEdgeGeometry
 from triptych.models.shared.pixtral_config import PixtralConfig
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import VisionCostModel
-from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
+from triptych.models.shared.planner import VisionCostModel, patches_plan
+from triptych.types import ImageHeader, ItemContext, ItemPlan
 
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 """Tokens after each row of embeddings, and after the last one."""
@@ -42,22 +42,8 @@ class MarkedRowsPlanner(PlainPlanner):
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met."""
         geometry = self._geometry
-        height, width = geometry.within(context.bounds).resized(header.height, header.width)
-        grid = 1, height // geometry.patch_size, width // geometry.patch_size
-        patches = grid[1] * grid[2]
-        rows, cost = patches // geometry.merge_size**2, self._cost_model.cost(patches)
-        return ItemPlan(
-            modality="image",
-            header=header,
-            resized_height=height,
-            resized_width=width,
-            grid=grid,
-            rows=rows,
-            patches=patches,
-            cost=cost,
-            parts=(ItemPart(((0, rows),), patches, cost, VISION),),
-            bounds=context.bounds,
-        )
+        resized = geometry.within(context.bounds).resized(header.height, header.width)
+        return patches_plan("image", header, resized, geometry, self._cost_model, bounds=context.bounds)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return a placeholder for each row of embeddings, followed by its marker."""

@@ -81,6 +81,43 @@ def check_aspect_ratio(width: int, height: int) -> None:
         )
 
 
+def patches_plan(
+    modality: str,
+    header: MediaHeader,
+    resized: tuple[int, int],
+    geometry: ImageGeometry,
+    cost_model: VisionCostModel,
+    *,
+    bounds: PixelBounds,
+    sampling: FrameSampling = MODEL_SAMPLING,
+    frames: tuple[int, ...] = (),
+) -> ItemPlan:
+    """Plan a part for each temporal patch of an item that becomes ``resized``, (height, width). A part's payload is the
+    numbers of a video's frames in it, which ``sampled_frames`` reads."""
+    height, width = resized
+    size = geometry.temporal_patch_size
+    in_time = -(-len(frames) // size) if frames else 1
+    grid = (in_time, height // geometry.patch_size, width // geometry.patch_size)
+    patches = grid[1] * grid[2]
+    rows, cost = patches // geometry.merge_size**2, cost_model.cost(patches)
+    return ItemPlan(
+        modality=modality,
+        header=header,
+        resized_height=height,
+        resized_width=width,
+        grid=grid,
+        rows=in_time * rows,
+        patches=in_time * patches,
+        cost=in_time * cost,
+        parts=tuple(
+            ItemPart(((number * rows, rows),), patches, cost, VISION, frames[number * size : (number + 1) * size])
+            for number in range(in_time)
+        ),
+        bounds=bounds,
+        sampling=sampling,
+    )
+
+
 class PatchPlanner:
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type.
 
@@ -145,53 +182,21 @@ class PatchPlanner:
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
         width, height = header.width, header.height
         check_aspect_ratio(width, height)
-        return self._item_plan("image", header, self._geometry.within(bounds).resized(height, width), bounds=bounds)
+        resized = self._geometry.within(bounds).resized(height, width)
+        return patches_plan("image", header, resized, self._geometry, self._cost_model, bounds=bounds)
 
     def _plan_video(self, header: VideoHeader, bounds: PixelBounds, sampling: FrameSampling) -> ItemPlan:
         frames = self._sampling.for_request(sampling).frames(header)
         resized = self._video_geometry.within(bounds).resized(len(frames), header.height, header.width)
-        return self._item_plan("video", header, resized, bounds=bounds, sampling=sampling, frames=frames)
+        return patches_plan(
+            "video", header, resized, self._geometry, self._cost_model, bounds=bounds, sampling=sampling, frames=frames
+        )
 
     def _plan_audio(self, header: AudioHeader) -> ItemPlan:
         raise UnsupportedMedia("the model takes no audio clips")
 
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
         raise UnsupportedMedia("the model takes no audio track with a video")
-
-    def _item_plan(
-        self,
-        modality: str,
-        header: MediaHeader,
-        resized: tuple[int, int],
-        *,
-        bounds: PixelBounds,
-        sampling: FrameSampling = MODEL_SAMPLING,
-        frames: tuple[int, ...] = (),
-    ) -> ItemPlan:
-        """Plan a part for each temporal patch. Its payload is the numbers of a video's frames in it, which
-        ``sampled_frames`` reads."""
-        height, width = resized
-        size = self._geometry.temporal_patch_size
-        in_time = -(-len(frames) // size) if frames else 1
-        grid = (in_time, height // self._geometry.patch_size, width // self._geometry.patch_size)
-        patches = grid[1] * grid[2]
-        rows, cost = patches // self._geometry.merge_size**2, self._cost_model.cost(patches)
-        return ItemPlan(
-            modality=modality,
-            header=header,
-            resized_height=height,
-            resized_width=width,
-            grid=grid,
-            rows=in_time * rows,
-            patches=in_time * patches,
-            cost=in_time * cost,
-            parts=tuple(
-                ItemPart(((number * rows, rows),), patches, cost, VISION, frames[number * size : (number + 1) * size])
-                for number in range(in_time)
-            ),
-            bounds=bounds,
-            sampling=sampling,
-        )
 
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return nothing."""
