@@ -12,7 +12,7 @@ from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken
 from triptych.models.idefics3.config import image_token, text_config, vision_config
 from triptych.models.idefics3.tiles import EdgeTiles
 from triptych.models.idefics3.video import SmolSampling, described
-from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import frames_plan, sampled_frames
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
@@ -100,7 +100,8 @@ class SmolVLMPlanner(Idefics3Planner):
         self._sampling = SmolSampling.from_config(video_config or {}, 1)
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
+        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling and for bounds."""
+        check_no_bounds(context)
         clip, rows = self._vision.clip, self._vision.rows
         frames = self._sampling.for_request(context.sampling).frames(header)
         part = ItemPart(((0, rows),), clip.side**2, clip.cost, VISION)

@@ -19,7 +19,7 @@ from triptych.models.internvl.config import (
     unified,
     vision_config,
 )
-from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
 from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
@@ -93,7 +93,8 @@ class InternVLPlanner(PlainPlanner):
         return self._tiles[tiles]
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling."""
+        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling and for bounds."""
+        check_no_bounds(context)
         frames = self._sampling.for_request(context.sampling).frames(header)
         [part] = self._parts(1)
         return frames_plan(header, context.sampling, frames, part, last_rows=part.rows, side=self._vision.tile_size)

@@ -6,7 +6,7 @@ from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, ModelConfig
 from triptych.models.llava.anyres import AnyResolution, ImageView, frame_layout
 from triptych.models.llava.config import image_token, text_config, tile_config, video_token
-from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, frames_plan
 from triptych.types import (
@@ -100,7 +100,9 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
         return super()._plan_image(header, context)
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is a tile, and one newline follows the last. Raises UnsupportedMedia for invalid sampling."""
+        """Each frame is a tile, and one newline follows the last. Raises UnsupportedMedia for invalid sampling and for
+        bounds."""
+        check_no_bounds(context)
         tile, layout = self._tile, frame_layout(self._tile.side)
         part = ItemPart(((0, layout.rows),), tile.side**2, tile.cost, VISION)
         frames = self._sampling.for_request(context.sampling).frames(header)

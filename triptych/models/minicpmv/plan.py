@@ -16,7 +16,7 @@ from triptych.models.minicpmv.original import original_slices, original_text_con
 from triptych.models.minicpmv.sampling import SecondsSampling
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
-from triptych.models.shared.plain_planner import PlainPlanner
+from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, MediaHeader, VideoHeader
@@ -147,7 +147,8 @@ class MiniCPMV46Planner(SlicePlanner):
         return self._cut_image(header, context, slices, self._tower(slices.unit))
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is cut as an image is. Raises UnsupportedMedia for invalid sampling."""
+        """Each frame is cut as an image is. Raises UnsupportedMedia for invalid sampling and for bounds."""
+        check_no_bounds(context)
         slices = self._in_mode(self._frame_slices, context)
         cut = slices.cut(header.width, header.height)
         frames = self._sampling.for_request(context.sampling).frames(header)

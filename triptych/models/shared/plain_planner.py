@@ -21,6 +21,12 @@ from triptych.types import (
 SQUARE_FACTOR = 4
 
 
+def check_no_bounds(context: ItemContext) -> None:
+    """Raise UnsupportedMedia if a request bounds the area of a video whose frames the model resizes alike."""
+    if context.bounds != MODEL_BOUNDS:
+        raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
+
+
 class PlainPlanner:
     """``Planner`` of items whose embeddings are one run, and of prompts with plain positions."""
 
@@ -52,8 +58,6 @@ class PlainPlanner:
         """
         if isinstance(header, VideoHeader):
             check_source_size("video", header.width, header.height, self._max_source_pixels)
-            if context.bounds != MODEL_BOUNDS:
-                raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
             return self._plan_video(header, context)
         if isinstance(header, AudioHeader):
             return self._plan_audio(header, context)
