@@ -127,8 +127,9 @@ PAGES = {
         ("gemma4+gemma4_vision",),
         (
             "An image is enlarged or reduced to the most embeddings: 280 unless the processor's file says otherwise.",
-            "`max_soft_tokens` sets that number for a request: 70, 140, 280, 560 or 1120.",
-            "`max_pixels` bounds the area instead; 2,304 pixels become one embedding.",
+            "A video's frames have at most 70 embeddings each, after their times; 32 frames are sampled by default.",
+            "`max_soft_tokens` sets these numbers for a request: 70, 140, 280, 560 or 1120.",
+            "`max_pixels` bounds the area of an image or a frame instead; 2,304 pixels become one embedding.",
             "Checkpoints with `use_bidirectional_attention` (26B-A4B, 31B) are refused: it needs another mask.",
             "Without `vision_config`, a checkpoint is a text model.",
         ),

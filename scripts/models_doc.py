@@ -37,8 +37,11 @@ CHECKS = (
         "plans, placeholders and patches of videos",
         "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
         "tests/models/test_videos.py, tests/models/test_frame_tiles.py, tests/models/test_glm4v.py, "
-        "tests/models/test_smolvlm_videos.py, tests/models/test_minicpm.py",
-        {*(family_of(case) for case in families.VIDEO_CASES), *families.FRAME_TILES, "glm4v", "glm46v"},
+        "tests/models/test_smolvlm_videos.py, tests/models/test_minicpm.py, tests/models/test_gemma4_videos.py",
+        {
+            *(family_of(case) for case in families.VIDEO_CASES),
+            *(*families.FRAME_TILES, *families.FRAME_PARTS, "glm4v", "glm46v"),
+        },
     ),
     Check(
         "positions",
@@ -119,7 +122,7 @@ CHECKS = (
         "answers about videos",
         "as above, from MP4, WebM, GIF and lists of frames",
         "tests/parity",
-        {*families.VIDEO_ANSWERS, *families.FRAME_TILES, "qwen3_vl"},
+        {*families.VIDEO_ANSWERS, *families.FRAME_TILES, *families.FRAME_PARTS, "qwen3_vl"},
         columns=("video",),
     ),
     Check(

@@ -17,6 +17,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import Pool, Prompt, Running, assert_close, step
+from tests.support.gemma4 import in_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import GEMMA4, GEMMA4_VISION, GEMMA_IDS, make_tiny
 from triptych.checkpoint.reader import Checkpoint
@@ -62,13 +63,6 @@ def inputs_of(*images: Image.Image, bounds: PixelBounds = MODEL_BOUNDS) -> list[
         for one in images
         for part in preprocess(png(one), planner.plan(probe_image(png(one)), ItemContext(bounds)))
     ]
-
-
-def in_rows(part: EncoderInput) -> torch.Tensor:
-    """Patches as the reference has them: row by row, the channels of a pixel side by side."""
-    _, rows, columns = part.grid
-    squares = torch.from_numpy(part.patches).view(rows // 3, columns // 3, 3, 3, 3, 16)
-    return squares.permute(0, 2, 1, 3, 5, 4).reshape(rows * columns, 48)
 
 
 def check_pixels(width: int, height: int, settings: dict[str, Any] | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.chat import url_of
 from tests.support.clips import clip
-from tests.support.families import FRAME_TILES, VIDEO_ANSWERS
+from tests.support.families import FRAME_PARTS, FRAME_TILES, VIDEO_ANSWERS
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.serving import served
 from tests.support.stage_loops import count_parts
@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model
     torch.set_num_threads(1)
     yield {
         family: Model(make_tiny(tmp_path_factory.mktemp(family), family), cases_of(family))
-        for family in (*VIDEO_ANSWERS, *FRAME_TILES)
+        for family in (*VIDEO_ANSWERS, *FRAME_TILES, *FRAME_PARTS)
     }
     asyncio.set_event_loop(None)
 
@@ -62,7 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model
 @pytest.mark.parametrize(
     ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
 )
-@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES])
+@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES, *FRAME_PARTS])
 def test_as_the_reference(
     models: dict[str, Model], family: str, topology: str, chunk: int, pool: dict[str, Any]
 ) -> None:
@@ -71,7 +71,7 @@ def test_as_the_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES])
+@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES, *FRAME_PARTS])
 @pytest.mark.parametrize("patches", [1, 50, 10**6])
 def test_batches(models: dict[str, Model], family: str, patches: int) -> None:
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)

@@ -41,6 +41,9 @@ VIDEO_ANSWERS = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_5", "qwen3_omn
 FRAME_TILES = ["internvl", "llava_onevision", "smolvlm", "minicpmv4_6"]
 """The same of families whose frames are tiles, or are cut into slices."""
 
+FRAME_PARTS = ["gemma4+gemma4_vision"]
+"""The same of families that encode each frame by itself, at any size."""
+
 HEARD_VIDEOS = ["qwen2_5_omni", "qwen3_omni_moe"]
 """Families whose videos are heard."""
 

@@ -591,6 +591,7 @@ GEMMA4 = Tiny(
         | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": len(GEMMA_IDS) + 256}
     },
     preprocessor={"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4},
+    video_preprocessor={"video_processor_type": "Gemma4VideoProcessor", "num_frames": 6},
     ids=GEMMA_IDS,
 )
 

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support import gemma4
 from tests.support.checkpoints import load_reference
 from tests.support.clips import picture
 from tests.support.families import FRAME_TILES
@@ -98,6 +99,8 @@ class Model:
             if family == "minicpmv4_6":
                 return inputs | _minicpm_inputs(prompt, parts)
             return inputs | TILE_INPUTS[family](prompt, [pixels_of(some, config) for some in parts])
+        if family == "gemma4":
+            return inputs | gemma4.reference_inputs(prompt, preprocess)
         if family not in (*OMNI, *HEARING):  # the former find out by themselves
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens, dtype=torch.int)
             for item in prompt.items:

@@ -9,6 +9,7 @@ from triptych.models.base import ModelConfig
 from triptych.models.gemma4.config import vision_config
 from triptych.models.shared.geometry import PREPROCESSOR_FILE, ImageGeometry, apply_bounds
 from triptych.models.shared.settings import setting
+from triptych.models.shared.video import FILE as VIDEO_FILE
 from triptych.types import ItemContext, PixelBounds
 
 OPTION = "max_soft_tokens"
@@ -92,7 +93,12 @@ class BudgetGeometry(ImageGeometry):
             high, wide = min(height // width, rows), 1
         if high * wide * factor**2 < self.min_pixels:
             raise BadMediaSize(
-                f"the image becomes {wide * factor} by {high * factor} pixels, the most that the model takes; "
+                f"it becomes {wide * factor} by {high * factor} pixels, the most that the model takes; "
                 f"min_pixels {self.min_pixels} are more"
             )
         return high * factor, wide * factor
+
+
+def frame_geometry(config: ModelConfig, video_config: dict[str, Any]) -> BudgetGeometry:
+    """Return how frames of videos are resized. Raises CheckpointError as ``BudgetGeometry.of_budget``."""
+    return BudgetGeometry.of_budget(config, video_config, 70, VIDEO_FILE)

@@ -1,25 +1,44 @@
-"""Turns an image's bytes into patches for Gemma 4's tower, as planned. Runs in encode workers; numpy and Pillow only.
+"""Turns images and videos into patches for Gemma 4's tower, as planned. Runs in encode workers; numpy, Pillow, PyAV,
+and torch to resize frames.
 
-Bit-exact with ``Gemma4ImageProcessorPil`` in transformers, but for the order of patches and of their values, which is
-that of ``PatchPreprocessor``.
+Bit-exact with ``Gemma4ImageProcessorPil`` and ``Gemma4VideoProcessor`` in transformers, but for the order of patches
+and of their values, which is that of ``PatchPreprocessor``.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from triptych.models.base import ModelConfig
-from triptych.models.gemma4.geometry import BudgetGeometry
-from triptych.models.shared.patches import PatchPreprocessor
+from triptych.errors import PlanMismatch
+from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.gemma4.geometry import BudgetGeometry, frame_geometry
+from triptych.models.shared.frames import VideoPreprocessor
+from triptych.types import ItemPlan, VideoHeader
 
 DEFAULTS: dict[str, Any] = {"do_normalize": False, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
-"""Of the reference's processor."""
+"""Of the reference's processor of images."""
 
 
-class Gemma4Preprocessor(PatchPreprocessor):
+class Gemma4Preprocessor(VideoPreprocessor):
     """``Preprocessor`` of this family. Raises CheckpointError for an unsupported setting."""
 
     image_geometry = BudgetGeometry
+    video_mean = (0.0, 0.0, 0.0)
+    video_std = (1.0, 1.0, 1.0)
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None
     ) -> None:
-        super().__init__(config, DEFAULTS | preprocessor_config)
+        super().__init__(config, DEFAULTS | preprocessor_config, video_config)
+        self._frame_geometry = frame_geometry(config, video_config or {})
+
+    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        """Yield an image's part, or one for each frame of a video; see ``VideoPreprocessor``."""
+        header = plan.header
+        if isinstance(header, VideoHeader):
+            resized = self._frame_geometry.within(plan.bounds).resized(header.height, header.width)
+            if resized != (plan.resized_height, plan.resized_width):
+                raise PlanMismatch(
+                    f"a frame is resized to {resized[1]} by {resized[0]} pixels; its plan says {plan.resized_width} by "
+                    f"{plan.resized_height}"
+                )
+        return super().__call__(data, plan)
