@@ -113,12 +113,18 @@ def mel_filters(num_bands: int, rate: int, window: int) -> NDArray[np.float32]:
     """Return float32 filters of shape (window / 2 + 1, bands): triangles of equal area on Slaney's mel scale."""
     frequencies = np.linspace(0, rate / 2, window // 2 + 1)
     edges = _hertz(np.linspace(0.0, _mel(min(_MAX_FREQUENCY, rate / 2)), num_bands + 2))
+    filters: NDArray[np.float32] = (triangles(frequencies, edges) * (2.0 / (edges[2:] - edges[:-2]))).astype(np.float32)
+    return filters
+
+
+def triangles(frequencies: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return weights [frequencies, bands] that rise from 0 at an edge to 1 at the next one, and fall to 0 at the one
+    after that; there are two edges more than bands."""
     widths = np.diff(edges)
     distances = edges[None, :] - frequencies[:, None]
     rising, falling = -distances[:, :-2] / widths[:-1], distances[:, 2:] / widths[1:]
-    triangles = np.maximum(0.0, np.minimum(rising, falling))
-    filters: NDArray[np.float32] = (triangles * (2.0 / (edges[2:] - edges[:-2]))).astype(np.float32)
-    return filters
+    weights: NDArray[np.float64] = np.maximum(0.0, np.minimum(rising, falling))
+    return weights
 
 
 def _mel(hertz: float) -> float:

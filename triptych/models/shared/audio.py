@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.errors import CheckpointError
 from triptych.media.log_mel import LogMel
 from triptych.models.base import AUDIO, ModelConfig
@@ -21,11 +24,31 @@ class Window(NamedTuple):
     """Frames that the tower gets: those, and what follows them, or zeros."""
 
 
+class AudioFeatures(Protocol):
+    """Computes a clip's features; ``LogMel`` is one."""
+
+    @property
+    def rate(self) -> int:
+        """Samples per second that it takes."""
+
+    @property
+    def num_bands(self) -> int:
+        """Values of a frame."""
+
+    def num_frames(self, samples: int) -> int:
+        """Return the number of frames of ``samples`` samples. Raises BadMediaSize for too few, and MediaTooLarge for
+        too many."""
+
+    def __call__(self, samples: NDArray[np.float32], more: int = ...) -> NDArray[np.float32]:
+        """Return float32 features of shape (frames, bands), and those of up to ``more`` frames of the silence that
+        follows. Raises as ``num_frames`` does."""
+
+
 class AudioFraming(Protocol):
     """How a family divides a clip."""
 
     @property
-    def mel(self) -> LogMel:
+    def mel(self) -> AudioFeatures:
         """Computes the features, one frame per hop."""
 
     @property
