@@ -131,6 +131,8 @@ PAGES = {
             "`max_soft_tokens` sets these numbers for a request: 70, 140, 280, 560 or 1120.",
             "`max_pixels` bounds the area of an image or a frame instead; 2,304 pixels become one embedding.",
             "Checkpoints with `use_bidirectional_attention` (26B-A4B, 31B) are refused: it needs another mask.",
+            "E2B and E4B take audio, at most 30 seconds a clip; an embedding stands for 40 ms.",
+            "The sound of videos isn't used, as in the reference.",
             "Without `vision_config`, a checkpoint is a text model.",
         ),
     ),

@@ -39,7 +39,7 @@ FP32 = WEIGHT_FORMATS["float32"]
 CONFIG: ModelConfig = GEMMA4.config
 GEMMA = "gemma4+gemma4_vision"
 PROCESSOR: dict[str, Any] = GEMMA4.preprocessor or {}
-PUBLISHED = CONFIG | {"vision_config": {"model_type": "gemma4_vision"}}
+PUBLISHED = CONFIG | {f"{kind}_config": {"model_type": f"gemma4_{kind}"} for kind in ("vision", "audio")}
 """With the published sizes of patches, pools and tables of positions."""
 FACTOR = 12
 
@@ -220,7 +220,7 @@ def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
 def test_layers_without_clipping_are_compiled(tmp_path: Path) -> None:
     """To the same rows as module by module."""
     folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | {"use_clipped_linears": False}})
-    parts, tower = inputs_of(*IMAGES), cast(Any, tower_of(folder))
+    parts, tower = inputs_of(*IMAGES), cast(Any, tower_of(folder)).towers["vision"]
     found = torch.cat(tower.encode(parts))
     for layer in tower.layers:
         assert isinstance(layer, TowerLayer)

@@ -45,4 +45,9 @@ def reference_inputs(prompt: PlannedPrompt, preprocess: Any) -> dict[str, Any]:
         frames = [part for parts in made["video"] for part in parts]
         inputs["pixel_values_videos"], inputs["video_position_ids"] = padded(frames)
         inputs["num_frames_per_video"] = torch.tensor([len(parts) for parts in made["video"]])
+    if made["audio"]:
+        clips = [torch.from_numpy(part.patches) for [part] in made["audio"]]
+        lengths = torch.tensor([len(clip) for clip in clips])
+        inputs["input_features"] = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
+        inputs["input_features_mask"] = torch.arange(int(lengths.max())) < lengths[:, None]
     return inputs

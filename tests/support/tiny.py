@@ -575,10 +575,22 @@ GEMMA4_VISION = {
     "use_clipped_linears": True,
     "standardize": True,
 }
+GEMMA4_AUDIO: dict[str, Any] = {
+    "model_type": "gemma4_audio",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [20, 8],
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "attention_logit_cap": 3.0,
+    "conv_kernel_size": 3,
+    "output_proj_dims": 24,
+}
 GEMMA4 = Tiny(
     {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": False}
     | {"image_token_id": GEMMA_IDS["<|image_pad|>"], "video_token_id": GEMMA_IDS["<|video_pad|>"]}
-    | {"audio_token_id": GEMMA_IDS["<|audio_pad|>"], "audio_config": None, "vision_config": GEMMA4_VISION}
+    | {"audio_token_id": GEMMA_IDS["<|audio_pad|>"], "audio_config": GEMMA4_AUDIO, "vision_config": GEMMA4_VISION}
     | {"boi_token_id": GEMMA_IDS["<|image>"], "eoi_token_id": GEMMA_IDS["<image|>"]}
     | {"boa_token_id": GEMMA_IDS["<|audio>"], "eoa_token_index": GEMMA_IDS["<audio|>"]}
     | {
@@ -590,7 +602,8 @@ GEMMA4 = Tiny(
         | {"use_double_wide_mlp": True, "sliding_window": 16, "final_logit_softcapping": 30.0}
         | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": len(GEMMA_IDS) + 256}
     },
-    preprocessor={"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4},
+    preprocessor={"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4}
+    | {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 20},
     video_preprocessor={"video_processor_type": "Gemma4VideoProcessor", "num_frames": 6},
     ids=GEMMA_IDS,
 )

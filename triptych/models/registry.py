@@ -203,7 +203,7 @@ GEMMA4 = Family(
     planner="triptych.models.gemma4.plan:Gemma4Planner",
     preprocessor="triptych.models.gemma4.preprocess:Gemma4Preprocessor",
     adapter="triptych.models.gemma4.encoder:Gemma4",
-    modalities=("text", "image", "video"),
+    modalities=("text", "image", "video", "audio"),
 )
 INTERNVL = Family(
     name="InternVL3, InternVL3.5 (-hf)",

@@ -12,10 +12,11 @@ VISION_TOWER = "gemma4_vision"
 MAX_LAYERS = 1000
 MAX_SIDE = 8192
 """Bound what a damaged config can make a process allocate."""
-TOKENS = {"image_token_id": 258_880, "boi_token_id": 255_999, "eoi_token_id": 258_882}
-"""Settings with the ids of the tokens around media and in their place."""
 PLACEHOLDERS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
-"""Of all kinds of media, whether they are served or not: a model may say one."""
+"""Settings with the ids of the tokens in the place of media, and their defaults."""
+MARKERS = {"boi_token_id": 255_999, "eoi_token_id": 258_882}
+AUDIO_MARKERS = {"boa_token_id": 256_000, "eoa_token_index": 258_883}
+"""Of those before and after images and frames, and audio."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def text_config(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def token(config: ModelConfig, name: str) -> int:
-    """Return the id of one of ``TOKENS`` or ``PLACEHOLDERS``. Raises CheckpointError for an invalid one."""
-    return setting(config, name, int, default=(TOKENS | PLACEHOLDERS)[name])
+    """Return the id of a placeholder or a marker. Raises CheckpointError for an invalid one."""
+    return setting(config, name, int, default=(PLACEHOLDERS | MARKERS | AUDIO_MARKERS)[name])
 
 
 def pad_token(text: Mapping[str, Any], vocab_size: int) -> int:

@@ -1,7 +1,7 @@
 """Adapter of Gemma 4 with its towers: decoder parameters and tensor names.
 
 Published files, and those that ``save_pretrained`` writes, name the parts ``model.vision_tower.…``,
-``model.embed_vision.…`` and ``model.language_model.…``.
+``model.embed_vision.…``, ``model.audio_tower.…``, ``model.embed_audio.…`` and ``model.language_model.…``.
 """
 
 from dataclasses import replace
@@ -12,14 +12,17 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
-from triptych.models.base import VISION, ModelConfig
+from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.gemma4.audio_config import audio_config, has_audio
+from triptych.models.gemma4.audio_tower import load_audio_tower
 from triptych.models.gemma4.config import PLACEHOLDERS, pad_token, text_config, token, vision_config
 from triptych.models.gemma4.vision_tower import load_vision_tower
 from triptych.models.registry import backbone_of
+from triptych.models.shared.encoder import MultiTowerEncoder
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
-VISION_PROJECTOR = "vision projector"
+VISION_PROJECTOR, AUDIO_PROJECTOR = "vision projector", "audio projector"
 
 
 class Gemma4(SplitAdapter):
@@ -28,9 +31,13 @@ class Gemma4(SplitAdapter):
 
     layouts = (
         WeightPrefixes(
-            {VISION: "model.vision_tower.", VISION_PROJECTOR: "model.embed_vision."},
+            {
+                VISION: "model.vision_tower.",
+                VISION_PROJECTOR: "model.embed_vision.",
+                AUDIO: "model.audio_tower.",
+                AUDIO_PROJECTOR: "model.embed_audio.",
+            },
             "model.language_model.",
-            others=("model.audio_tower.", "model.embed_audio."),
         ),
     )
 
@@ -46,14 +53,17 @@ class Gemma4(SplitAdapter):
         self.embedding_width = decoder.hidden_size
         self.vision = vision_config(config)
         tower_activation(self.vision.activation, "vision_config.hidden_activation")  # checks it
+        self.audio = audio_config(config) if has_audio(config) else None
+        if self.audio is not None:
+            tower_activation(self.audio.activation, "audio_config.hidden_act")
 
     @classmethod
     def describe_towers(cls) -> str:
         """See ``SplitAdapter``."""
-        return "Gemma4VisionModel and projector, of our own layers"
+        return "Gemma4VisionModel, Gemma4AudioModel and their projectors, of our own layers"
 
     def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
+        """Load the towers and their projectors.
 
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
@@ -61,6 +71,8 @@ class Gemma4(SplitAdapter):
         if device.type == "cpu":
             native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
-        tower = load_vision_tower(reader, self.vision, VISION_PROJECTOR, self.embedding_width)
+        width = self.embedding_width
+        vision = load_vision_tower(reader, self.vision, VISION_PROJECTOR, width)
+        audio = None if self.audio is None else load_audio_tower(reader, self.audio, AUDIO_PROJECTOR, width)
         reader.finish()
-        return tower
+        return vision if audio is None else MultiTowerEncoder({VISION: vision, AUDIO: audio}, width)

@@ -4,16 +4,21 @@ The reference is ``Gemma4Processor`` in transformers.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, MediaToken, ModelConfig
-from triptych.models.gemma4.config import TOKENS, text_config, token, vision_config
+from triptych.models.gemma4.audio_config import audio_config, check_bands, has_audio
+from triptych.models.gemma4.config import AUDIO_MARKERS, MARKERS, text_config, token, vision_config
 from triptych.models.gemma4.geometry import OPTION, BudgetGeometry, frame_geometry
+from triptych.models.gemma4.speech import SpeechFeatures, WholeClip
+from triptych.models.shared.audio import plan_audio
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel, patches_plan
 from triptych.models.shared.video import IntervalStartSampling, frame_sampling, sampled_frames
-from triptych.types import ImageHeader, ItemContext, ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, VideoHeader
 
 
 class Gemma4Planner(PlainPlanner):
@@ -34,14 +39,23 @@ class Gemma4Planner(PlainPlanner):
         self._frame_geometry = frame_geometry(config, video_config or {})
         self._sampling = frame_sampling(IntervalStartSampling, {"min_frames": 1, **(video_config or {})})
         self._cost_model = VisionCostModel(vision.hidden_size, vision.intermediate_size, mlp_matrices=3)
+        start_end = [token(config, name) for name in MARKERS]
+        markers = {"image": start_end, "video": start_end}
+        if has_audio(config):
+            markers["audio"] = [token(config, name) for name in AUDIO_MARKERS]
+            self._framing = WholeClip(SpeechFeatures.from_config(preprocessor_config))
+            audio = audio_config(config)
+            check_bands(audio, self._framing.mel.num_bands)
+            unit = self._cost_model.linear * vision.num_layers
+            self._audio_cost = partial(audio.cost, unit=unit)
         super().__init__(
-            {kind: token(config, f"{kind}_token_id") for kind in ("image", "video")},
+            {kind: token(config, f"{kind}_token_id") for kind in markers},
             context_length=context_length(text_config(config)),
             max_image_pixels=self._geometry.max_pixels,
             max_source_pixels=max_source_pixels,
         )
-        self._start, self._end = token(config, "boi_token_id"), token(config, "eoi_token_id")
-        self.media_tokens = frozenset(token(config, name) for name in (*TOKENS, "video_token_id"))
+        self._markers = markers
+        self.media_tokens |= frozenset(chain(*markers.values()))
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met."""
@@ -64,13 +78,21 @@ class Gemma4Planner(PlainPlanner):
             frames=self._sampling.for_request(context.sampling).frames(header),
         )
 
+    def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:
+        """Raises UnsupportedMedia if the model has no audio tower, and BadMediaSize and MediaTooLarge as
+        ``SpeechFeatures`` does."""
+        if "audio" not in self.placeholder_tokens:
+            return super()._plan_audio(header, context)
+        return plan_audio(header, self._framing, self._audio_cost)
+
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return the template's placeholder between markers; one for each frame of a video, after its time."""
-        image = "".join(map(spelling, (self._start, self.placeholder_tokens[plan.modality], self._end)))
+        start, end = self._markers[plan.modality]
+        item = "".join(map(spelling, (start, self.placeholder_tokens[plan.modality], end)))
         if not isinstance(plan.header, VideoHeader):
-            return image
+            return item
         seconds = [frame / plan.header.rate for frame in sampled_frames(plan)]
-        return " ".join(f"{int(time // 60):02d}:{int(time % 60):02d} {image}" for time in seconds)
+        return " ".join(f"{int(time // 60):02d}:{int(time % 60):02d} {item}" for time in seconds)
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return the number of an image's embeddings, or those of each frame of a video."""

@@ -1,5 +1,5 @@
-"""Turns images and videos into patches for Gemma 4's tower, as planned. Runs in encode workers; numpy, Pillow, PyAV,
-and torch to resize frames.
+"""Turns images and videos into patches, and audio into features, for Gemma 4's towers, as planned. Runs in encode
+workers; numpy, Pillow, PyAV, and torch to resize frames.
 
 Bit-exact with ``Gemma4ImageProcessorPil`` and ``Gemma4VideoProcessor`` in transformers, but for the order of patches
 and of their values, which is that of ``PatchPreprocessor``.
@@ -10,9 +10,12 @@ from typing import Any
 
 from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.gemma4.audio_config import has_audio
 from triptych.models.gemma4.geometry import BudgetGeometry, frame_geometry
+from triptych.models.gemma4.speech import SpeechFeatures, WholeClip
+from triptych.models.shared.audio_features import audio_parts
 from triptych.models.shared.frames import VideoPreprocessor
-from triptych.types import ItemPlan, VideoHeader
+from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
 DEFAULTS: dict[str, Any] = {"do_normalize": False, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
 """Of the reference's processor of images."""
@@ -30,10 +33,16 @@ class Gemma4Preprocessor(VideoPreprocessor):
     ) -> None:
         super().__init__(config, DEFAULTS | preprocessor_config, video_config)
         self._frame_geometry = frame_geometry(config, video_config or {})
+        self._framing = WholeClip(SpeechFeatures.from_config(preprocessor_config)) if has_audio(config) else None
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Yield an image's part, or one for each frame of a video; see ``VideoPreprocessor``."""
+        """Yield an image's or a clip's part, or one for each frame of a video; see ``VideoPreprocessor`` and
+        ``audio_parts``."""
         header = plan.header
+        if isinstance(header, AudioHeader):
+            if self._framing is None:
+                raise PlanMismatch("the plan is one of audio, which the model doesn't take")
+            return audio_parts(data, plan, header, self._framing)
         if isinstance(header, VideoHeader):
             resized = self._frame_geometry.within(plan.bounds).resized(header.height, header.width)
             if resized != (plan.resized_height, plan.resized_width):

@@ -19,35 +19,11 @@ from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import VISION
 from triptych.models.gemma4.clipped import clippable
 from triptych.models.gemma4.config import Gemma4VisionConfig
+from triptych.models.gemma4.feature_projector import FeatureProjector
 from triptych.models.shared.places import patch_places
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 CHANNELS = 3
-
-
-class FeatureProjector(nn.Module):
-    """Makes embeddings of a tower's features."""
-
-    def __init__(self, norm: RMSNorm, project: Linear) -> None:
-        super().__init__()
-        self.norm = norm
-        self.project = project
-
-    def forward(self, features: Tensor) -> Tensor:
-        """[rows, features] → [rows, embedding width]"""
-        rows: Tensor = self.project(self.norm(features))
-        return rows
-
-    @classmethod
-    def load(cls, reader: TowerWeights, name: str, features: int, width: int, eps: float) -> "FeatureProjector":
-        """Load a tower's projector. Raises CheckpointError as ``TowerWeights`` does."""
-        project = reader.linear([f"{name}.embedding_projection"], width, features, bias=False)
-        return cls(weightless_norm(reader, features, eps), project)
-
-
-def weightless_norm(reader: TowerWeights, size: int, eps: float) -> RMSNorm:
-    """Return a norm whose weights, which aren't stored, are 1."""
-    return RMSNorm(torch.ones(size, dtype=reader.weights.activations, device=reader.device), eps)
 
 
 def head_order(head_dim: int) -> Tensor:

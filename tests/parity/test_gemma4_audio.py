@@ -1,0 +1,56 @@
+"""Gemma 4 answers about audio as transformers does: whatever the file, the topology, the chunks and the pools, alone
+and beside images and videos."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.audio_cases import CASES
+from tests.support.checkpoints import load_reference
+from tests.support.harness import FLOAT32, running
+from tests.support.stage_loops import Recording, engine_loop
+from tests.support.tiny import make_tiny
+from tests.support.video_cases import MORE, RUNS, Model, answered
+from triptych.server.instance import Instance
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    torch.set_num_threads(1)
+    yield Model(make_tiny(tmp_path_factory.mktemp("audio"), "gemma4+gemma4_vision"), CASES)
+    asyncio.set_event_loop(None)
+
+
+@pytest.mark.parametrize(
+    ("topology", "chunk", "pool"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in MORE)]
+)
+def test_as_the_reference(model: Model, topology: str, chunk: int, pool: dict[str, Any]) -> None:
+    engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
+    assert answered(model, topology, engine) == model.answers
+
+
+def test_first_token_logits(model: Model) -> None:
+    """Within 1e-4 in float32, through the transfer of E to PD."""
+    recorded: list[Tensor] = []
+
+    def record(instance: Instance) -> None:
+        if instance.role.has_decoder:
+            runner = engine_loop(instance).runner
+            runner.decoder = Recording(runner.decoder, recorded)
+
+    async def run() -> None:
+        async with running(model.folder, "1E1PD", prepare=record) as service:
+            for messages in CASES.values():
+                await service.answer(messages, max_tokens=1)
+
+    asyncio.run(run())
+    reference = load_reference(model.folder)
+    for name, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
+        with torch.inference_mode():
+            expected = reference(**model.reference_inputs(prompt)).logits[0, -1]
+        assert (logits - expected).abs().max() < 1e-4, name
