@@ -130,7 +130,8 @@ PAGES = {
             "A video's frames have at most 70 embeddings each, after their times; 32 frames are sampled by default.",
             "`max_soft_tokens` sets these numbers for a request: 70, 140, 280, 560 or 1120.",
             "`max_pixels` bounds the area of an image or a frame instead; 2,304 pixels become one embedding.",
-            "Checkpoints with `use_bidirectional_attention` (26B-A4B, 31B) are refused: it needs another mask.",
+            "Images of 26B-A4B and 31B (`use_bidirectional_attention`) are computed in one step, in which their tokens "
+            "attend to each other; a larger `max_soft_tokens` may need a larger `--max-num-batched-tokens`.",
             "E2B and E4B take audio, at most 30 seconds a clip; an embedding stands for 40 ms.",
             "The sound of videos isn't used, as in the reference.",
             "Without `vision_config`, a checkpoint is a text model.",

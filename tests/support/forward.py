@@ -83,6 +83,8 @@ def reference_logits(reference: PreTrainedModel, prompt: Prompt, inputs: Sequenc
 
 def media_types(reference: PreTrainedModel, is_image: Tensor) -> dict[str, Tensor]:
     """What tells models with M-RoPE, or with spans, which tokens are an image's; Omni finds out by itself."""
+    if reference.config.model_type == "gemma4":
+        return {"mm_token_type_ids": is_image.int()}
     if reference.config.model_type == "gemma3":
         return {"token_type_ids": is_image.int()}
     finds_out = "Omni" in type(reference).__name__ or not hasattr(getattr(reference, "model", None), "get_rope_index")

@@ -198,7 +198,7 @@ DEEPSEEK_OCR = Family(
     template="triptych.models.deepseek_ocr.template:TEMPLATE",
 )
 GEMMA4 = Family(
-    name="Gemma 4: E2B, E4B",
+    name="Gemma 4: E2B, E4B, 26B-A4B, 31B",
     backbone=f"{BACKBONES}.gemma4:GEMMA4",
     planner="triptych.models.gemma4.plan:Gemma4Planner",
     preprocessor="triptych.models.gemma4.preprocess:Gemma4Preprocessor",

@@ -31,13 +31,15 @@ ROPES: dict[str, Any] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 """Used without ``rope_parameters``."""
+VISION_SPANS = "vision"
+"""``use_bidirectional_attention`` of models where, in layers with a window, images attend to themselves."""
 HEADS = {"head_dim", "num_key_value_heads"}
 """What may differ between layers."""
 
 
 def gemma4(text: TextConfig) -> DecoderConfig:
     """Return the decoder of ``text``. Raises CheckpointError."""
-    if (bidirectional := text.get("use_bidirectional_attention")) not in (None, "vision"):  # which text has none of
+    if (bidirectional := text.get("use_bidirectional_attention")) not in (None, VISION_SPANS):
         raise CheckpointError(f"config.json: use_bidirectional_attention {bidirectional!r} is not served")
     types = [*alternating_types(text, 6)[:-1], FULL]  # of the last layer, whatever the config says
     text = {**text, "hidden_act": text.get("hidden_activation", "gelu_pytorch_tanh")}
@@ -70,6 +72,7 @@ def _mixers(text: TextConfig, types: Sequence[str]) -> list[AttentionSpec]:
     windows = {FULL: None, SLIDING: setting(text, "sliding_window", int, default=512)}
     k_is_v = setting(text, "attention_k_eq_v", bool, default=False)
     has_bias = setting(text, "attention_bias", bool, default=False)
+    has_spans = text.get("use_bidirectional_attention") == VISION_SPANS
     heads_of_full = {"head_dim": setting(text, "global_head_dim", int, default=512)}
     if k_is_v and text.get("num_global_key_value_heads") is not None:
         heads_of_full["num_key_value_heads"] = setting(text, "num_global_key_value_heads", int)
@@ -90,6 +93,7 @@ def _mixers(text: TextConfig, types: Sequence[str]) -> list[AttentionSpec]:
                 v_norm=True,
                 k_is_v=k_is_v and kind == FULL,
                 window=windows[kind],
+                spans=has_spans and kind == SLIDING,
                 scale=1.0,
             )
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import CheckpointError
+from triptych.models.backbones.gemma4 import VISION_SPANS
 from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import positive_number, setting
 
@@ -44,15 +45,13 @@ class Gemma4VisionConfig:
 
 
 def text_config(config: ModelConfig) -> Mapping[str, Any]:
-    """Return the language model's settings. Raises CheckpointError if there are none, and for a model whose images
-    attend to themselves in both directions."""
-    text = setting(config, "text_config", dict)
-    if (bidirectional := text.get("use_bidirectional_attention")) is not None:
-        raise CheckpointError(
-            f"config.json: text_config.use_bidirectional_attention {bidirectional!r} is not served for a model with "
-            "images: their embeddings would attend to later ones"
-        )
-    return text
+    """Return the language model's settings. Raises CheckpointError if there are none."""
+    return setting(config, "text_config", dict)
+
+
+def has_spans(config: ModelConfig) -> bool:
+    """Return whether the tokens of an image, or of a frame, attend to each other in both directions."""
+    return text_config(config).get("use_bidirectional_attention") == VISION_SPANS
 
 
 def token(config: ModelConfig, name: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, MediaToken, ModelConfig
 from triptych.models.gemma4.audio_config import audio_config, check_bands, has_audio
-from triptych.models.gemma4.config import AUDIO_MARKERS, MARKERS, text_config, token, vision_config
+from triptych.models.gemma4.config import AUDIO_MARKERS, MARKERS, has_spans, text_config, token, vision_config
 from triptych.models.gemma4.geometry import OPTION, BudgetGeometry, frame_geometry
 from triptych.models.gemma4.speech import SpeechFeatures, WholeClip
 from triptych.models.shared.audio import plan_audio
@@ -55,13 +55,18 @@ class Gemma4Planner(PlainPlanner):
             max_source_pixels=max_source_pixels,
         )
         self._markers = markers
+        self._has_spans = has_spans(config)
+        if self._has_spans:
+            self.atomic_rows = self._geometry.max_pixels // self._geometry.factor**2
         self.media_tokens |= frozenset(chain(*markers.values()))
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met."""
         bounds = self._geometry.bounds_of(context)
         resized = self._geometry.within(bounds).resized(header.height, header.width)
-        return patches_plan("image", header, resized, self._geometry, self._cost_model, bounds=bounds)
+        return patches_plan(
+            "image", header, resized, self._geometry, self._cost_model, bounds=bounds, atomic=self._has_spans
+        )
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Bounds are those of each frame. Raises UnsupportedMedia for invalid sampling, and as ``_plan_image``."""
@@ -76,6 +81,7 @@ class Gemma4Planner(PlainPlanner):
             bounds=bounds,
             sampling=context.sampling,
             frames=self._sampling.for_request(context.sampling).frames(header),
+            atomic=self._has_spans,
         )
 
     def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:

@@ -91,6 +91,7 @@ def patches_plan(
     bounds: PixelBounds,
     sampling: FrameSampling = MODEL_SAMPLING,
     frames: tuple[int, ...] = (),
+    atomic: bool = False,
 ) -> ItemPlan:
     """Plan a part for each temporal patch of an item that becomes ``resized``, (height, width). A part's payload is the
     numbers of a video's frames in it, which ``sampled_frames`` reads."""
@@ -115,6 +116,7 @@ def patches_plan(
         ),
         bounds=bounds,
         sampling=sampling,
+        atomic=atomic,
     )
 
 
