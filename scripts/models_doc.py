@@ -115,7 +115,7 @@ CHECKS = (
         "the same answer if an encode instance is lost after some rows of an image have landed; the others come from "
         "another instance",
         "tests/parity/test_families.py",
-        {*families.ANSWERED_IMAGES}.difference(families.SLOW_ANSWERS),
+        {*families.LOST_ENCODERS}.difference(families.SLOW_ANSWERS),
         columns=("recovery",),
     ),
     Check(

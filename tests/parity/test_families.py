@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.conftest import Model
-from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
+from tests.support.families import ANSWERED_IMAGES, LOST_ENCODERS, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
 from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
@@ -74,7 +74,7 @@ def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> 
     assert sum(seen) == encoded > 0
 
 
-@pytest.mark.parametrize("family", ANSWERED_IMAGES)
+@pytest.mark.parametrize("family", LOST_ENCODERS)
 def test_an_encoder_that_is_lost_in_the_middle_of_an_item(models: dict[str, Model], family: str) -> None:
     """Some of its rows have landed, and there is no room for more, because nothing is prefilled until the instance is
     lost. The other one encodes the item again and sends the rest."""
