@@ -198,6 +198,18 @@ def test_bounds_of_the_area(name: str) -> None:
             next(preprocess(data, msgspec.structs.replace(plan, parts=other.parts)))
 
 
+def test_bounds_among_several_images() -> None:
+    """They change neither plan nor pixels, because each image is one tile."""
+    planner = LlavaOneVisionPlanner(config_of("llava_onevision"), processor_of("llava_onevision"))
+    data = png(picture(200, 150, 1))
+    preprocess = LlavaNextPreprocessor(config_of("llava_onevision"), processor_of("llava_onevision"))
+    plan = planner.plan(probe_image(data), ItemContext(siblings=1))
+    for bounds in (PixelBounds(0, 1000), PixelBounds(75 * 75, 2 * 75 * 75)):
+        assert planner.plan(probe_image(data), ItemContext(bounds, siblings=1)) == plan
+    [part] = preprocess(data, msgspec.structs.replace(plan, bounds=PixelBounds(0, 1000)))
+    assert part.grid == (1, 5, 5)
+
+
 def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
     return load_adapter(folder).load_encoder(Checkpoint(folder), weights, CPU)
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.llava.anyres import AnyResolution, View, frame_layout, scaled
+from triptych.models.llava.anyres import AnyResolution, ImageView, View, frame_layout, scaled
 from triptych.models.llava.config import tile_config
 from triptych.models.llava.preprocess import mean_colour, squared
 from triptych.models.shared.fixed_size import fixed_size_input
@@ -46,23 +46,27 @@ class LlavaNextPreprocessor:
         """
         header = plan.header
         assert isinstance(header, ImageHeader)
-        anyres = self._anyres.within(plan.bounds)
-        is_square = bool(plan.parts[0].payload) and plan.parts[0].payload[0] == View.SQUARE
-        views = anyres.square() if is_square else anyres.views(header.width, header.height)
+        views = self._views(header, plan)
         if [view.payload for view in views] != [part.payload for part in plan.parts]:
             raise PlanMismatch("an image's tiles aren't those of its plan")
         image = decode_image(data, header.format, (header.width, header.height))
         for one in views:
-            tiles = [np.asarray(tile) for tile in self._tiles(image, one.view, anyres)]
+            tiles = [np.asarray(tile) for tile in self._tiles(image, one)]
             yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.layout.numbers)
 
-    def _tiles(self, image: Image.Image, view: View, anyres: AnyResolution) -> Iterator[Image.Image]:
+    def _views(self, header: ImageHeader, plan: ItemPlan) -> tuple[ImageView, ...]:
+        """Return the image's parts. Only tiles depend on the plan's bounds."""
+        if plan.parts[0].payload[:1] == (View.SQUARE,):
+            return self._anyres.square()
+        return self._anyres.within(plan.bounds).views(header.width, header.height)
+
+    def _tiles(self, image: Image.Image, one: ImageView) -> Iterator[Image.Image]:
         side = self._tile.image_size
-        if view != View.TILED:
-            whole = squared(image, self._background) if view == View.SQUARE else image
+        if one.view != View.TILED:
+            whole = squared(image, self._background) if one.view == View.SQUARE else image
             yield whole.resize((side, side), self._resample)
             return
-        height, width = size = anyres.canvas(image.width, image.height)
+        height, width = size = one.layout.tiles[0] * side, one.layout.tiles[1] * side
         resized = image.resize(scaled(image.width, image.height, size), self._resample)
         canvas = Image.new("RGB", (width, height), BLACK)
         canvas.paste(resized, ((width - resized.width) // 2, (height - resized.height) // 2))
