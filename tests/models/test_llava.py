@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -321,6 +322,23 @@ def test_an_input_of_another_grid() -> None:
     plan = LlavaPlanner(changed(vision_config={"image_size": 56}), PROCESSOR).plan(probe_image(data))
     with pytest.raises(PlanMismatch, match="grid"):
         list(LlavaPreprocessor(CONFIG, PROCESSOR)(data, plan))
+
+
+@pytest.mark.parametrize(
+    ("size", "pads", "error"),
+    [
+        ((20_000, 100), True, MediaTooLarge),
+        ((50_000_000, 1), False, BadMediaSize),
+        ((10_000, 10_000), False, MediaTooLarge),
+        ((0, 1), False, BadMediaSize),
+    ],
+)
+def test_planned_sizes_are_checked(size: tuple[int, int], pads: bool, error: type[Exception]) -> None:
+    """Plans come from another process. The bytes aren't read."""
+    processor = PROCESSOR | ({"image_processor_type": "LlavaImageProcessor", "do_pad": True} if pads else {})
+    plan = LlavaPlanner(CONFIG, PROCESSOR).plan(ImageHeader("PNG", 90, 90))
+    with pytest.raises(error):
+        next(LlavaPreprocessor(CONFIG, processor)(b"", msgspec.structs.replace(plan, header=ImageHeader("PNG", *size))))
 
 
 def test_patches_that_dont_fill_the_grid(tmp: Path) -> None:

@@ -27,7 +27,7 @@ from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llava.anyres import DEFAULTS
 from triptych.models.llava.encoder import LlavaNext
 from triptych.models.llava.next_plan import LlavaNextPlanner, LlavaOneVisionPlanner
-from triptych.models.llava.next_preprocess import LlavaNextPreprocessor
+from triptych.models.llava.next_preprocess import LlavaNextPreprocessor, LlavaOneVisionPreprocessor
 from triptych.models.shared.vision_transformer import MAX_STATES
 from triptych.prompt.probe import probe_image
 from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, PixelBounds
@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
 NAMES = ("llava_next", "llava_onevision")
 PLANNERS: dict[str, Any] = {"llava_next": LlavaNextPlanner, "llava_onevision": LlavaOneVisionPlanner}
+PREPROCESSORS: dict[str, Any] = {"llava_next": LlavaNextPreprocessor, "llava_onevision": LlavaOneVisionPreprocessor}
 REFERENCES: dict[str, Any] = {
     "llava_next": LlavaNextImageProcessorPil,
     "llava_onevision": LlavaOnevisionImageProcessorPil,
@@ -74,7 +75,7 @@ def planned(name: str, image: Image.Image, siblings: int = 0) -> ItemPlan:
 
 
 def inputs_of(name: str, image: Image.Image, siblings: int = 0) -> list[EncoderInput]:
-    preprocess = LlavaNextPreprocessor(config_of(name), processor_of(name))
+    preprocess = PREPROCESSORS[name](config_of(name), processor_of(name))
     return list(preprocess(png(image), planned(name, image, siblings)))
 
 
@@ -191,7 +192,7 @@ def test_bounds_of_the_area(name: str) -> None:
             tiles(least, most)
     data = png(picture(300, 290, 1))
     plan = planner.plan(probe_image(data), ItemContext(PixelBounds(0, 2 * tile)))
-    preprocess = LlavaNextPreprocessor(config_of(name), processor_of(name))
+    preprocess = PREPROCESSORS[name](config_of(name), processor_of(name))
     assert [item.grid for item in preprocess(data, plan)] == [(1, 5, 5), (2, 5, 5)]
     for other in (planner.plan(probe_image(data)), planner.plan(probe_image(png(picture(290, 120, 1))))):
         with pytest.raises(PlanMismatch):
@@ -202,7 +203,7 @@ def test_bounds_among_several_images() -> None:
     """They change neither plan nor pixels, because each image is one tile."""
     planner = LlavaOneVisionPlanner(config_of("llava_onevision"), processor_of("llava_onevision"))
     data = png(picture(200, 150, 1))
-    preprocess = LlavaNextPreprocessor(config_of("llava_onevision"), processor_of("llava_onevision"))
+    preprocess = LlavaOneVisionPreprocessor(config_of("llava_onevision"), processor_of("llava_onevision"))
     plan = planner.plan(probe_image(data), ItemContext(siblings=1))
     for bounds in (PixelBounds(0, 1000), PixelBounds(75 * 75, 2 * 75 * 75)):
         assert planner.plan(probe_image(data), ItemContext(bounds, siblings=1)) == plan
@@ -362,11 +363,21 @@ def test_a_thin_image_among_several() -> None:
         planner.plan(ImageHeader("PNG", 20_000, 100), ItemContext(siblings=1))
 
 
+def test_planned_squares_are_checked() -> None:
+    """Plans come from another process."""
+    plan, data = planned("llava_onevision", picture(200, 150, 1), siblings=1), png(picture(200, 150, 1))
+    with pytest.raises(PlanMismatch, match="tiles"):
+        next(LlavaNextPreprocessor(config_of("llava_next"), processor_of("llava_next"))(data, plan))
+    wide = msgspec.structs.replace(plan, header=ImageHeader("PNG", 50_000_000, 1))
+    with pytest.raises(MediaTooLarge, match="square"):
+        next(LlavaOneVisionPreprocessor(config_of("llava_onevision"), processor_of("llava_onevision"))(data, wide))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_image_without_tiles(name: str) -> None:
     """Nothing remains of a thin image's tiles, so it is only shown as a whole."""
     pinpoints = {"image_grid_pinpoints": [[150, 150]]}
     config, processor, data = config_of(name, **pinpoints), processor_of(name, **pinpoints), png(picture(200, 1, 1))
     plan = PLANNERS[name](config, processor).plan(probe_image(data))
-    assert [part.grid for part in LlavaNextPreprocessor(config, processor)(data, plan)] == [(1, 5, 5)]
+    assert [part.grid for part in PREPROCESSORS[name](config, processor)(data, plan)] == [(1, 5, 5)]
     assert plan.rows == 25

@@ -20,6 +20,7 @@ from triptych.models.shared.frame_tiles import FrameTiles
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import normalised_bytes, resampling
+from triptych.models.shared.planner import check_square_size
 from triptych.types import ImageHeader, ItemPlan, VideoHeader
 
 BLACK = (0, 0, 0)
@@ -55,9 +56,7 @@ class LlavaNextPreprocessor:
             yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.layout.numbers)
 
     def _views(self, header: ImageHeader, plan: ItemPlan) -> tuple[ImageView, ...]:
-        """Return the image's parts. Only tiles depend on the plan's bounds."""
-        if plan.parts[0].payload[:1] == (View.SQUARE,):
-            return self._anyres.square()
+        """Return the image's parts."""
         return self._anyres.within(plan.bounds).views(header.width, header.height)
 
     def _tiles(self, image: Image.Image, one: ImageView) -> Iterator[Image.Image]:
@@ -92,6 +91,14 @@ class LlavaOneVisionPreprocessor(LlavaNextPreprocessor):
         for number, frame in enumerate(self._frames(data, plan), start=1):
             layout = frame_layout(self._tile.side, newlines=int(number == plan.num_parts))
             yield fixed_size_input([frame], self._frames.table, self._tile.patch_size, layout.numbers)
+
+    def _views(self, header: ImageHeader, plan: ItemPlan) -> tuple[ImageView, ...]:
+        """Return the image's parts: a square, which doesn't depend on bounds, or tiles. Raises MediaTooLarge for a
+        square that no planner takes."""
+        if plan.parts[0].payload[:1] != (View.SQUARE,):
+            return super()._views(header, plan)
+        check_square_size(header.width, header.height)
+        return self._anyres.square()
 
 
 def _check_size(preprocessor_config: dict[str, Any], side: int) -> None:

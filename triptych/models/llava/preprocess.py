@@ -16,6 +16,7 @@ from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import CHANNELS, CLIP_MEAN, normalised_bytes, per_channel, resampling
+from triptych.models.shared.planner import check_aspect_ratio, check_source_size, check_square_size
 from triptych.models.shared.settings import setting
 from triptych.types import ImageHeader, ItemPlan
 
@@ -38,12 +39,18 @@ class LlavaPreprocessor:
         """Decode, resize, crop and cut one image; its ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size
-        or the grid isn't the planned one.
+        or the grid isn't the planned one. Raises MediaTooLarge or BadMediaSize for a planned size that no planner
+        takes: a long, thin image would become a far larger one.
         """
         assert isinstance(plan.header, ImageHeader)
         if plan.grid != self._grid:
             raise PlanMismatch(f"an item becomes a grid of {self._grid}; its plan says {plan.grid}")
-        image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
+        width, height = plan.header.width, plan.header.height
+        check_source_size("image", width, height)
+        check_aspect_ratio(width, height)
+        if self._background is not None:
+            check_square_size(width, height)
+        image = decode_image(data, plan.header.format, (width, height))
         pixels = np.asarray(self._cropped(self._resized(self._padded(image))))
         yield fixed_size_input([pixels], self._table, self._patch_size)
 
@@ -76,7 +83,7 @@ def _background(preprocessor_config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def squared(image: Image.Image, background: tuple[int, ...]) -> Image.Image:
-    """Return the image in the middle of a square of a colour."""
+    """Return the image, whose square ``check_square_size`` takes, in the middle of a square of a colour."""
     side = max(image.size)
     if image.width == image.height:
         return image

@@ -5,7 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from triptych.errors import UnsupportedMedia
 from triptych.models.base import AREA_OPTIONS, MediaToken, Positions
 from triptych.models.shared.mrope import plain_positions
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, check_aspect_ratio, check_source_size
+from triptych.models.shared.planner import (
+    MAX_SOURCE_PIXELS,
+    check_aspect_ratio,
+    check_source_size,
+    check_square_size,
+)
 from triptych.types import (
     MODEL_BOUNDS,
     NO_CONTEXT,
@@ -17,8 +22,6 @@ from triptych.types import (
     Placement,
     VideoHeader,
 )
-
-SQUARE_FACTOR = 4
 
 
 def check_no_bounds(context: ItemContext) -> None:
@@ -70,10 +73,8 @@ class PlainPlanner:
         raise UnsupportedMedia("the model takes no images")
 
     def _check_square(self, header: ImageHeader) -> None:
-        """Check an image that is padded to a square. Raises MediaTooLarge for a square of more than four times
-        ``max_source_pixels``, which a long, thin image may become."""
-        side = max(header.width, header.height)
-        check_source_size("image, padded to a square,", side, side, SQUARE_FACTOR * self._max_source_pixels)
+        """Check an image that is padded to a square, as ``check_square_size`` does."""
+        check_square_size(header.width, header.height, self._max_source_pixels)
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
         """Plan a video whose frames' size has been checked."""

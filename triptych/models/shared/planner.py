@@ -28,6 +28,8 @@ from triptych.types import (
 
 MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 50_000_000
+SQUARE_FACTOR = 4
+"""How many times ``max_source_pixels`` an image may have once it is padded to a square."""
 VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -71,6 +73,13 @@ def check_source_size(kind: str, width: int, height: int, max_pixels: int = MAX_
         raise MediaTooLarge(
             f"the {kind} has {width * height} pixels ({width} by {height}); at most {max_pixels} are taken"
         )
+
+
+def check_square_size(width: int, height: int, max_pixels: int = MAX_SOURCE_PIXELS) -> None:
+    """Check an image that is padded to a square. Raises MediaTooLarge for a square of more than four times
+    ``max_pixels``, which a long, thin image may become."""
+    side = max(width, height)
+    check_source_size("image, padded to a square,", side, side, SQUARE_FACTOR * max_pixels)
 
 
 def check_aspect_ratio(width: int, height: int) -> None:
