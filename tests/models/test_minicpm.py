@@ -185,6 +185,8 @@ def test_frames_that_a_request_asks_for() -> None:
     assert seen(header, num_frames=100) == tuple(range(40))
     assert seen(VideoHeader("MP4", 64, 64, 3, 10.0, presampled=True)) == (0, 1, 2)
     assert len(seen(VideoHeader("MP4", 64, 64, 10**9, 0.001))) == 128
+    dense = SecondsSampling.from_config({"max_num_frames": 4}, 1).for_request(FrameSampling(fps=240.0))
+    assert dense.frames(VideoHeader("MP4", 64, 64, 3, 60.0)) == (0, 0, 0, 0)  # shorter than a tenth of a second
     for asked in ({"num_frames": 129}, {"num_frames": 3, "fps": 1.0}):
         with pytest.raises(UnsupportedMedia):
             seen(header, **asked)

@@ -39,5 +39,5 @@ class SecondsSampling(VideoSampling):
             steps = math.ceil(header.seconds * self.fps)
             return tuple(min(int(step / self.fps * header.rate), last) for step in range(steps))
         # of the times that are tenths of a second
-        tenths = np.linspace(0, int(header.seconds / 0.1) - 1, self.max_frames).astype(int).tolist()
+        tenths = np.linspace(0, max(int(header.seconds / 0.1) - 1, 0), self.max_frames).astype(int).tolist()
         return tuple(min(int(round(tenth * 0.1, 1) * header.rate), last) for tenth in tenths)
