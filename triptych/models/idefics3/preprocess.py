@@ -84,10 +84,11 @@ class SmolVLMPreprocessor(Idefics3Preprocessor):
             yield from super().__call__(data, plan)
             return
         side = self._clip.image_size
-        if len(sampled_frames(plan)) != plan.num_parts or plan.resized_height != side:
+        numbers = sampled_frames(plan)
+        if len(numbers) != plan.num_parts or plan.resized_height != side:
             raise PlanMismatch("the plan of a video doesn't have a tile for each frame")
         scaled = scaled_to(plan.header.width, plan.header.height, self._edge)
-        for frame in decoded_frames(data, plan, plan.header):
+        for frame in decoded_frames(data, numbers, plan.header):
             # copied, because a decoder's frames are read-only, of which torch warns
             stretched = resized(np.array(frame)[None], scaled[::-1], self._mode)
             tile = resized(stretched, (side, side), self._mode)[0]

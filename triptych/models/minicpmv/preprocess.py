@@ -52,10 +52,10 @@ class MiniCPMV46Preprocessor:
         """
         header, unit = plan.header, _unit(plan)
         if isinstance(header, VideoHeader):
-            slices, frames = self._frame_slices.in_units(unit), len(sampled_frames(plan))
+            slices, numbers = self._frame_slices.in_units(unit), sampled_frames(plan)
             cut = slices.cut(header.width, header.height)
-            _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, frames)
-            for frame in decoded_frames(data, plan, header):
+            _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, len(numbers))
+            for frame in decoded_frames(data, numbers, header):
                 resize = partial(self._resized_frame, np.array(frame))
                 yield from _inputs(resize, cut, slices.patch_size, self._video_table, (unit,))
             return

@@ -32,8 +32,9 @@ class FrameTiles:
         Raises MediaError if the bytes can't be decoded, and PlanMismatch if the result isn't what was planned.
         """
         assert isinstance(plan.header, VideoHeader)
-        if len(sampled_frames(plan)) != plan.num_parts or plan.resized_height != self.side:
+        numbers = sampled_frames(plan)
+        if len(numbers) != plan.num_parts or plan.resized_height != self.side:
             raise PlanMismatch("the plan of a video doesn't have a tile for each frame")
-        for frame in decoded_frames(data, plan, plan.header):
+        for frame in decoded_frames(data, numbers, plan.header):
             # copied, because a decoder's frames are read-only, of which torch warns
             yield resized(np.array(frame)[None], (self.side, self.side), self._mode)[0]

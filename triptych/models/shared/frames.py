@@ -3,7 +3,7 @@ workers; numpy, Pillow, PyAV, and torch only to resize videos. Videos are bit-ex
 ``Qwen2VLVideoProcessor`` and ``Qwen3VLVideoProcessor``, which differ in their defaults."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,7 +62,8 @@ class VideoPreprocessor(PatchPreprocessor):
             yield from super().__call__(data, plan)
             return
         size = self._geometry.temporal_patch_size
-        sampled, resized_to = decoded_frames(data, plan, plan.header), (plan.resized_height, plan.resized_width)
+        sampled = decoded_frames(data, sampled_frames(plan), plan.header)
+        resized_to = plan.resized_height, plan.resized_width
         while some := list(itertools.islice(sampled, size)):
             some += some[-1:] * (size - len(some))
             yield self._input(resized(np.stack(some), resized_to, self._video_mode), self._video_table, plan)
@@ -98,10 +99,9 @@ def normalised_video_bytes(
     return table
 
 
-def decoded_frames(data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[Frame]:
-    """Yield the sampled frames in order. Raises MediaError if the bytes can't be decoded, and PlanMismatch if they have
-    other frames than planned."""
-    numbers = sampled_frames(plan)
+def decoded_frames(data: bytes, numbers: Sequence[int], header: VideoHeader) -> Iterator[Frame]:
+    """Yield the frames with these numbers in order. Raises MediaError if the bytes can't be decoded, and PlanMismatch
+    if there are no numbers, or if the video has other frames than planned."""
     if not numbers:
         raise PlanMismatch("the plan of a video has no frames")
     if header.format != frames.FORMAT:
