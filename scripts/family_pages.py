@@ -195,6 +195,7 @@ PAGES = {
         (
             "An image becomes the whole, shrunk or enlarged, and up to `max_slice_nums` slices of it.",
             "`max_slice_nums` may exceed the model's own number, and leaves videos as they are.",
+            "With `slice_mode: false` in the processor's file, images stay whole, whatever a request asks for.",
             "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
             "Images are numbered in the prompt unless the processor's file says otherwise.",
             "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",

@@ -107,6 +107,9 @@ def test_plans_are_the_processors() -> None:
     plans_are_the_processors(400)
     for settings in ({"slice_mode": False}, {"max_slice_nums": 1}, {"downsample_mode": "4x"}):
         check_plan(MiniCPMV46Planner(CONFIG, SLICES | settings), reference_of(SLICES | settings), 300, 200)
+    whole = {"slice_mode": False}
+    asked = reference_of(SLICES | whole | {"max_slice_nums": 9})
+    check_plan(MiniCPMV46Planner(CONFIG, SLICES | whole), asked, 300, 200, max_slice_nums=9)
 
 
 @pytest.mark.slow

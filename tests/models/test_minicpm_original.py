@@ -228,5 +228,7 @@ def test_options_of_requests() -> None:
     plan = newer.plan(ImageHeader("PNG", 300, 200), context)
     assert plan.num_parts == 3
     assert plan.patches == 4 * plan.rows
+    whole = MiniCPMVPlanner(CONFIG, PROCESSOR | {"slice_mode": False})
+    assert whole.plan(ImageHeader("PNG", 300, 200), context).num_parts == 1
     with pytest.raises(InvalidRequest, match="downsample_mode; it takes max_slice_nums"):
         check_options(older, options)

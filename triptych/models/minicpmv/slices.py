@@ -46,6 +46,8 @@ class Slices:
 
     max_slices: int
     """1 if images aren't cut."""
+    is_active: bool
+    """Whether images are cut at all (``slice_mode``), whatever a request asks for."""
     scale: int
     """Side of a square as large as a piece, in pixels."""
     patch_size: int
@@ -69,7 +71,7 @@ class Slices:
             raise CheckpointError(f"{file}: scale_resolution must be from {patch_size} to {MAX_SCALE}, not {scale}")
         if (found := settings.get("patch_size", patch_size)) != patch_size:
             raise CheckpointError(f"{file}: patch_size must be the tower's {patch_size}, not {found!r}")
-        return cls(most if cuts else 1, scale, patch_size, unit, prefers_rows)
+        return cls(most if cuts else 1, cuts, scale, patch_size, unit, prefers_rows)
 
     @property
     def max_pixels(self) -> int:
@@ -77,8 +79,8 @@ class Slices:
         return self.max_slices * self.scale**2
 
     def at_most(self, slices: int) -> Self:
-        """Return the same with another bound of the slices."""
-        return replace(self, max_slices=max(slices, 1))
+        """Return the same with another bound of the slices, or unchanged if images aren't cut."""
+        return replace(self, max_slices=max(slices, 1)) if self.is_active else self
 
     def in_units(self, unit: int) -> Self:
         """Return the same with another ``unit``."""
