@@ -194,7 +194,7 @@ PAGES = {
         ("minicpmv4_6", "minicpmv"),
         (
             "An image becomes the whole, shrunk or enlarged, and up to `max_slice_nums` slices of it.",
-            "`max_slice_nums` may exceed the model's own number, and leaves videos as they are.",
+            "A request's `max_slice_nums` holds for images and for each frame of videos; it may exceed the files' own.",
             "With `slice_mode: false` in the processor's file, images stay whole, whatever a request asks for.",
             "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
             "Images are numbered in the prompt unless the processor's file says otherwise.",

@@ -33,8 +33,7 @@ from triptych.models.minicpmv.encoder import MiniCPMV46, shares
 from triptych.models.minicpmv.navit import places
 from triptych.models.minicpmv.plan import MiniCPMV46Planner
 from triptych.models.minicpmv.preprocess import MiniCPMV46Preprocessor
-from triptych.models.minicpmv.sampling import SecondsSampling
-from triptych.models.shared.video import sampled_frames
+from triptych.models.minicpmv.sampling import SecondsSampling, sliced_frames
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import MODEL_SAMPLING, FrameSampling, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
@@ -150,18 +149,30 @@ def test_pixels_are_the_pillow_processors() -> None:
         check_pixels(width, height, slice_mode=False, resample=2)
 
 
+@pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize(("number", "case"), list(enumerate(VIDEO_CASES)))
-def test_videos_are_the_processors(number: int, case: dict[str, Any]) -> None:
+def test_videos_are_the_processors(number: int, case: dict[str, Any], asked: bool) -> None:
+    """Whether the file or a request bounds the slices."""
     settings = settings_of(case)
+    options = {"max_slice_nums": settings.pop("max_slice_nums")} if asked else {}
     planner, preprocess = MiniCPMV46Planner(CONFIG, SLICES, settings), MiniCPMV46Preprocessor(CONFIG, SLICES, settings)
     size, count = (case["width"], case["height"]), case["frames"]
-    plan = planner.plan(VideoHeader(frames.FORMAT, *size, count, case["rate"]))
-    assert sampled_frames(plan) == tuple(case["indices"])
+    plan = planner.plan(VideoHeader(frames.FORMAT, *size, count, case["rate"]), ItemContext(options=options))
+    assert sliced_frames(plan)[0] == tuple(case["indices"])
     assert plan.is_whole
     assert text_of(planner, plan) == case["text"]
     parts = list(preprocess(packed(video(number, count, *size[::-1])), plan))
     assert [list(part.grid[1:]) for part in parts] == case["sizes"]
     assert digest(np.concatenate([part.patches for part in parts])) == case["digest"]
+
+
+def test_a_request_may_have_fewer_rows_of_a_frame() -> None:
+    planner, header = MiniCPMV46Planner(CONFIG, SLICES, SLICES), VideoHeader("MP4", 160, 90, 40, 10.0)
+    own, fewer, none = (
+        planner.plan(header, ItemContext(options={"max_slice_nums": most} if most else {})) for most in (0, 2, 1)
+    )
+    assert [plan.num_parts for plan in (own, fewer, none)] == [20, 12, 4]
+    assert own.rows > fewer.rows > none.rows
 
 
 def test_frames_are_the_processors() -> None:
@@ -179,7 +190,7 @@ def test_frames_that_a_request_asks_for() -> None:
     planner = MiniCPMV46Planner(CONFIG, SLICES, SLICES)
 
     def seen(header: VideoHeader, **asked: Any) -> tuple[int, ...]:
-        return sampled_frames(planner.plan(header, ItemContext(sampling=FrameSampling(**asked))))
+        return sliced_frames(planner.plan(header, ItemContext(sampling=FrameSampling(**asked))))[0]
 
     header = VideoHeader("MP4", 64, 64, 40, 10.0)
     assert seen(header) == (0, 10, 20, 30)
@@ -267,6 +278,14 @@ def test_an_input_that_isnt_planned(tmp_path: Path) -> None:
     moving = MiniCPMV46Planner(CONFIG, SLICES, SLICES).plan(VideoHeader(frames.FORMAT, 90, 60, 4, 2.0))
     with pytest.raises(PlanMismatch):
         next(preprocess(packed(video(1, 4, 60, 90)), replace(moving, parts=moving.parts[1:])))
+    first = moving.parts[0]
+    for payload in ((), (0,), (0, 10**6, 10**6), (0, 5, 1)):
+        with pytest.raises(PlanMismatch):
+            wrong = replace(moving, parts=(replace(first, payload=payload), *moving.parts[1:]))
+            next(preprocess(packed(video(1, 4, 60, 90)), wrong))
+    alike = tuple(replace(part, payload=part.payload and (part.payload[0], 9, 9)) for part in moving.parts)
+    with pytest.raises(PlanMismatch, match="9 by 9"):
+        next(preprocess(packed(video(1, 4, 60, 90)), replace(moving, parts=alike)))
     tower, [part, *_] = tower_of(make_tiny(tmp_path, "minicpmv4_6")), inputs_of(picture(40, 40, 1))
     for bad in ({"grid": (1, 4, 35)}, {"layout": (3,)}, {"grid": (1, 6, 24)}):
         with pytest.raises(PlanMismatch):

@@ -261,7 +261,7 @@ class MediaOptions(StrictModel):
     pan_and_scan_min_ratio_to_activate: float | None = Field(None, ge=0.0, le=1000.0)
     """Smallest ratio of an image's sides for which there are crops."""
     max_slice_nums: int | None = Field(None, ge=1, le=64)
-    """Most slices that an image is cut into."""
+    """Most slices that an image, or a frame of a video, is cut into."""
     downsample_mode: Literal["4x", "16x"] | None = None
     """Patches that become one embedding: ``4x`` for four times as many embeddings as ``16x``."""
     dynamic_hd: int | None = Field(None, ge=1, le=36)

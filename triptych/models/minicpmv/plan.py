@@ -52,6 +52,11 @@ def _pieces(cut: Cut, payloads: Sequence[tuple[int, ...]], tower: PieceTower) ->
     return tuple(parts)
 
 
+def _as_asked(slices: Slices, context: ItemContext) -> Slices:
+    """Return the same with the bound of a request's ``max_slice_nums``."""
+    return slices.at_most(int(context.options.get("max_slice_nums", slices.max_slices)))
+
+
 class SlicePlanner(PlainPlanner):
     """What the planners of all versions share. ``_numbers`` is whether items are numbered."""
 
@@ -62,10 +67,10 @@ class SlicePlanner(PlainPlanner):
         bounds = context.bounds
         if bounds.min_pixels:
             raise UnsupportedMedia("the model takes no min_pixels")
-        most = int(context.options.get("max_slice_nums", slices.max_slices))
+        slices = _as_asked(slices, context)
         if bounds.max_pixels:
-            most = min(most, bounds.max_pixels // slices.scale**2)
-        cut = slices.at_most(most).cut(header.width, header.height)
+            slices = slices.at_most(min(slices.max_slices, bounds.max_pixels // slices.scale**2))
+        cut = slices.cut(header.width, header.height)
         return self._item_plan(header, cut, [(cut.columns, cut.rows)], context, tower)
 
     def _item_plan(
@@ -76,7 +81,8 @@ class SlicePlanner(PlainPlanner):
         context: ItemContext,
         tower: PieceTower,
     ) -> ItemPlan:
-        """Plan images that are cut alike; ``payloads`` are those of each image's whole."""
+        """Plan images that are cut alike; ``payloads`` are those of each image's whole, and end with the columns and
+        rows of its slices."""
         (width, height), size = cut.canvas, tower.patch_size
         parts = _pieces(cut, payloads, tower)
         return ItemPlan(
@@ -101,14 +107,9 @@ class SlicePlanner(PlainPlanner):
         """Return a placeholder for the whole and, in lines, for each slice, between markers; of a video, that for each
         frame."""
         piece = spelling(self.placeholder_tokens[plan.modality])
-        columns, rows = self._grid(plan)
+        columns, rows = plan.parts[0].payload[-2:]
         lines = "\n".join([f"<slice>{piece}</slice>" * columns] * rows)
         return f"<image>{piece}</image>{lines}" * plan.grid[0]
-
-    def _grid(self, plan: ItemPlan) -> tuple[int, int]:
-        """Return the columns and rows of an image's slices."""
-        columns, rows = plan.parts[0].payload
-        return columns, rows
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return a run for each piece."""
@@ -147,12 +148,14 @@ class MiniCPMV46Planner(SlicePlanner):
         return self._cut_image(header, context, slices, self._tower(slices.unit))
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is cut as an image is. Raises UnsupportedMedia for invalid sampling and for bounds."""
+        """Each frame is cut as an image is; see ``sliced_frames``. Raises UnsupportedMedia for invalid sampling and for
+        bounds."""
         check_no_bounds(context)
-        slices = self._in_mode(self._frame_slices, context)
+        slices = _as_asked(self._in_mode(self._frame_slices, context), context)
         cut = slices.cut(header.width, header.height)
         frames = self._sampling.for_request(context.sampling).frames(header)
-        return self._item_plan(header, cut, [(frame,) for frame in frames], context, self._tower(slices.unit))
+        payloads = [(frame, cut.columns, cut.rows) for frame in frames]
+        return self._item_plan(header, cut, payloads, context, self._tower(slices.unit))
 
     def _in_mode(self, slices: Slices, context: ItemContext) -> Slices:
         mode = context.options.get("downsample_mode")
@@ -164,13 +167,6 @@ class MiniCPMV46Planner(SlicePlanner):
             lambda patches: patches // unit**2,
             lambda patches: self._vision.cost(patches, unit),
         )
-
-    def _grid(self, plan: ItemPlan) -> tuple[int, int]:
-        """Return the columns and rows of the slices of an image or a frame."""
-        if not isinstance(plan.header, VideoHeader):
-            return super()._grid(plan)
-        cut = self._frame_slices.cut(plan.header.width, plan.header.height)
-        return cut.columns, cut.rows
 
 
 class MiniCPMVPlanner(SlicePlanner):

@@ -17,12 +17,12 @@ from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices
 from triptych.models.minicpmv.original import original_slices, query_num
+from triptych.models.minicpmv.sampling import sliced_frames
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import normalised_bytes, resampling
-from triptych.models.shared.video import sampled_frames
 from triptych.types import ImageHeader, ItemPlan, VideoHeader
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -52,8 +52,8 @@ class MiniCPMV46Preprocessor:
         """
         header, unit = plan.header, _unit(plan)
         if isinstance(header, VideoHeader):
-            slices, numbers = self._frame_slices.in_units(unit), sampled_frames(plan)
-            cut = slices.cut(header.width, header.height)
+            slices, (numbers, grid) = self._frame_slices.in_units(unit), sliced_frames(plan)
+            cut = slices.cut_into(header.width, header.height, *grid)
             _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, len(numbers))
             for frame in decoded_frames(data, numbers, header):
                 resize = partial(self._resized_frame, np.array(frame))

@@ -5,10 +5,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from triptych.errors import CheckpointError
+from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import FILE, VideoSampling
-from triptych.types import VideoHeader
+from triptych.types import ItemPlan, VideoHeader
 
 MAX_FRAMES = 128
 """Unless the config says otherwise."""
@@ -41,3 +41,16 @@ class SecondsSampling(VideoSampling):
         # of the times that are tenths of a second
         tenths = np.linspace(0, max(int(header.seconds / 0.1) - 1, 0), self.max_frames).astype(int).tolist()
         return tuple(min(int(round(tenth * 0.1, 1) * header.rate), last) for tenth in tenths)
+
+
+def sliced_frames(plan: ItemPlan) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the indices of a video's sampled frames, in order, and the columns and rows of each frame's slices.
+
+    They are the payload of the part that shows the whole frame. Raises PlanMismatch for a plan, which comes from
+    another process, without frames or with several grids.
+    """
+    payloads = [part.payload for part in plan.parts if part.payload]
+    if not payloads or len(payloads[0]) != 3 or {payload[1:] for payload in payloads} != {payloads[0][1:]}:
+        raise PlanMismatch("the plan of a video doesn't have frames that are cut alike")
+    _, columns, rows = payloads[0]
+    return tuple(payload[0] for payload in payloads), (columns, rows)
