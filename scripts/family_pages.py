@@ -152,6 +152,7 @@ PAGES = {
             "All images are resized alike, so bounds of their area are refused.",
             "An image's tokens attend to each other in both directions, so one step computes all of them.",
             "With `do_pan_and_scan`, long images are shown in crops, too; the other options then have vLLM's defaults.",
+            "Options of crops are refused if neither the request nor the processor's file sets `do_pan_and_scan`.",
             "There are no `prompt_logprobs` with images, whose tokens attend to later ones.",
         ),
     ),

@@ -157,11 +157,16 @@ def test_options_and_defaults() -> None:
     assert parts(2000, 500, do_pan_and_scan=True, pan_and_scan_max_num_crops=3) == 4
     assert parts(2000, 500, do_pan_and_scan=True, pan_and_scan_min_crop_size=501) == 1
     assert parts(2000, 500, do_pan_and_scan=True, pan_and_scan_min_ratio_to_activate=4.1) == 1
-    assert parts(2000, 500, pan_and_scan_max_num_crops=3) == 1
+    for name in ("min_crop_size", "max_num_crops", "min_ratio_to_activate"):
+        for options in ({}, {"do_pan_and_scan": False}):
+            with pytest.raises(UnsupportedMedia, match=f"pan_and_scan_{name} has no effect without do_pan_and_scan"):
+                parts(2000, 500, **{f"pan_and_scan_{name}": 3}, **options)
     with pytest.raises(BadMediaSize, match="crops of"):
         parts(11, 2, do_pan_and_scan=True, pan_and_scan_min_crop_size=2, pan_and_scan_max_num_crops=5)
     always = Gemma3Planner(CONFIG, PROCESSOR | RELEASED)
     assert always.plan(ImageHeader("PNG", 2000, 500)).num_parts == 5
+    three = ItemContext(options={"pan_and_scan_max_num_crops": 3})
+    assert always.plan(ImageHeader("PNG", 2000, 500), three).num_parts == 4
     off = ItemContext(options={"do_pan_and_scan": False})
     assert always.plan(ImageHeader("PNG", 2000, 500), off).num_parts == 1
     low = ItemContext(PixelBounds(0, 10))  # detail: low

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from triptych.errors import BadMediaSize, CheckpointError
+from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import positive_number, setting
 from triptych.types import OptionValue
@@ -50,9 +50,13 @@ class PanAndScan:
         )
 
     def with_options(self, options: Mapping[str, OptionValue]) -> "PanAndScan":
-        """Return what a request asks for, the model's own where it has no option."""
+        """Return what a request asks for, the model's own where it has no option. Raises UnsupportedMedia for an option
+        of crops if there are none."""
+        is_active = bool(options.get(ACTIVE, self.is_active))
+        if not is_active and (unused := sorted(OPTIONS & options.keys() - {ACTIVE})):
+            raise UnsupportedMedia(f"{unused[0]} has no effect without {ACTIVE}")
         return PanAndScan(
-            bool(options.get(ACTIVE, self.is_active)),
+            is_active,
             int(options.get(f"{PREFIX}min_crop_size", self.min_crop_size)),
             int(options.get(f"{PREFIX}max_num_crops", self.max_crops)),
             float(options.get(f"{PREFIX}min_ratio_to_activate", self.min_ratio)),

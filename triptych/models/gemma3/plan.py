@@ -49,7 +49,7 @@ class Gemma3Planner(PlainPlanner):
         """Plan a part for the whole image, and one for each crop. Its payload is the part's box.
 
         ``bounds``, those of ``detail: low``, change nothing: all images become as large. Raises BadMediaSize for crops
-        without pixels.
+        without pixels, and UnsupportedMedia for options of crops if there are none.
         """
         boxes = self._pan_and_scan.with_options(context.options).boxes(header.width, header.height)
         clip, rows = self._vision.clip, self._vision.rows
