@@ -83,7 +83,7 @@ PAGES = {
             "The published files hold two LoRAs: requests with images are computed with `vision`, those with audio "
             "alone with `speech`, and text without one.",
             "Requests with a LoRA and without share batches.",
-            "`mm_processor_kwargs.dynamic_hd` lowers the largest number of tiles, 36; bounds are refused.",
+            "`mm_processor_kwargs.dynamic_hd` lowers the files' largest number of tiles, 36; bounds are refused.",
             "Transformers' files (`phi4_multimodal`) hold no LoRA, so media are computed without one.",
             "Audio is projected otherwise in requests that have images, too.",
             "Each clip goes through the tower by itself; Transformers pads those of a request to one length.",

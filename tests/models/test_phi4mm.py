@@ -82,6 +82,10 @@ def test_a_request_may_have_fewer_tiles() -> None:
     assert planned(700, 500).parts[0].payload == (4, 3)
     assert planned(700, 500, dynamic_hd=4).parts[0].payload == grid(700, 500, 56, 4)
     assert planned(700, 500, dynamic_hd=1).parts[0].payload == (1, 1)
+    assert planned(700, 500, dynamic_hd=12) == planned(700, 500)
+    for header in (ImageHeader("PNG", 700, 500), ImageHeader("PNG", 56, 56)):
+        with pytest.raises(BadMediaSize, match="dynamic_hd 13 exceeds the model's own, 12"):
+            Phi4MMPlanner(CONFIG, PROCESSOR).plan(header, ItemContext(options={"dynamic_hd": 13}))
     low = ItemContext(PixelBounds(0, 2 * 56 * 56))
     assert Phi4MMPlanner(CONFIG, PROCESSOR).plan(ImageHeader("PNG", 700, 500), low).num_parts == 2
     assert Phi4MMPlanner(CONFIG, PROCESSOR).options == {"dynamic_hd"}

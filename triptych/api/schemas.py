@@ -265,7 +265,7 @@ class MediaOptions(StrictModel):
     downsample_mode: Literal["4x", "16x"] | None = None
     """Patches that become one embedding: ``4x`` for four times as many embeddings as ``16x``."""
     dynamic_hd: int | None = Field(None, ge=1, le=36)
-    """Largest number of tiles that Phi-4-multimodal cuts an image into."""
+    """Largest number of tiles that Phi-4-multimodal cuts an image into, within the model's own number."""
     max_soft_tokens: int | None = Field(None, ge=1, le=2**16)
     """The most embeddings of an image or of a frame (Gemma 4)."""
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from triptych.errors import BadMediaSize
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings, check_extractor
@@ -71,8 +72,10 @@ class Phi4MMPlanner(PlainPlanner):
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``dynamic_hd`` of the request is the largest number of tiles, which an upper bound of the area limits, too.
-        Raises BadMediaSize for a thin image."""
+        Raises BadMediaSize for a thin image, and for a ``dynamic_hd`` above the model's own."""
         tile, most = self._tile, int(context.options.get("dynamic_hd", self._most))
+        if most > self._most:
+            raise BadMediaSize(f"dynamic_hd {most} exceeds the model's own, {self._most}")
         if context.bounds.max_pixels:
             most = min(most, max(context.bounds.max_pixels // tile.image_size**2, 1))
         grid = grid_of(header.width, header.height, tile.image_size, most)
