@@ -291,6 +291,15 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
             kind(CONFIG, PROCESSOR | settings)
 
 
+def test_too_many_tiles() -> None:
+    """Small tiles of a large image."""
+    for kind in (Idefics3Planner, Idefics3Preprocessor):
+        kind(CONFIG, PROCESSOR | {"size": {"longest_edge": 16 * 88}})
+        with pytest.raises(CheckpointError, match=r"at most 256 tiles, not 289: size\.longest_edge 1409"):
+            kind(CONFIG, PROCESSOR | {"size": {"longest_edge": 16 * 88 + 1}})
+        kind(CONFIG, PROCESSOR | {"size": {"longest_edge": 4096}, "do_image_splitting": False})
+
+
 def test_what_isnt_planned() -> None:
     planner = Idefics3Planner(CONFIG, PROCESSOR)
     for header, error in (

@@ -12,6 +12,8 @@ from triptych.types import PixelBounds
 
 MAX_EDGE = 4096
 """The reference makes no larger images."""
+MAX_TILES = 256
+"""Of an image; bounds the parts that a damaged file can make the frontend plan. Released models have 16."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class EdgeTiles:
         splits = setting(preprocessor_config, "do_image_splitting", bool, default=True, file=PREPROCESSOR_FILE)
         # the shorter side is made even, so it may become longer than an odd longest edge
         across = math.ceil((longest + longest % 2) / tile_size) if splits else 1
+        if across**2 > MAX_TILES:
+            raise CheckpointError(
+                f"{PREPROCESSOR_FILE}: an image must have at most {MAX_TILES} tiles, not {across**2}: "
+                f"size.longest_edge {longest} is too large for tiles of {tile_size} pixels"
+            )
         return cls(tile_size, longest, splits, tile_size**2, (across * tile_size) ** 2)
 
     def within(self, bounds: PixelBounds) -> "EdgeTiles":
