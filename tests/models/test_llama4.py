@@ -268,7 +268,7 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
         with pytest.raises(CheckpointError, match=message):
             kind(CONFIG, PROCESSOR | settings)
     with pytest.raises(CheckpointError, match="resample"):
-        Llama4Preprocessor(CONFIG, PROCESSOR | {"resample": 1})
+        Llama4Preprocessor(CONFIG, PROCESSOR | {"resample": 0})
 
 
 def test_separators_between_tiles(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.clips import clip
 from tests.support.prompt_parts import image_part, png, user
+from tests.support.random_checkpoint import write_json
+from tests.support.tiny import make_tiny
 from triptych.errors import (
     BadMediaSize,
     CheckpointError,
@@ -250,3 +252,15 @@ def test_build_is_quick(builder: PromptBuilder) -> None:
         builder.build(messages)
         durations.append(time.perf_counter() - start)
     assert min(durations) < 2e-3
+
+
+@pytest.mark.parametrize(("family", "marker"), [("smolvlm", "<global-img>"), ("minicpmv4_6", "<slice>")])
+def test_markers_around_tiles_are_the_templates_alone(tmp_path: Path, family: str, marker: str) -> None:
+    folder = make_tiny(tmp_path, family)
+    with pytest.raises(InvalidRequest, match=f"may not contain {marker}"):
+        PromptBuilder(folder).build([user(f"Look: {marker}")])
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [one for one in tokenizer["added_tokens"] if one["content"] != marker]
+    write_json(folder / "tokenizer.json", tokenizer)
+    with pytest.raises(CheckpointError, match="stands for media"):
+        PromptBuilder(folder)

@@ -133,6 +133,8 @@ class PromptBuilder:
         self._modalities = {text: name for name, text in placed.items()}
         self._placeholder_ids = frozenset(map(self._id, self.planner.placeholder_tokens.values()))
         self._media_ids = frozenset(map(self._id, self.planner.media_tokens))
+        for token in {*self.planner.placeholder_tokens.values(), *self.planner.media_tokens}:
+            self._check_token(token)
         self._media_texts = sorted({*map(self._spelling, self.planner.media_tokens), *placed.values()})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self._shown: Callable[[Message], dict[str, Any]] = _without_data
@@ -243,6 +245,13 @@ class PromptBuilder:
         if not spelled:
             raise CheckpointError(f"tokenizer.json has no token {token}, which config.json gives to media")
         return spelled
+
+    def _check_token(self, token: MediaToken) -> None:
+        """Raise CheckpointError for a token that the tokenizer has, but never makes of its text: media would have no
+        place, and what surrounds them would be other tokens."""
+        spelled = self._spelling(token)
+        if self.tokenizer.encode(spelled).count(self._id(token)) != 1:
+            raise CheckpointError(f"tokenizer.json doesn't read {spelled!r}, which stands for media, as one token")
 
     def _places(self, modality: str, placeholder: str) -> bool:
         """Return whether the template places media of a modality; True if that can't be determined."""

@@ -43,7 +43,7 @@ class Idefics3Planner(PlainPlanner):
             max_image_pixels=self._tiles.max_pixels,
             max_source_pixels=max_source_pixels,
         )
-        self.media_tokens = frozenset((image_token(config), AROUND))
+        self.media_tokens = frozenset((image_token(config), AROUND, WHOLE))
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the whole. Raises BadMediaSize for bounds that no whole

@@ -26,6 +26,9 @@ PLACEHOLDER = "<unk>"
 IMAGE_TEXT = "(<image>./</image>)"
 """What conversations with these versions have for an image; it is no token."""
 
+MARKERS = frozenset(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/"))
+"""Tokens around embeddings and numbers."""
+
 
 @dataclass(frozen=True)
 class PieceTower:
@@ -141,6 +144,7 @@ class MiniCPMV46Planner(SlicePlanner):
             max_image_pixels=self._slices.max_pixels,
             max_source_pixels=max_source_pixels,
         )
+        self.media_tokens |= MARKERS
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """See ``_cut_image``."""
@@ -195,6 +199,7 @@ class MiniCPMVPlanner(SlicePlanner):
             max_image_pixels=self._slices.max_pixels,
             max_source_pixels=max_source_pixels,
         )
+        self.media_tokens |= MARKERS
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """See ``_cut_image``."""
