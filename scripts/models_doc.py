@@ -6,7 +6,7 @@ the tests themselves. A test fails when a page is out of date.
 
 from pathlib import Path
 
-from scripts.family_pages import FOLDER, PAGES, language_model, pages
+from scripts.family_pages import FOLDER, PAGES, language_model, pages, spelled
 from scripts.generated import table
 from scripts.model_checks import Check
 from tests.models.golden.make_videos import family_of
@@ -269,7 +269,7 @@ def _families_with_media() -> str:
     for name, page in PAGES.items():
         families = [FAMILIES[model_type] for model_type in page.model_types]
         inputs = {modality: None for family in families for modality in family.modalities}
-        types = ", ".join(f"`{model_type}`" for model_type in page.model_types)
+        types = ", ".join(map(spelled, page.model_types))
         rows.append([f"[{page.title}](models/{name}.md)", types, ", ".join(inputs)])
     return table(["models", "`model_type`", "input"], rows)
 
@@ -293,7 +293,7 @@ def _ticks(names: list[str], columns: tuple[str, ...]) -> str:
     for check in CHECKS:
         if unknown := set(check.families) - set(FAMILIES):
             raise ValueError(f"{check.what}: {unknown} are no families")
-    rows = [[f"`{name}`", *(_tick(name, column) for column in columns)] for name in names]
+    rows = [[spelled(name), *(_tick(name, column) for column in columns)] for name in names]
     return table(["", *columns], rows)
 
 
