@@ -2,11 +2,12 @@
 ``scripts/models_doc.py`` writes them, from the registry, the planners and the tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scripts.generated import DOCS, table
 from scripts.model_checks import Check
 from tests.support.released import RELEASED
+from tests.support.tiny import TINY
 from triptych.checkpoint.config_files import with_text_config
 from triptych.models.base import FRAME_OPTIONS, Planner
 from triptych.models.registry import FAMILIES, WITH_TOWER, Family, resolve
@@ -17,6 +18,11 @@ FOLDER = DOCS / "models"
 SHOWN_SIZES = ((448, 448), (1280, 720), (1920, 1080), (1080, 1920), (4000, 3000))
 """Width and height of the images in the table of embeddings."""
 SOUND_OPTION = "use_audio_in_video"
+GLM = {
+    "glm46v": replace(TINY["glm4v"], config=TINY["glm4v"].config | {"model_type": "glm46v"}),
+    "glm4v_moe": TINY["glm4v_moe"],
+}
+"""Checkpoints of model types of which no sizes are shown, but whose options depend on their files."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,7 @@ def _facts(families: dict[str, Family]) -> list[list[str]]:
         ["input", *(", ".join(family.modalities) for family in families.values())],
         ["language model", *(language_model(family) for family in families.values())],
         ["encoder", *(resolve(family.adapter).describe_towers() for family in families.values())],
-        ["`mm_processor_kwargs`", *(_options(family) for family in families.values())],
+        ["`mm_processor_kwargs`", *(_options(name) for name in families)],
     ]
 
 
@@ -288,8 +294,10 @@ def language_model(family: Family) -> str:
     return resolve(family.backbone).description if family.backbone else "that of `text_config`"
 
 
-def _options(family: Family) -> str:
-    planner = resolve(family.planner)
+def _options(name: str) -> str:
+    family, planner = FAMILIES[name], resolve(FAMILIES[name].planner)
+    if name in RELEASED or name in GLM:
+        planner = _planner(name)
     names = set(planner.options) - (set() if "video" in family.modalities else FRAME_OPTIONS)
     if "audio" in family.modalities and "video" in family.modalities:
         names.add(SOUND_OPTION)
@@ -317,7 +325,7 @@ def _embeddings(model_types: tuple[str, ...]) -> list[str]:
 
 
 def _planner(name: str) -> Planner:
-    tiny = RELEASED[name].tiny(name)
+    tiny = GLM[name] if name in GLM else RELEASED[name].tiny(name)
     config = with_text_config(tiny.config)
     planner: Planner = resolve(FAMILIES[name].planner)(config, tiny.preprocessor, tiny.video_preprocessor)
     return planner

@@ -19,6 +19,13 @@ def test_the_pages_of_families_are_up_to_date() -> None:
     assert found == family_pages.pages(models_doc.CHECKS), "run: python -m scripts.models_doc"
 
 
+def test_the_page_of_glm_has_the_options_that_planners_take() -> None:
+    [row] = [line for line in family_pages.pages(())["glm-v.md"].splitlines() if "mm_processor_kwargs" in line]
+    first, newer, moe = row.split(" | ")[1:]
+    assert first == moe.removesuffix(" |") == "`fps`, `max_pixels`, `min_pixels`, `size`"
+    assert newer == "`max_pixels`, `min_pixels`, `size`"
+
+
 @pytest.mark.parametrize("name", diagrams())
 def test_a_diagram_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text() == diagrams()[name], "run: python -m scripts.diagrams_doc"
