@@ -124,7 +124,9 @@ PAGES = {
         (
             "The files for Transformers are served: a `model_type` of `llava` with a `vision_config` of `pixtral`.",
             "Files in Mistral's own format (`params.json`) are refused.",
-            "An image is never enlarged, and keeps its aspect ratio.",
+            "An image is reduced if a side exceeds `size.longest_edge`.",
+            "Then each side is enlarged to whole embeddings, so the aspect ratio may change a little.",
+            "`min_pixels` enlarges smaller images, `max_pixels` reduces larger ones.",
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
@@ -147,7 +149,9 @@ PAGES = {
         "Mistral Small 3.1 and 3.2, Ministral 3",
         ("mistral3",),
         (
-            "An image is never enlarged, and keeps its aspect ratio.",
+            "An image is reduced if a side exceeds `size.longest_edge`.",
+            "Then each side is enlarged to whole embeddings, so the aspect ratio may change a little.",
+            "`min_pixels` enlarges smaller images, `max_pixels` reduces larger ones.",
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
