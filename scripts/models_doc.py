@@ -20,6 +20,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 QWEN3_VL = {"qwen3_vl", "qwen3_vl_moe"}
 """Families that tests/parity/conftest.py and tests/layers/test_parity.py run, in more topologies than the others."""
 
+RECORDED_IMAGES = {"llama4", "kimi_k25"}
+"""Families whose image processors need torchvision: images are compared with what these made."""
+WRITTEN_IMAGES = {"kimi_vl", "deepseek_vl_v2", "phi4_multimodal"}
+"""Families whose images are compared with those of implementations in the tests."""
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
 WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_section(tiny.config).get("sliding_window")}
 SLOW = "; only in the slow suite (`scripts/test --slow`)"
@@ -30,7 +34,22 @@ CHECKS = (
         "plans and patches of images",
         "equal bit by bit to the Pillow processor's, except 16-bit grey, which that one clips",
         "tests/models",
-        {*families.PATCHES, *QWEN3_VL, *OWN_TOWERS, "glm4v"},
+        {*families.PATCHES, *QWEN3_VL, *OWN_TOWERS, "glm4v"} - RECORDED_IMAGES - WRITTEN_IMAGES,
+        columns=("plan", "pixels"),
+    ),
+    Check(
+        "plans and patches of images whose processors need torchvision",
+        "patches equal bit by bit to those recorded with torchvision, plans to those of the processor's function or of "
+        "an implementation in the tests that makes the recorded patches, too",
+        "tests/models/test_kimi.py, tests/models/test_llama4.py",
+        RECORDED_IMAGES,
+        columns=("plan", "pixels"),
+    ),
+    Check(
+        "plans and patches of images, written out in the tests",
+        "equal bit by bit to those of an implementation in the tests, written from published files or descriptions",
+        "tests/models/test_deepseek_ocr.py, tests/models/test_kimi.py, tests/models/test_phi4mm.py",
+        WRITTEN_IMAGES,
         columns=("plan", "pixels"),
     ),
     Check(

@@ -1,8 +1,10 @@
 """Generated pages and diagrams are what the code says."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
+from transformers.models.auto import image_processing_auto
 
 from scripts import docs_check, errors_doc, family_pages, metrics_doc, models_doc, settings_doc
 from scripts.diagrams_doc import FOLDER, diagrams
@@ -24,6 +26,13 @@ def test_the_page_of_glm_has_the_options_that_planners_take() -> None:
     first, newer, moe = row.split(" | ")[1:]
     assert first == moe.removesuffix(" |") == "`fps`, `max_pixels`, `min_pixels`, `size`"
     assert newer == "`max_pixels`, `min_pixels`, `size`"
+
+
+def test_images_said_to_be_a_pillow_processors_have_one() -> None:
+    [check] = [check for check in models_doc.CHECKS if check.what == "plans and patches of images"]
+    classes: dict[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
+    without = {name for name in check.families if "pil" not in (classes.get(name.split("+")[0]) or {})}
+    assert without == {"qwen3_vl_moe"}, "its files name that of qwen3_vl"
 
 
 @pytest.mark.parametrize("name", diagrams())
