@@ -231,7 +231,10 @@ PAGES = {
         (
             "Bounds are those of the area of all tiles together, without the thumbnail that follows them.",
             "Frames of videos are resized alike, so bounds are refused; 32 frames are sampled by default.",
+            "`min_dynamic_patch` and `max_dynamic_patch` are within the files' own, and don't count the thumbnail.",
+            "A request has either these and `dynamic_image_size` or bounds.",
             "Original files (`internvl_chat`) and those of Transformers (`-hf`) are served alike.",
+            "Both values of the original files' `ps_version` and `use_thumbnail` are served.",
         ),
     ),
 }

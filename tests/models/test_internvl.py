@@ -317,8 +317,9 @@ def test_original_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ps_version": "v1"}, "ps_version"),
-        ({"use_thumbnail": False}, "use_thumbnail"),
+        ({"ps_version": "v3"}, "ps_version"),
+        ({"ps_version": ["v1"]}, "ps_version"),
+        ({"use_thumbnail": "no"}, "use_thumbnail"),
         ({"select_layer": 9}, "vision_feature_layer"),
         ({"max_dynamic_patch": 10**9}, "max_patches"),
         ({"force_image_size": 10**9}, "image_size"),

@@ -894,10 +894,17 @@ ORIGINAL_NAMES = (
 )
 
 
-def make_original_internvl(folder: Path, seed: int = 1) -> Path:
-    """Writes the tiny ``internvl`` as the original files have it (``internvl_chat``), and returns the folder. The
-    placeholder's token has the same id."""
+def internvl_over(text: Tiny) -> Tiny:
+    """The tiny ``internvl`` with another language model. Experts are stored as those of ``text``."""
+    settings = {name: it for name, it in text.config.items() if name != "architectures"}
     tiny = OWN_TOWERS["internvl"]
+    return replace(tiny, config=tiny.config | {"text_config": settings}, split_experts=text.split_experts)
+
+
+def make_original_internvl(folder: Path, seed: int = 1, text: Tiny | None = None, **settings: Any) -> Path:
+    """Writes the tiny ``internvl``, or that over ``text``, as the original files have it (``internvl_chat``), and
+    returns the folder. The placeholder's token has the same id. ``settings`` are those of the config."""
+    tiny = OWN_TOWERS["internvl"] if text is None else internvl_over(text)
     ids = {"<IMG_CONTEXT>" if token == "<|image_pad|>" else token: number for token, number in IDS.items()}
     make_tiny(folder, replace(tiny, ids=ids), seed=seed)
     weights = load_file(folder / "model.safetensors")
@@ -920,7 +927,7 @@ def make_original_internvl(folder: Path, seed: int = 1) -> Path:
     config |= {"force_image_size": 56, "downsample_ratio": 0.5, "select_layer": -1, "use_thumbnail": True}
     config |= {"dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 6, "template": "internvl2_5"}
     config |= {"llm_config": tiny.config["text_config"], "vision_config": vision}
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config | settings)
     clip = {"image_processor_type": "CLIPFeatureExtractor", "size": 448, "crop_size": 448}
     write_json(folder / "preprocessor_config.json", clip | {"image_mean": [0.485, 0.456, 0.406]})
     template = folder / "chat_template.jinja"

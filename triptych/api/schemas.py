@@ -249,6 +249,14 @@ class MediaOptions(StrictModel):
     """Tiles that an image is cut into at most, the whole not counted, within the model's own number."""
     resize_to_max_canvas: bool | None = None
     """Enlarge small images to the largest canvas of tiles."""
+    min_dynamic_patch: int | None = Field(None, ge=1, le=256)
+    """Tiles that an image becomes at least (InternVL)."""
+    max_dynamic_patch: int | None = Field(None, ge=1, le=256)
+    """Tiles that an image becomes at most (InternVL)."""
+    dynamic_image_size: bool | None = None
+    """Cut images into several tiles (InternVL)."""
+    use_thumbnail: bool | None = None
+    """Show an image as a whole, too, after several tiles (InternVL)."""
     crop_mode: bool | None = None
     """Cut images into tiles (DeepSeek-OCR)."""
     use_audio_in_video: bool | None = None

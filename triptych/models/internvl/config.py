@@ -47,6 +47,8 @@ class TileTowerConfig:
     eps: float
     features_of: int
     """Layer after which the hidden states are the features."""
+    by_columns: bool = False
+    """Whether a tile's embeddings are in the order of columns, not rows: ``ps_version`` v1."""
 
     @property
     def side(self) -> int:
@@ -69,9 +71,8 @@ def unified(config: ModelConfig) -> ModelConfig:
     files that isn't served."""
     if not is_original(config):
         return config
-    for name, served in (("ps_version", "v2"), ("use_thumbnail", True)):
-        if (value := config.get(name)) != served:
-            raise CheckpointError(f"config.json: {name} {value!r} is not served; only {served!r} is")
+    if (version := config.get("ps_version", "v1")) not in ("v1", "v2"):
+        raise CheckpointError(f"config.json: ps_version must be v1 or v2, not {version!r}")
     vision = setting(config, "vision_config", dict)
     text = setting(config, "text_config", dict)
     renamed = {
@@ -87,6 +88,7 @@ def unified(config: ModelConfig) -> ModelConfig:
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         "downsample_ratio": config.get("downsample_ratio"),
         "vision_feature_layer": _select_layer(config),
+        "ps_version": version,
         "vision_config": vision | renamed,
     }
 
@@ -110,6 +112,11 @@ def tile_grids(tile_config: dict[str, Any], tile_size: int) -> TileGrids:
     if (size := tile_config.get("size")) not in (None, {"height": tile_size, "width": tile_size}):
         raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be the tower's image_size {tile_size}, not {size!r}")
     return TileGrids.from_config(tile_config, tile_size)
+
+
+def has_thumbnail(config: ModelConfig) -> bool:
+    """Return whether a thumbnail follows several tiles. Raises CheckpointError for an invalid setting."""
+    return not is_original(config) or setting(config, "use_thumbnail", bool, default=False)
 
 
 def frame_settings(
@@ -152,6 +159,7 @@ def vision_config(config: ModelConfig) -> TileTowerConfig:
         normalises_heads=setting(vision, "use_qk_norm", bool, default=False),
         attention_bias=setting(vision, "attention_bias", bool, default=False),
         eps=positive_number(vision, "layer_norm_eps", 1e-6),
+        by_columns=is_original(config) and config.get("ps_version") == "v1",
         features_of=_features_of(config.get("vision_feature_layer", -1), _size(config, "num_hidden_layers", 24)),
     )
     return _checked(found, config)

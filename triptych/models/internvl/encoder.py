@@ -111,6 +111,9 @@ class InternVLTower(nn.Module):
             return []
         [states] = self.transformer.states_of(inputs, [self.config.features_of])
         rows: Tensor = self.projector(merged(states[:, 1:], self.config.merge_size))
+        if self.config.by_columns:
+            side = self.config.side // self.config.merge_size
+            rows = rows.view(-1, side, side, self.embedding_width).transpose(1, 2).flatten(0, 2)
         return list(rows.split(self.config.rows))
 
 

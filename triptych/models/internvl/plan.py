@@ -7,10 +7,12 @@ a thumbnail after them.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from triptych.errors import BadMediaSize
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.internvl.config import (
     frame_settings,
+    has_thumbnail,
     image_token,
     is_original,
     text_config,
@@ -22,7 +24,7 @@ from triptych.models.internvl.config import (
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
 from triptych.models.shared.video import IntervalMiddleSampling, frame_sampling, frames_plan
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, VideoHeader
+from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
 IMAGE_START, IMAGE_END = "<img>", "</img>"
 """Tokens around an image's embeddings."""
@@ -32,10 +34,16 @@ VIDEO = "<video>"
 """What all templates have for a video."""
 
 
+LEAST, MOST, DYNAMIC, THUMBNAIL = "min_dynamic_patch", "max_dynamic_patch", "dynamic_image_size", "use_thumbnail"
+TILE_OPTIONS = frozenset((LEAST, MOST, DYNAMIC, THUMBNAIL))
+"""``mm_processor_kwargs`` as vLLM has them: tiles at least and at most, whether there may be several, and whether a
+thumbnail follows these."""
+
+
 class InternVLPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options = AREA_OPTIONS | FRAME_OPTIONS
+    options = AREA_OPTIONS | FRAME_OPTIONS | TILE_OPTIONS
 
     def __init__(
         self,
@@ -47,7 +55,7 @@ class InternVLPlanner(PlainPlanner):
     ) -> None:
         tile_config = tile_settings(config, preprocessor_config)
         frame_config = frame_settings(config, preprocessor_config, video_config)
-        config = unified(config)
+        original, config = config, unified(config)
         self._vision = vision = vision_config(config)
         self._grids = tile_grids(tile_config, vision.tile_size)
         super().__init__(
@@ -56,6 +64,7 @@ class InternVLPlanner(PlainPlanner):
             max_image_pixels=self._grids.max_pixels,
             max_source_pixels=max_source_pixels,
         )
+        self._has_thumbnail = has_thumbnail(original)
         self.template_texts = {"video": VIDEO} | ({"image": ORIGINAL_IMAGE} if is_original(config) else {})
         self._sampling = frame_sampling(IntervalMiddleSampling, frame_config)
         self._tile_cost = VisionCostModel(vision.hidden_size, vision.intermediate_size).cost(vision.side**2 + 1)
@@ -64,12 +73,13 @@ class InternVLPlanner(PlainPlanner):
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the thumbnail.
 
-        Raises BadMediaSize for bounds that no grid of tiles is within.
+        Raises BadMediaSize for bounds or options that no grid of tiles is within.
         """
-        bounds, vision = context.bounds, self._vision
+        bounds, vision = self._bounds(context), self._vision
         grids = self._grids if bounds == MODEL_BOUNDS else self._grids.within(bounds)
         columns, rows = grids.best(header.width, header.height)
-        parts = self._parts(columns * rows + (columns * rows > 1))
+        thumbnail = bool(context.options.get(THUMBNAIL, self._has_thumbnail)) and columns * rows > 1
+        parts = self._parts(columns * rows + thumbnail)
         return ItemPlan(
             modality="image",
             header=header,
@@ -82,6 +92,28 @@ class InternVLPlanner(PlainPlanner):
             parts=parts,
             bounds=bounds,
         )
+
+    def _bounds(self, context: ItemContext) -> PixelBounds:
+        """Return the bounds of the area, or those of the numbers of tiles in the options.
+
+        Raises BadMediaSize for both, and for more tiles than the model's own, for which the service is sized.
+        """
+        options, tile = context.options, self._grids.factor**2
+        if not options.keys() & {LEAST, MOST, DYNAMIC}:
+            return context.bounds
+        if context.bounds != MODEL_BOUNDS:
+            raise BadMediaSize(f"bounds of the area exclude {LEAST}, {MOST} and {DYNAMIC}")
+        if not options.get(DYNAMIC, True):
+            return PixelBounds(tile, tile)
+        own = self._grids.max_pixels // tile
+        if options.get(DYNAMIC) and own == 1:
+            raise BadMediaSize(f"{DYNAMIC}: the model's own number of tiles is 1")
+        least, most = int(options.get(LEAST, 0)), int(options.get(MOST, own))
+        if most > own:
+            raise BadMediaSize(f"{MOST} {most} exceeds the model's own, {own}")
+        if least > most:
+            raise BadMediaSize(f"{LEAST} {least} exceeds the largest number of tiles, {most}")
+        return PixelBounds(least * tile, most * tile if MOST in options else 0)
 
     def _parts(self, tiles: int) -> tuple[ItemPart, ...]:
         """Return a part for each tile."""

@@ -46,15 +46,15 @@ class InternVLPreprocessor:
         assert isinstance(plan.header, ImageHeader)
         columns, rows = self._grids.within(plan.bounds).best(plan.header.width, plan.header.height)
         side, tiles = self._vision.tile_size, columns * rows
-        planned = plan.resized_width, plan.resized_height, plan.num_parts
-        if planned != (columns * side, rows * side, tiles + (tiles > 1)):
+        planned = plan.resized_width, plan.resized_height
+        if planned != (columns * side, rows * side) or plan.num_parts not in (tiles, tiles + (tiles > 1)):
             raise PlanMismatch(f"an image becomes {columns} by {rows} tiles; its plan says {planned}")
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
         canvas = image.resize((columns * side, rows * side), self._resample)
         for tile in range(tiles):
             left, top = side * (tile % columns), side * (tile // columns)
             yield self._input(canvas.crop((left, top, left + side, top + side)))
-        if tiles > 1:
+        if plan.num_parts > tiles:
             yield self._input(image.resize((side, side), self._resample))
 
     def _input(self, tile: Image.Image) -> EncoderInput:
