@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import Pool, Prompt, Running, assert_close, layers_of, step
+from tests.support.tiny import make_original_internvl
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -134,3 +136,17 @@ def test_other_names_are_errors(folder: Path, weights: dict[str, Tensor], tmp_pa
     save_file(weights | {"model.layers.0.attention.wk.weight": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no place for tensor 'model\.layers\.0\.attention\.wk\.weight'"):
         load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+
+def test_in_original_files_of_internvl(folder: Path, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    """The same decoder, of a model whose embeddings and head are named as InternLM2's."""
+    original = make_original_internvl(tmp_path, text=BACKBONES["llama"], llm_config=CONFIG)
+    others = load_file(original / "model.safetensors")
+    others = {name: one for name, one in others.items() if not name.startswith("language_model.")}
+    save_file(others | {f"language_model.{name}": one for name, one in weights.items()}, original / "model.safetensors")
+    adapter, checkpoint = load_adapter(original), Checkpoint(original)
+    assert len(adapter.encoder_keys(checkpoint.tensors)) == len(others)
+    adapter.load_encoder(checkpoint, FP32, CPU)
+    ours, alone = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (original, folder))
+    pairs = list(zip(ours.named_parameters(), alone.named_parameters(), strict=True))
+    assert all(name == other and torch.equal(one, same) for (name, one), (other, same) in pairs)

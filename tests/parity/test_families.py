@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.parity.conftest import Model
+from tests.support.backbones import BACKBONES
 from tests.support.families import ANSWERED_IMAGES, LOST_ENCODERS, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
 from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
-from tests.support.tiny import OWN_TOWERS, TINY, make_original_internvl, make_tiny
+from tests.support.tiny import OWN_TOWERS, TINY, internvl_over, make_original_internvl, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 
@@ -149,3 +150,13 @@ def test_original_files_of_internvl(models: dict[str, Model], tmp_path: Path, to
     model = models["internvl"]
     original = Model(make_original_internvl(tmp_path, seed=4), model.cases)
     assert answered(original, topology) == model.answers
+
+
+@pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_original_files_of_internvl_over_other_language_models(tmp_path: Path, text: str) -> None:
+    """The mixture's experts are stored one by one in the original files."""
+    tiny = (TINY | BACKBONES)[text]
+    cases = [case for case in CASES if case.name in {"tiny image", "image last"}]
+    model = Model(make_tiny(tmp_path / "saved", internvl_over(tiny), "saved", seed=4), cases)
+    original = Model(make_original_internvl(tmp_path / "original", seed=4, text=tiny), cases)
+    assert answered(original, "1E1PD") == model.answers
