@@ -11,6 +11,7 @@ from tests.support.tiny import TINY
 from triptych.checkpoint.config_files import with_text_config
 from triptych.models.base import FRAME_OPTIONS, Planner
 from triptych.models.registry import FAMILIES, WITH_TOWER, Family, resolve
+from triptych.models.shared.omni import OmniPlanner
 from triptych.models.shared.planner import MAX_ASPECT_RATIO, MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader
 
@@ -302,11 +303,11 @@ def language_model(family: Family) -> str:
 
 
 def _options(name: str) -> str:
-    family, planner = FAMILIES[name], resolve(FAMILIES[name].planner)
-    if name in RELEASED or name in GLM:
-        planner = _planner(name)
+    family = FAMILIES[name]
+    kind = resolve(family.planner)
+    planner = _planner(name) if name in RELEASED or name in GLM else kind
     names = set(planner.options) - (set() if "video" in family.modalities else FRAME_OPTIONS)
-    if "audio" in family.modalities and "video" in family.modalities:
+    if issubclass(kind, OmniPlanner):
         names.add(SOUND_OPTION)
     return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
 
