@@ -37,6 +37,12 @@ class Qwen25Omni(MultimodalAdapter):
             module=f"{_PACKAGE}.modeling_qwen2_5_omni:Qwen2_5OmniVisionEncoder",
             config=f"{_PACKAGE}.configuration_qwen2_5_omni:Qwen2_5OmniVisionEncoderConfig",
             width="out_hidden_size",
+            replaced=(
+                "Qwen2_5OmniMLP",
+                "Qwen2_5OmniRMSNorm",
+                "Qwen2_5OmniVisionAttention",
+                "Qwen2_5OmniVisionBlock",
+            ),
         ),
     )
     layouts = (
