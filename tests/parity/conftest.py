@@ -13,6 +13,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.families import LOST_IN_CI, SLOW_ANSWERS
 from tests.support.image_cases import CASES, Case
 from tests.support.reference import Reference
+from tests.support.tiny import OWN_TOWERS
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 
 
@@ -51,6 +52,8 @@ DENSE_ALONE = (
 )
 """What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
 
+WHOLE_IN_TWO = tuple(f"[{name}-1E1PD]" for name in OWN_TOWERS)
+"""Left to the slow suite: the same instances answer in chunks, and with a warm encoder cache, in every run."""
 LOST = tuple(f"[{name}]" for name in LOST_IN_CI)
 
 
@@ -60,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name == "parity" and any(name in item.name for name in SLOW_ANSWERS):
             item.add_marker(pytest.mark.slow)
         if item.path.stem in DENSE_ALONE and item.path.parent.name == "parity" and "moe" in item.name:
+            item.add_marker(pytest.mark.slow)
+        if item.name.startswith("test_images[") and item.name.endswith(WHOLE_IN_TWO):
             item.add_marker(pytest.mark.slow)
         if item.name.startswith("test_an_encoder_that_is_lost") and not item.name.endswith(LOST):
             item.add_marker(pytest.mark.slow)
