@@ -27,8 +27,8 @@ ANSWERED_BACKBONES = (
 )
 """Backbones whose answers are compared in every run. The others differ from Qwen's by what the tests of ``layers``
 compare, and are left to the slow suite."""
-SLOW_ANSWERS = ("qwen3_5_moe", "glm4v_moe", "kimi_k25", "deepseek_ocr2")
-"""Answers are compared in the slow suite only: the tower is that of another model, and the mixture one of
+SLOW_ANSWERS = ("qwen3_5_moe", "glm4v_moe", "kimi_k25", "deepseek_ocr2", "idefics3", "llava+pixtral")
+"""Answers are compared in the slow suite only: the tower is that of another model, and a mixture one of
 ``BACKBONES``. DeepSeek-OCR-2 takes images of at least 4,096 patches."""
 PLAIN = [name for name in TINY if not name.startswith("qwen3_5")]
 """Families all of whose layers have attention without a gate."""
