@@ -69,7 +69,8 @@ def test_compiled_layers_are_bit_identical(folders: dict[str, Path], name: str, 
     """Families differ in norms, activations, gates and windows."""
     tower, layers = load(folders[name], WEIGHT_FORMATS[weights])
     assert len(layers) == tower.module.config.depth
-    assert {is_compiled(layer) for layer in layers} == {(True, True)}
+    has_one_product = name != "qwen2_5_omni"  # whose queries, keys and values are products of their own
+    assert {is_compiled(layer) for layer in layers} == {(has_one_product, True)}
     values = tower.module.patch_embed.proj.linear.product.inputs
     images = [random_input(grid, seed, values) for seed, grid in enumerate(GRIDS)]
     found = torch.cat(tower.encode(images))
