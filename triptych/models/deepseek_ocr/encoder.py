@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import Linear, WeightFormat, frozen
 from triptych.layers.pinned import to_device
@@ -153,8 +152,6 @@ class DeepseekOcr(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         width, ocr = self.embedding_width, self.ocr
         values = ocr.second.hidden_size * (2 if ocr.is_first else 1)

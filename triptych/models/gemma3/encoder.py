@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
 from triptych.models.base import VISION, ModelConfig
@@ -90,8 +89,6 @@ class Gemma3(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         keys = clip_keys(self.tower_keys(checkpoint.tensors), VISION)
         reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
         projection = reader.tensor(f"{PROJECTOR}.mm_input_projection_weight", clip.hidden_size, self.embedding_width)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, VISION, ModelConfig
@@ -68,8 +67,6 @@ class Gemma4(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         width = self.embedding_width
         vision = load_vision_tower(reader, self.vision, VISION_PROJECTOR, width)

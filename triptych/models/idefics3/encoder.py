@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat
 from triptych.models.base import VISION, ModelConfig
@@ -77,8 +76,6 @@ class Idefics3(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         clip, width = self.vision.clip, self.embedding_width
         tower = Idefics3Tower(

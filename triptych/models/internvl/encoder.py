@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat
@@ -156,8 +155,6 @@ class InternVL(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         keys = self.tower_keys(checkpoint.tensors)
         reader, depth = TowerWeights(checkpoint, keys, weights, device), self.vision.features_of
         transformer, projector = self._transformer(reader, depth), self._projector(reader)

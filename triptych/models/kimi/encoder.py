@@ -5,7 +5,6 @@ from typing import ClassVar
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import VISION, ModelConfig
@@ -51,8 +50,6 @@ class KimiVL(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         norm, first, second = (f"{PROJECTOR}.{name}" for name in ("pre_norm", *self.projector_layers))
         return load_moon(reader, self.vision, VISION, (norm, first, second), self.embedding_width)

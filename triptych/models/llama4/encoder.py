@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat
@@ -104,8 +103,6 @@ class Llama4(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         clip, inner, width = self.vision.clip, self.vision.adapter_inner, self.vision.adapter_width
         squares = clip.hidden_size * self.vision.merge_size**2

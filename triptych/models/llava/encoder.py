@@ -14,7 +14,6 @@ from torch.nn.functional import interpolate
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.models.base import VISION, ModelConfig
@@ -118,8 +117,6 @@ class Llava(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         keys = clip_keys(self.tower_keys(checkpoint.tensors), VISION)
         reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
         depth = max(self.vision.feature_layers)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat
 from triptych.layers.pointwise import Activation
@@ -160,8 +159,6 @@ class MiniCPMV46(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         clip, last = self.vision.clip, f"{MERGER}.mlp.0"
         square = SQUARE * clip.hidden_size

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import Linear, RMSNorm, WeightFormat
 from triptych.models.base import VISION, ModelConfig
@@ -83,8 +82,6 @@ class Mistral3(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         return load_pixtral(reader, self.vision, VISION, self._projector(reader), embedding_width=self.embedding_width)
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
-from triptych.layers import native
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.pointwise import Activation
@@ -168,8 +167,6 @@ class Phi4MM(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         keys = {transformers_name(name): key for name, key in self.tower_keys(checkpoint.tensors).items()}
         reader, clip, width = TowerWeights(checkpoint, keys, weights, device), self.vision.clip, self.embedding_width
         depth, hidden = self.vision.layer, self.vision.clip.hidden_size

@@ -3,7 +3,6 @@
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import VISION, ModelConfig
@@ -49,8 +48,6 @@ class Pixtral(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         width, hidden = self.embedding_width, self.vision.hidden_size
         projector = Projector(

@@ -7,7 +7,6 @@ Published files, and those that ``save_pretrained`` of transformers 5 writes, na
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.layers import native
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, ModelConfig
@@ -57,7 +56,5 @@ class Qwen2Audio(SplitAdapter):
         Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
         device doesn't support.
         """
-        if device.type == "cpu":
-            native.library()  # builds the kernels now, if necessary, rather than while the first item waits
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         return load_whisper(reader, self._tower, window_frames(self._tower), _NAMES, self.embedding_width)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers import native
 from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
 from triptych.layers.pointwise import Activation
 from triptych.layers.weights import concatenate
@@ -36,7 +37,12 @@ class TowerWeights:
     def __init__(
         self, checkpoint: Checkpoint, keys: Mapping[str, str], weights: WeightFormat, device: torch.device
     ) -> None:
-        """``keys`` maps the tower's own names of all its tensors to the checkpoint's."""
+        """``keys`` maps the tower's own names of all its tensors to the checkpoint's.
+
+        On a CPU, kernels are compiled now, if necessary, rather than while the first item waits.
+        """
+        if device.type == "cpu":
+            native.library()
         self.weights = weights
         self.device = device
         self._checkpoint = checkpoint
