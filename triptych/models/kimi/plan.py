@@ -3,12 +3,12 @@
 from typing import Any, ClassVar
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig
+from triptych.models.base import ModelConfig
 from triptych.models.kimi.config import image_token, text_config, vision_config
 from triptych.models.kimi.geometry import KimiK25Geometry, KimiVLGeometry, PaddedGeometry
 from triptych.models.shared.plain_planner import PlainPlanner
-from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel
-from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
+from triptych.models.shared.planner import MAX_SOURCE_PIXELS, VisionCostModel, patches_plan
+from triptych.types import ImageHeader, ItemContext, ItemPlan
 
 
 class KimiVLPlanner(PlainPlanner):
@@ -40,22 +40,8 @@ class KimiVLPlanner(PlainPlanner):
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met, and for an image with too long a side."""
         geometry = self._geometry.within(context.bounds)
-        height, width = geometry.resized(header.height, header.width)
-        grid = 1, height // geometry.patch_size, width // geometry.patch_size
-        patches = grid[1] * grid[2]
-        rows, cost = patches // geometry.merge_size**2, self._cost_model.cost(patches)
-        return ItemPlan(
-            modality="image",
-            header=header,
-            resized_height=height,
-            resized_width=width,
-            grid=grid,
-            rows=rows,
-            patches=patches,
-            cost=cost,
-            parts=(ItemPart(((0, rows),), patches, cost, VISION),),
-            bounds=context.bounds,
-        )
+        resized = geometry.resized(header.height, header.width)
+        return patches_plan("image", header, resized, geometry, self._cost_model, bounds=context.bounds)
 
 
 class KimiK25Planner(KimiVLPlanner):

@@ -15,6 +15,7 @@ from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.shared.clip import clip_layer
 from triptych.models.shared.clip_config import ClipConfig
+from triptych.models.shared.shares import in_buckets
 from triptych.models.shared.tower_weights import TowerWeights
 
 Shares = Callable[[int], Tensor]
@@ -24,10 +25,9 @@ Shares = Callable[[int], Tensor]
 def places(rows: int, columns: int, side: int, shares: Shares) -> Tensor:
     """Return the rows of a table of positions [side²] that an image's patches have: int64 [rows * columns].
 
-    A share is put into one of ``side`` buckets. Rounding puts some into the one before, as in the references.
+    A share is put into one of ``side`` buckets.
     """
-    boundaries = torch.arange(1 / side, 1.0, 1 / side)
-    down, across = (torch.bucketize(shares(count), boundaries, right=True) for count in (rows, columns))
+    down, across = (in_buckets(shares(count), side) for count in (rows, columns))
     return (down[:, None] * side + across).flatten()
 
 

@@ -1,4 +1,4 @@
-"""Positions of patches by their share of an image's side, as Idefics3's and Phi-4-multimodal's towers have them."""
+"""Positions of patches as shares of an image's sides: the towers of Idefics3, Phi-4-multimodal and MiniCPM-V."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,7 @@ def places(side: int, rows: int | None = None, columns: int | None = None) -> Te
     """Return the rows of the table of positions that the patches of a tile have: int64 [side²].
 
     The first ``rows`` by ``columns`` patches show something, by default all; others have the first row of the table. A
-    patch's place is a share of what is shown, and shares are put into as many buckets as a side has patches. Rounding
-    puts some of them into the one before, as in the reference.
+    patch's place is a share of what is shown, and shares are put into as many buckets as a side has patches.
     """
     down, across = (_buckets(side, side if shown is None else shown) for shown in (rows, columns))
     found = down[:, None] * side + across
@@ -19,6 +18,11 @@ def places(side: int, rows: int | None = None, columns: int | None = None) -> Te
 
 
 def _buckets(side: int, shown: int) -> Tensor:
-    boundaries = torch.arange(1 / side, 1.0, 1 / side)
-    shares = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(shown)), max=1.0 - 1e-6)
-    return torch.bucketize(shares, boundaries, right=True)
+    shares = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(shown))
+    return in_buckets(torch.clamp(shares, max=1.0 - 1e-6), side)
+
+
+def in_buckets(shares: Tensor, side: int) -> Tensor:
+    """Return which of ``side`` equal buckets each share, from 0 to 1, is in: int64. Rounding puts some into the one
+    before, as in the references."""
+    return torch.bucketize(shares, torch.arange(1 / side, 1.0, 1 / side), right=True)
