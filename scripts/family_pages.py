@@ -23,7 +23,7 @@ GLM = {
     "glm46v": replace(TINY["glm4v"], config=TINY["glm4v"].config | {"model_type": "glm46v"}),
     "glm4v_moe": TINY["glm4v_moe"],
 }
-"""Checkpoints of model types of which no sizes are shown, but whose options depend on their files."""
+"""Tiny checkpoints of model types whose options depend on their files, and that ``RELEASED`` lacks."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ PAGES = {
             "An image is resized to the longest edge before it is cut, so a small one costs as much as a large one.",
             "Bounds are those of the area of all tiles together, without the whole that follows them.",
             "SmolVLM takes videos: each frame is one tile, after its time, so bounds are refused for them.",
-            "A frame a second is sampled; of a long video, 64, of which the first is a second from the start.",
+            "One frame a second is sampled, at most 64; of a longer video, the first and the last second are left out.",
             "A request's `num_frames` is the most, and its `fps` the rate.",
         ),
     ),

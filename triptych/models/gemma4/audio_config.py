@@ -38,7 +38,7 @@ class Gemma4AudioConfig:
 
     @property
     def bands(self) -> int:
-        """Values of a frame of features, of which the convolutions leave a fourth, rounded up."""
+        """Values of a frame of features. The convolutions reduce them to a quarter, rounded up."""
         return self.channels[0] // 4 * 4
 
     @property

@@ -68,7 +68,7 @@ class BudgetGeometry(ImageGeometry):
         return apply_bounds(replace(self, max_pixels=self.largest_pixels), bounds, "image")
 
     def bounds_of(self, context: ItemContext) -> PixelBounds:
-        """Return a request's bounds, of which ``max_soft_tokens`` is one. Raises BadMediaSize for another number of
+        """Return a request's bounds; ``max_soft_tokens`` is one of them. Raises BadMediaSize for another number of
         tokens than the model was trained with, and beside ``max_pixels``."""
         rows = context.options.get(OPTION)
         if rows is None:

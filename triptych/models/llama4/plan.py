@@ -74,7 +74,7 @@ class Llama4Planner(PlainPlanner):
         return bool(context.options.get("resize_to_max_canvas", self._tiles.fills))
 
     def _bounds(self, context: ItemContext) -> PixelBounds:
-        """Return the bounds of the tiles' area, by pixels or by ``max_patches``, of which the lower one holds."""
+        """Return the bounds of the tiles' area: the lower of those by pixels and by ``max_patches``."""
         most = int(context.options.get("max_patches", 0)) * self._tiles.factor**2
         if not most:
             return context.bounds

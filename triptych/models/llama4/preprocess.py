@@ -51,7 +51,7 @@ class Llama4Preprocessor:
         if (plan.resized_height, plan.resized_width, plan.num_parts) != (*size, canvas.parts):
             raise PlanMismatch(f"an image becomes {canvas.columns} by {canvas.rows} tiles; its plan says otherwise")
         image = decode_image(data, header.format, (header.width, header.height))
-        pixels = np.array(image)[None]  # copied, because Pillow's are read-only, of which torch warns
+        pixels = np.array(image)[None]  # a copy, because torch warns of Pillow's, which are read-only
         scaled = resized(pixels, canvas.scaled, self._mode)[0]
         padded = np.zeros((*size, CHANNELS), dtype=np.uint8)
         padded[: canvas.scaled[0], : canvas.scaled[1]] = scaled
@@ -66,8 +66,8 @@ class Llama4Preprocessor:
 
 
 def normalised_in_bfloat16(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """Return float32 [channels, 256]: the normalised value of each byte, each step of which the reference rounds to
-    bfloat16. Without rescaling, or without normalisation, it doesn't."""
+    """Return float32 [channels, 256]: the normalised value of each byte. The reference rounds to bfloat16 after each
+    step, but not if it doesn't rescale or doesn't normalise."""
     import torch  # here, because encode workers that only read headers don't need it
 
     rescales, normalises = (preprocessor_config.get(f"do_{step}", True) for step in ("rescale", "normalize"))

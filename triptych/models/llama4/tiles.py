@@ -23,7 +23,7 @@ class PaddedCanvas:
     """How an image is scaled, and what it is padded to before it is cut."""
 
     scaled: tuple[int, int]
-    """Height and width of the image, of which the rest of the canvas is to the right or below."""
+    """Height and width of the image. The rest of the canvas is to the right of it or below."""
     rows: int
     columns: int
     """Tiles of the canvas."""
@@ -70,7 +70,7 @@ class CanvasTiles:
         return found
 
     def filling(self, fills: bool) -> "CanvasTiles":
-        """Return the same canvases, to the largest of which small images are enlarged or not."""
+        """Return the same canvases; ``fills`` is whether small images are enlarged as far as a canvas allows."""
         return self if fills == self.fills else replace(self, fills=fills)
 
     @cached_property

@@ -54,8 +54,8 @@ class PartlyShown(nn.Module):
         self.layer = layer
 
     def forward(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
-        """Return hidden states [tiles, patches, hidden] of ``tiles`` [tiles, patches, values per patch], of which the
-        first ``rows`` by ``columns`` patches show the image."""
+        """Return hidden states [tiles, patches, hidden] of ``tiles`` [tiles, patches, values per patch]. The first
+        ``rows`` by ``columns`` patches of each show the image."""
         count, length = tiles.shape[:2]
         side = round(length**0.5)
         if (rows, columns) == (side, side):
