@@ -1,8 +1,6 @@
 """Kimi-VL and Kimi K2.5: plans, pixels and rows as transformers has K2.5's, and an independent implementation has
 Kimi-VL's; published sizes, and bad configs."""
 
-import ast
-import importlib.util
 import json
 import math
 import random
@@ -23,6 +21,7 @@ from tests.support.forward import assert_close
 from tests.support.image_cases import picture, png
 from tests.support.kimi import kimi_k25_pixels, kimi_vl_pixels, kimi_vl_size
 from tests.support.tiny import MOON_IDS, OWN_TOWERS, make_tiny
+from tests.support.without_torchvision import functions_of
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
@@ -153,13 +152,8 @@ def test_pixels_are_those_of_transformers(case: dict[str, Any]) -> None:
 
 def navit_resize() -> Callable[..., Any]:
     """The function of transformers, whose module needs torchvision."""
-    spec = importlib.util.find_spec("transformers.models.kimi_k25.image_processing_kimi_k25")
-    assert spec is not None
-    assert spec.origin is not None
-    functions = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)]
-    [found] = [node for node in functions if node.name == "navit_resize"]
-    names: dict[str, Any] = {"math": math}
-    exec(compile(ast.Module([found], []), spec.origin, "exec"), names)  # noqa: S102
+    file = "models/kimi_k25/image_processing_kimi_k25.py"
+    names = functions_of(file, ("navit_resize",), {"math": math})
     function: Callable[..., Any] = names["navit_resize"]
     return function
 

@@ -1,13 +1,10 @@
 """Llama 4's image processor without torchvision, which transformers' class needs: that class's own functions, and
 PyTorch's resizing, which torchvision calls."""
 
-import ast
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.image_utils import SizeDict
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from tests.support.without_torchvision import functions_of
 
 # transformers 5.23 reads it of the language model's outputs, which don't have it
 setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010
@@ -27,15 +26,9 @@ MODES = {2: "bilinear", 3: "bicubic"}
 @cache
 def source() -> dict[str, Any]:
     """The functions of transformers' file that compute sizes."""
-    package = find_spec("transformers")
-    assert package is not None
-    assert package.origin is not None
-    file = Path(package.origin).parent / "models/llama4/image_processing_llama4.py"
-    found = [node for node in ast.parse(file.read_text()).body if getattr(node, "name", "") in FUNCTIONS]
     names: dict[str, Any] = {"math": math, "torch": torch, "defaultdict": defaultdict, "SizeDict": SizeDict}
     names["lru_cache"] = lambda maxsize: cache
-    exec(compile(ast.Module(found, []), str(file), "exec"), names)  # noqa: S102
-    return names
+    return functions_of("models/llama4/image_processing_llama4.py", FUNCTIONS, names)
 
 
 def projected(model: Any, inputs: dict[str, Tensor]) -> Tensor:
