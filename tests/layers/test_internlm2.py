@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import Pool, Prompt, Running, assert_close, layers_of, step
-from tests.support.tiny import make_original_internvl
+from tests.support.published_files import make_original_internvl
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import WEIGHT_FORMATS

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter
-from tests.support.tiny import HEARING, OWN_TOWERS, TINY, make_original_internvl, make_published_phi4, make_tiny
+from tests.support.published_files import make_original_internvl, make_published_phi4
+from tests.support.tiny import HEARING, OWN_TOWERS, TINY, make_tiny
 from triptych.checkpoint.outline import META, Outline
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import ModelAdapter

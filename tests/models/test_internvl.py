@@ -15,7 +15,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import TOWER_TOLERANCE, assert_close, random_input
 from tests.support.image_cases import picture, png
-from tests.support.tiny import IDS, OWN_TOWERS, make_original_internvl, make_tiny
+from tests.support.published_files import make_original_internvl
+from tests.support.tiny import IDS, OWN_TOWERS, make_tiny
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia

@@ -12,7 +12,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from tests.support.forward import random_input
 from tests.support.image_cases import picture, png
-from tests.support.tiny import OWN_TOWERS, make_original_internvl
+from tests.support.published_files import make_original_internvl
+from tests.support.tiny import OWN_TOWERS
 from triptych.api.schemas import MediaOptions
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint

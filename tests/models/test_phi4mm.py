@@ -14,7 +14,8 @@ from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import assert_close
 from tests.support.image_cases import picture, png
 from tests.support.phi4 import Phi4Pixels, grid, num_tokens, phi4_rows
-from tests.support.tiny import PHI4, make_published_phi4, make_tiny
+from tests.support.published_files import make_published_phi4
+from tests.support.tiny import PHI4, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS

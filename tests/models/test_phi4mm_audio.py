@@ -11,8 +11,9 @@ from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal impo
 from tests.support.audio_cases import noise
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.forward import assert_close
+from tests.support.published_files import PUBLISHED_PHI4_AUDIO, make_published_phi4
 from tests.support.sounds import sound
-from tests.support.tiny import PHI4, PUBLISHED_PHI4_AUDIO, make_published_phi4, make_tiny
+from tests.support.tiny import PHI4, make_tiny
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, PlanMismatch

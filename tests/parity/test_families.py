@@ -15,8 +15,9 @@ from tests.support.backbones import BACKBONES
 from tests.support.families import ANSWERED_IMAGES, LOST_ENCODERS, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
+from tests.support.published_files import internvl_over, make_original_internvl
 from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
-from tests.support.tiny import OWN_TOWERS, TINY, internvl_over, make_original_internvl, make_tiny
+from tests.support.tiny import OWN_TOWERS, TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.server.instance import Instance
 

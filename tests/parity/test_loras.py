@@ -19,9 +19,10 @@ from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal impo
 from tests.support.audio_cases import audio_part, noise
 from tests.support.harness import FLOAT32, Running, at_stake, running, together
 from tests.support.image_cases import CASES, picture
+from tests.support.published_files import PHI4_LORAS, make_published_phi4
 from tests.support.reference import Reference
 from tests.support.sounds import sound
-from tests.support.tiny import PHI4_LORAS, make_published_phi4, make_tiny
+from tests.support.tiny import make_tiny
 from tests.support.video_cases import image_part, user
 from triptych.config import EngineConfig, RankSizes
 from triptych.media.audio import decode_audio
