@@ -445,7 +445,8 @@ def test_no_check_takes_long(name: str) -> None:
         with contextlib.suppress(InvalidRequest):
             check_schema(LARGE[name], "x")
 
-    assert min(cpu_seconds(check) for _ in range(3)) < 0.05
+    # 0.03 at most on an idle machine; twice that where another process has the other half of the core
+    assert min(cpu_seconds(check) for _ in range(5)) < 0.1
 
 
 def test_the_cost_of_a_path_does_not_depend_on_its_depth() -> None:

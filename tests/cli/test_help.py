@@ -5,10 +5,10 @@ import dataclasses
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
+from tests.support.commands import walked
 from triptych import __version__
 from triptych.cli import COMMANDS, main, make_parser
 from triptych.config import CONFIG_GROUPS
@@ -22,15 +22,6 @@ PRIVATE = re.compile(
 UNITS = re.compile(
     r"seconds?|MiB|GiB|10\^9|pixels|tokens|patches|sequences|requests|threads|processes|blocks|rows|port\b", re.ASCII
 )
-
-
-def walked(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser and all below it."""
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from walked(below)
 
 
 PARSERS = list(walked(make_parser()))

@@ -105,8 +105,7 @@ def test_threads_with_stacks_of_2_mib_suffice(kernels: ctypes.CDLL, dim: int) ->
 @torch.inference_mode()
 def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2)
-    config._attn_implementation = "sdpa"
+    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2, attn_implementation="sdpa")
     theirs = VisionAttention(config).to(dtype)
     ours = TowerAttention.in_place_of(theirs)
     assert ours is not None

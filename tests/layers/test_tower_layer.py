@@ -128,7 +128,7 @@ def test_only_named_classes_are_replaced(folders: dict[str, Path]) -> None:
     assert gates_with_factors(nn.ModuleList([_Block(nn.SiLU())]), {"MLP"}) == {}
     [spec] = Qwen25VL.specs
     config = load_config(folders["qwen2_5_vl"])["vision_config"]
-    module = resolve(spec.module)._from_config(resolve(spec.config)(**config))
+    module = resolve(spec.module)(resolve(spec.config)(**config))
     use_our_modules(module, in_bf16=False, replaced=())
     assert not any(isinstance(one, TowerLayer | MLP | TowerAttention | RMSNorm) for one in module.modules())
     assert any(isinstance(one, Activate) for one in module.modules())

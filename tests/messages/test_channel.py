@@ -311,9 +311,12 @@ def test_many_connections_leave_nothing_behind(theirs: bytes | None) -> None:
     with channel(secret=SECRET) as inbox, no_growth():
         for _ in range(100):
             with channel(secret=theirs) as peer:
-                peer.send(inbox.address, beat(1))
                 if theirs == SECRET:
+                    peer.send(inbox.address, beat(1))
                     assert receive(inbox, 1) == [beat(1)]
+                else:
+                    with suppress(Unavailable):  # where the handshake has failed before the message is queued
+                        peer.send(inbox.address, beat(1))
 
 
 def test_bad_frames_by_the_thousand_are_a_few_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,15 @@
 """Videos whose frames are tiles are sampled, resized and cut like transformers' processors do, against their stored
 results for the same frames (``golden/make_frame_tiles.py``, which needs torchvision)."""
 
-import io
 import json
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.models.golden.make_frame_tiles import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
+from tests.support.clips import packed
 from tests.support.tiny import IDS, OWN_TOWERS
 from triptych.errors import CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.media import frames
@@ -35,15 +34,6 @@ def plan_of(case: dict[str, Any]) -> tuple[Planner, ItemPlan]:
         frames.FORMAT, case["width"], case["height"], case["frames"], case["rate"], presampled=not asked
     )
     return planner, planner.plan(header, ItemContext(sampling=FrameSampling(**asked)))
-
-
-def packed(pixels: np.ndarray[Any, Any]) -> bytes:
-    files = []
-    for frame in pixels:
-        out = io.BytesIO()
-        Image.fromarray(frame).save(out, "PNG", compress_level=0)
-        files.append(out.getvalue())
-    return frames.pack_frames(frames.PackedFrames(2.0, files))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.models.golden.make_gemma4_videos import CASES as ASKED
 from tests.models.golden.make_gemma4_videos import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
-from tests.models.test_frame_tiles import packed
+from tests.support.clips import packed
 from tests.support.gemma4 import in_rows
 from tests.support.tiny import GEMMA4, GEMMA_IDS
 from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia

@@ -27,6 +27,7 @@ from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llama4.encoder import Llama4
 from triptych.models.llama4.plan import Llama4Planner
 from triptych.models.llama4.preprocess import Llama4Preprocessor
+from triptych.models.llama4.tiles import CanvasTiles
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import ImageHeader, ItemContext, OptionValue, PixelBounds
@@ -127,7 +128,8 @@ def plans_are_the_processors(count: int) -> None:
     """Sizes of the scaled image and of its canvas, from which rows follow."""
     source = random.Random(1)
     for settings in ({}, {"max_patches": 5}, {"resize_to_max_canvas": True}):
-        planner, processor = Llama4Planner(PUBLISHED, settings), Llama4Pixels({"size": {"height": 336}} | settings)
+        planner, tiles_of = Llama4Planner(PUBLISHED, settings), CanvasTiles.from_config(settings, 336)
+        processor = Llama4Pixels({"size": {"height": 336}} | settings)
         for number in range(count):
             width, height = source.randint(30, 5000), source.randint(30, 5000)
             if number % 4 == 0:  # at the edges between canvases
@@ -135,7 +137,7 @@ def plans_are_the_processors(count: int) -> None:
             plan = planner.plan(ImageHeader("PNG", width, height))
             scaled, canvas = processor.sizes(height, width)
             assert (plan.resized_height, plan.resized_width) == canvas
-            assert planner._tiles.canvas(height, width).scaled == scaled
+            assert tiles_of.canvas(height, width).scaled == scaled
             tiles = canvas[0] * canvas[1] // 336**2
             assert plan.rows == 144 * (tiles + (tiles > 1))
             assert plan.is_whole

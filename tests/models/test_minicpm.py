@@ -18,8 +18,8 @@ from transformers.video_utils import VideoMetadata
 
 from tests.models.golden.make_minicpm_videos import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
-from tests.models.test_frame_tiles import packed
 from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.clips import packed
 from tests.support.forward import TOWER_TOLERANCE, assert_close
 from tests.support.image_cases import picture, png
 from tests.support.tiny import MINICPMV4_6, SLICE_IDS, SLICES, make_tiny

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.layers.test_outline import check
 from tests.support import minicpm
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import TOWER_TOLERANCE, assert_close
 from tests.support.image_cases import picture, png
 from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of, pixels_of
+from tests.support.outlines import check_outline
 from tests.support.tiny import MINICPMV4_6, SLICES
 from triptych.api.media_parts import MediaSettings, check_options
 from triptych.api.schemas import MediaOptions
@@ -120,7 +120,7 @@ def test_rows(tmp_path: Path, version: float) -> None:
     folder = make_minicpm(tmp_path, version)
     expected = torch.cat([MiniCPMReference(folder, config_of(version)).rows(image) for image in IMAGES])
     assert_close(torch.cat(tower_of(folder).encode(inputs_of(*IMAGES))), expected, TOWER_TOLERANCE)
-    check(folder)
+    check_outline(folder)
 
 
 def test_places_of_released_sizes() -> None:

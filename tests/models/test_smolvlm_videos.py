@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.golden.make_smolvlm_videos import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
-from tests.models.test_frame_tiles import packed
+from tests.support.clips import packed
 from tests.support.tiny import OWN_TOWERS
 from triptych.errors import CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.media import frames

@@ -1,31 +1,20 @@
 """Every example in the documents works as written, in a fresh environment outside the checkout."""
 
-import argparse
 import subprocess
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.newcomer.conftest import Environment, checked, pip
-from tests.support.commands import ROOT, running
+from tests.support.commands import ROOT, running, walked
 from tests.support.doc_examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
 from triptych.cli import make_parser
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
-    """Yield the words of each command of the parser, its own first."""
-    yield parser.prog.split()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from commands(below)
-
-
 def test_help_and_version(installed: Environment, tmp_path: Path) -> None:
     for words in [
-        *(["triptych", *command[1:], "--help"] for command in commands(make_parser())),
+        *([*parser.prog.split(), "--help"] for parser in walked(make_parser())),
         ["triptych", "--version"],
     ]:
         for command in (words, ["python", "-m", *words]) if len(words) == 2 else (words,):

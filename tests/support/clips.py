@@ -9,8 +9,10 @@ from typing import Any
 import av
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from tests.support.sounds import track
+from triptych.media import frames as packed_frames
 
 CODECS = {"mp4": "libx264", "webm": "libvpx-vp9", "gif": "gif"}
 SOUND_CODECS = {"mp4": "aac", "mov": "pcm_s16le", "webm": "libopus", "matroska": "flac"}
@@ -94,3 +96,13 @@ def turned(data: bytes, degrees: int) -> bytes:
     header = data.index(b"tkhd")
     position = data.index(struct.pack(">5l", *upright), header)
     return data[:position] + struct.pack(">5l", *asked[degrees]) + data[position + 20 :]
+
+
+def packed(pixels: NDArray[Any]) -> bytes:
+    """Return frames of shape (frames, height, width, 3) as an uncompressed list of images, two a second."""
+    files = []
+    for frame in pixels:
+        out = io.BytesIO()
+        Image.fromarray(frame).save(out, "PNG", compress_level=0)
+        files.append(out.getvalue())
+    return packed_frames.pack_frames(packed_frames.PackedFrames(2.0, files))

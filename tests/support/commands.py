@@ -1,5 +1,6 @@
 """``triptych`` as a user starts it: a process whose lines are collected."""
 
+import argparse
 import os
 import re
 import signal
@@ -21,6 +22,15 @@ from tests.support.serving import image_part, text_part
 ROOT = Path(__file__).parents[2]
 MEASURED = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
 """What makes processes measure their coverage, when the tests' is measured."""
+
+
+def walked(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and all below it."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from walked(below)
 
 
 @dataclass
