@@ -850,17 +850,7 @@ def make_tiny(
     overrides top-level settings."""
     tiny = (TINY | OWN_TOWERS | HEARING)[family] if isinstance(family, str) else family
     tiny = replace(tiny, config=tiny.config | (config or {}))
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", tiny.config)
-    end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
-    write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
-    write_tokenizer(folder, VOCABULARY, tiny.ids)
-    template = folder / "chat_template.jinja"
-    texts = template.read_text().replace("<|image_pad|>", tiny.image_text)
-    template.write_text(texts.replace("<|video_pad|>", tiny.video_text))
-    for name, settings in (("preprocessor", tiny.preprocessor), ("video_preprocessor", tiny.video_preprocessor)):
-        if settings is not None:
-            write_json(folder / f"{name}_config.json", settings)
+    write_settings(folder, tiny)
     model = _random_model(tiny, seed)
     if layout == "saved" or tiny.published_as_saved:
         model.save_pretrained(folder)
@@ -875,6 +865,21 @@ def make_tiny(
     renamed = tiny.arranged({tiny.published(name): weight.contiguous() for name, weight in weights.items()})
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def write_settings(folder: Path, tiny: Tiny) -> None:
+    """Writes all files of a checkpoint folder but its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", tiny.config)
+    end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
+    write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
+    write_tokenizer(folder, VOCABULARY, tiny.ids)
+    template = folder / "chat_template.jinja"
+    texts = template.read_text().replace("<|image_pad|>", tiny.image_text)
+    template.write_text(texts.replace("<|video_pad|>", tiny.video_text))
+    for name, settings in (("preprocessor", tiny.preprocessor), ("video_preprocessor", tiny.video_preprocessor)):
+        if settings is not None:
+            write_json(folder / f"{name}_config.json", settings)
 
 
 def _random_model(tiny: Tiny, seed: int) -> PreTrainedModel:

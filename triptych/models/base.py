@@ -47,6 +47,8 @@ class Planner(Protocol):
     one's. A modality without one, and text alone, need none."""
     media_tokens: frozenset[MediaToken]
     """Tokens that only the template may produce, never a user's text."""
+    markers: frozenset[str]
+    """Texts around embeddings that only the template may produce, too. Not every tokenizer has them as tokens."""
     context_length: int
     """Maximum number of tokens of prompt and answer together."""
     max_image_pixels: int

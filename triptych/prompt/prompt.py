@@ -132,10 +132,14 @@ class PromptBuilder:
         placed |= self.planner.template_texts
         self._modalities = {text: name for name, text in placed.items()}
         self._placeholder_ids = frozenset(map(self._id, self.planner.placeholder_tokens.values()))
-        self._media_ids = frozenset(map(self._id, self.planner.media_tokens))
+        markers = (self.tokenizer.id_of(text) for text in self.planner.markers)
+        self._media_ids = frozenset(map(self._id, self.planner.media_tokens)).union(
+            marker for marker in markers if marker is not None
+        )
         for token in {*self.planner.placeholder_tokens.values(), *self.planner.media_tokens}:
             self._check_token(token)
-        self._media_texts = sorted({*map(self._spelling, self.planner.media_tokens), *placed.values()})
+        tokens = map(self._spelling, self.planner.media_tokens)
+        self._media_texts = sorted({*tokens, *placed.values(), *self.planner.markers})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         self._shown: Callable[[Message], dict[str, Any]] = _without_data
         if not self._family.takes_media or not self._shows_parts():
@@ -289,7 +293,8 @@ class PromptBuilder:
         return word in shown and repr("type") not in shown
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
-        """Reject media tokens from the client, which would claim rows that don't exist. Only the template may add them.
+        """Reject media tokens and markers from the client, which would claim rows that don't exist, or fake the borders
+        of media. Only the template may add them.
 
         Templates join texts, so a token that is split between two texts counts too.
         """

@@ -4,6 +4,7 @@ The references are ``Idefics3Processor`` and ``SmolVLMProcessor`` in transformer
 its place, and then the whole.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ AROUND = "<fake_token_around_image>"
 WHOLE = "<global-img>"
 VIDEO = "<video>"
 """What templates have for a video."""
+KNOWN_ACROSS = 6
+"""Tiles in a row for which published tokenizers have tokens, even if the processor cuts images into fewer."""
+
+
+def _place(row: int, column: int) -> str:
+    """Return the text before a tile, which is numbered from 1."""
+    return f"<row_{row}_col_{column}>"
 
 
 class Idefics3Planner(PlainPlanner):
@@ -44,6 +52,8 @@ class Idefics3Planner(PlainPlanner):
             max_source_pixels=max_source_pixels,
         )
         self.media_tokens = frozenset((image_token(config), AROUND, WHOLE))
+        across = range(1, max(math.isqrt(self._tiles.max_pixels) // self._tiles.factor, KNOWN_ACROSS) + 1)
+        self.markers = frozenset(_place(row, column) for row in across for column in across)
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the whole. Raises BadMediaSize for bounds that no whole
@@ -71,7 +81,7 @@ class Idefics3Planner(PlainPlanner):
             return whole
         columns, rows = plan.resized_width // side, plan.resized_height // side
         lines = (
-            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+            "".join(f"{AROUND}{_place(row, column)}{tile}" for column in range(1, columns + 1)) + "\n"
             for row in range(1, rows + 1)
         )
         return "".join(lines) + "\n" + whole

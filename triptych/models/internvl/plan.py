@@ -44,6 +44,7 @@ class InternVLPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     options = AREA_OPTIONS | FRAME_OPTIONS | TILE_OPTIONS
+    markers = frozenset((IMAGE_START, IMAGE_END))
 
     def __init__(
         self,

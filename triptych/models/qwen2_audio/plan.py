@@ -18,6 +18,7 @@ class Qwen2AudioPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     options = frozenset()
+    markers = frozenset(("<|audio_bos|>", "<|audio_eos|>"))
 
     def __init__(
         self, config: ModelConfig, preprocessor_config: dict[str, Any], video_config: dict[str, Any] | None = None

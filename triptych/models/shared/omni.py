@@ -23,6 +23,8 @@ from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id")
 AUDIO_END = "audio_end_token_id"
+AUDIO_ENDS = frozenset(("<|audio_eos|>", "<|audio_end|>"))
+"""The token after audio in published tokenizers, which not every config names."""
 
 
 def thinker_config(config: ModelConfig) -> ModelConfig:
@@ -43,6 +45,8 @@ class OmniGeometry(PerFrameGeometry):
 
 class OmniPlanner(PatchPlanner):
     """``Planner`` of these families. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    markers = AUDIO_ENDS
 
     def __init__(
         self,

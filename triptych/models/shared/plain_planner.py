@@ -37,6 +37,7 @@ class PlainPlanner:
     audio_in_video = False
     options: frozenset[str] = AREA_OPTIONS
     template_texts: Mapping[str, str] = {}
+    markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}
 
     def __init__(

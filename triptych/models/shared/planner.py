@@ -146,6 +146,7 @@ class PatchPlanner:
     audio_in_video = False
     options = AREA_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {}
+    markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}
 
     def __init__(

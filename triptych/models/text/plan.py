@@ -21,6 +21,7 @@ class TextPlanner:
     audio_in_video = False
     options: frozenset[str] = frozenset()
     template_texts: Mapping[str, str] = {}
+    markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}
 
     def __init__(
