@@ -234,6 +234,7 @@ PAGES = {
             "Frames of videos are resized alike, so bounds are refused; 32 frames are sampled by default.",
             "`min_dynamic_patch` and `max_dynamic_patch` are within the files' own, and don't count the thumbnail.",
             "A request has either these and `dynamic_image_size` or bounds.",
+            "Each frame of a video is one tile, so a request with videos alone has no options of tiles.",
             "Original files (`internvl_chat`) and those of Transformers (`-hf`) are served alike.",
             "Both values of the original files' `ps_version` and `use_thumbnail` are served.",
         ),

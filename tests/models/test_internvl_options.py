@@ -17,7 +17,7 @@ from tests.support.tiny import OWN_TOWERS
 from triptych.api.schemas import MediaOptions
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import BadMediaSize, PlanMismatch
+from triptych.errors import BadMediaSize, PlanMismatch, UnsupportedMedia
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.internvl.config import vision_config
 from triptych.models.internvl.encoder import InternVLChat
@@ -25,7 +25,7 @@ from triptych.models.internvl.plan import TILE_OPTIONS, InternVLPlanner
 from triptych.models.internvl.preprocess import InternVLPreprocessor
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemContext, PixelBounds
+from triptych.types import ImageHeader, ItemContext, PixelBounds, VideoHeader
 
 CONFIG: dict[str, Any] = OWN_TOWERS["internvl"].config
 PROCESSOR: dict[str, Any] = OWN_TOWERS["internvl"].preprocessor or {}
@@ -87,6 +87,17 @@ def test_options_that_are_refused(tmp_path: Path) -> None:
     assert parts(one) == parts(one, use_thumbnail=True) == 1
     with pytest.raises(BadMediaSize, match="dynamic_image_size"):
         parts(one, dynamic_image_size=True)
+
+
+@pytest.mark.parametrize("option", sorted(TILE_OPTIONS))
+def test_options_of_tiles_are_for_images(option: str) -> None:
+    planner, video = InternVLPlanner(CONFIG, PROCESSOR), VideoHeader("MP4", 90, 60, 8, 2.0)
+    plain = planner.plan(video)
+    for value in (True, False) if option in ("dynamic_image_size", "use_thumbnail") else (1, 2):
+        with pytest.raises(UnsupportedMedia, match=f"there is no {option}"):
+            planner.plan(video, ItemContext(options={option: value}, modalities=frozenset(("video",))))
+        together = ItemContext(options={option: value}, modalities=frozenset(("image", "video")))
+        assert planner.plan(video, together) == plain
 
 
 def test_thumbnails(tmp_path: Path) -> None:

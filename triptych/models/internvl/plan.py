@@ -7,7 +7,7 @@ a thumbnail after them.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triptych.errors import BadMediaSize
+from triptych.errors import BadMediaSize, UnsupportedMedia
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.internvl.config import (
@@ -126,8 +126,11 @@ class InternVLPlanner(PlainPlanner):
         return self._tiles[tiles]
 
     def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
-        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling and for bounds."""
+        """Each frame is a tile. Raises UnsupportedMedia for invalid sampling, for bounds, and for options of tiles in a
+        request without images, which they are for."""
         check_no_bounds(context)
+        if "image" not in context.modalities and (unused := sorted(TILE_OPTIONS & context.options.keys())):
+            raise UnsupportedMedia(f"each frame of a video is one tile: without images there is no {unused[0]}")
         frames = self._sampling.for_request(context.sampling).frames(header)
         [part] = self._parts(1)
         return frames_plan(header, context.sampling, frames, part, last_rows=part.rows, side=self._vision.tile_size)
