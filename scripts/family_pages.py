@@ -19,10 +19,7 @@ FOLDER = DOCS / "models"
 SHOWN_SIZES = ((448, 448), (1280, 720), (1920, 1080), (1080, 1920), (4000, 3000))
 """Width and height of the images in the table of embeddings."""
 SOUND_OPTION = "use_audio_in_video"
-GLM = {
-    "glm46v": replace(TINY["glm4v"], config=TINY["glm4v"].config | {"model_type": "glm46v"}),
-    "glm4v_moe": TINY["glm4v_moe"],
-}
+GLM = {"glm46v": replace(TINY["glm4v"], config=TINY["glm4v"].config | {"model_type": "glm46v"})}
 """Tiny checkpoints of model types whose options depend on their files, and that ``RELEASED`` lacks."""
 
 
@@ -315,7 +312,7 @@ def _options(name: str) -> str:
 
 def _embeddings(model_types: tuple[str, ...]) -> list[str]:
     """A table of what images become, for each checkpoint whose sizes are known."""
-    found = [name for name in model_types if name in RELEASED]
+    found = [name for name in model_types if name in RELEASED and "image" in FAMILIES[name].modalities]
     if not found:
         return []
     rows = [

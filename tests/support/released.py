@@ -5,7 +5,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.support.tiny import OWN_TOWERS, TINY, Tiny
+from tests.support.checkpoints import DENSE
+from tests.support.minicpm import PROCESSOR, config_of
+from tests.support.random_checkpoint import model_config
+from tests.support.tiny import HEARING, OWN_TOWERS, PREPROCESSOR, TINY, Tiny
 
 CLIP_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
@@ -21,6 +24,9 @@ QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 QWEN3_SIZE: dict[str, Any] = {"min_pixels": None, "max_pixels": None, "patch_size": 16}
 QWEN3_SIZE |= {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
 
+WHISPER = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+WHISPER |= {"num_mel_bins": 128}
+
 OCR_LANGUAGE = {"num_attention_heads": 10, "num_key_value_heads": 10}
 
 
@@ -34,10 +40,12 @@ class Released:
     video_preprocessor: dict[str, Any] = field(default_factory=dict)
     depth: str = "num_hidden_layers"
     """Setting of ``vision_config`` with the tower's layers."""
+    is_measured: bool = True
+    """Whether ``bench/families.py`` measures its tower: of images, and no other checkpoint's."""
 
     def tiny(self, family: str, layers: int | None = None) -> Tiny:
         """The checkpoint with the tower's released sizes, but with ``layers`` of its layers if given."""
-        tiny = (TINY | OWN_TOWERS)[family]
+        tiny = BASES[family]
         config = merged(tiny.config, self.config)
         if layers is not None:
             config = merged(config, {"vision_config": {self.depth: layers}})
@@ -67,6 +75,15 @@ def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
 
 
+BASES = {
+    **TINY,
+    **OWN_TOWERS,
+    **HEARING,
+    "minicpmv": Tiny(config_of(4.5), preprocessor=PROCESSOR),
+    "qwen3_vl": Tiny(model_config(DENSE), preprocessor=PREPROCESSOR),
+}
+"""Checkpoints whose settings ``RELEASED`` changes."""
+
 RELEASED = {
     "qwen2_vl": Released(
         "Qwen2-VL-7B-Instruct",
@@ -86,6 +103,51 @@ RELEASED = {
         },
         QWEN_PIXELS,
         depth="depth",
+    ),
+    "qwen2_5_omni": Released(
+        "Qwen2.5-Omni-7B",
+        {
+            "thinker_config": {
+                "text_config": {"hidden_size": 3584},
+                "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+                | {"out_hidden_size": 3584, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+                "audio_config": WHISPER | {"max_source_positions": 1500, "n_window": 100, "output_dim": 3584},
+                "position_id_per_seconds": 25,
+            }
+        },
+        QWEN_PIXELS | {"feature_size": 128, "chunk_length": 300},
+        is_measured=False,
+    ),
+    "qwen3_omni_moe": Released(
+        "Qwen3-Omni-30B-A3B-Instruct",
+        {
+            "thinker_config": {
+                "text_config": {"hidden_size": 2048},
+                "vision_config": QWEN3_TOWER | {"out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24]},
+                "audio_config": WHISPER
+                | {"downsample_hidden_size": 480, "n_window": 50, "n_window_infer": 800, "output_dim": 2048},
+            }
+        },
+        QWEN_PIXELS | {"patch_size": 16, "feature_size": 128},
+        is_measured=False,
+    ),
+    "qwen2_audio": Released(
+        "Qwen2-Audio-7B-Instruct",
+        {
+            "text_config": {"hidden_size": 4096, "max_position_embeddings": 8192},
+            "audio_config": WHISPER | {"max_source_positions": 1500},
+        },
+        {"feature_size": 128, "chunk_length": 30},
+        is_measured=False,
+    ),
+    "qwen3_vl": Released(
+        "Qwen3-VL-8B-Instruct",
+        {
+            "text_config": {"hidden_size": 4096},
+            "vision_config": QWEN3_TOWER | {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+        },
+        QWEN3_SIZE,
+        is_measured=False,
     ),
     "qwen3_5": Released(
         "Qwen3.5-9B",
@@ -107,6 +169,16 @@ RELEASED = {
         },
         {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}},
         depth="depth",
+    ),
+    "glm4v_moe": Released(
+        "GLM-4.5V",
+        {
+            "text_config": {"hidden_size": 4096},
+            "vision_config": {"depth": 24, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096}
+            | {"intermediate_size": 10_944, "image_size": 336},
+        },
+        {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}},
+        is_measured=False,
     ),
     "llava": Released(
         "llava-1.5-7b-hf",
@@ -213,6 +285,13 @@ RELEASED = {
         },
         {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
         video_preprocessor={"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+    ),
+    "minicpmv": Released(
+        "MiniCPM-V-4_5",
+        {"hidden_size": 4096, "query_num": 64, "vision_config": SO400M | {"patch_size": 14, "image_size": 980}},
+        {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9, "image_feature_size": 64}
+        | {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3},
+        is_measured=False,
     ),
     "deepseek_vl_v2": Released(
         "DeepSeek-OCR",
