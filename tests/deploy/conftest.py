@@ -1,0 +1,25 @@
+"""The Helm chart, rendered."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.kubernetes_manifests import CHART, HELM
+
+Render = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def render() -> Render:
+    """Renders the chart with files of values, and with ``name=value`` words. Raises CalledProcessError."""
+    if not HELM.exists():
+        pytest.skip("no helm: scripts/setup-deploy")
+
+    def template(*values: Path | str, chart: Path = CHART, release: str = "triptych") -> str:
+        flags = [word for one in values for word in ("--set-json" if isinstance(one, str) else "--values", str(one))]
+        command = [str(HELM), "template", release, str(chart), "--namespace", "serving", *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    return template
