@@ -208,7 +208,12 @@ PAGES = {
             "`downsample_mode` (`16x` or `4x`) holds for images and videos alike.",
             "Images are numbered in the prompt unless the processor's file says otherwise.",
             "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",
-            "Of earlier versions, 2.6 and 4.5 are served, with images alone; a conversation's parts become its lines.",
+            "Of earlier versions, 2.6 and 4.5 are served; a conversation's parts become its lines.",
+            "Their videos are sampled as their published descriptions say: 2.6's once a second (at most 64 frames), 4.5's "
+            "three times a second.",
+            "From 180 frames, 4.5 shows up to 3 frames together: they become one line and one image's embeddings.",
+            "Frames of these versions aren't numbered, nor are images of a request with videos; by default, 2.6 cuts a "
+            "frame into up to 2 slices, and 4.5 into none.",
         ),
     ),
     "deepseek-ocr": Page(

@@ -99,12 +99,13 @@ CHECKS = (
         columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
-        "models of images that Transformers lacks",
+        "models of images and videos that Transformers lacks",
         "plans, pixels, embeddings (within 5e-5), logits and answers equal to those of an implementation in the tests, "
         "in one instance, with each stage on its own, in chunks of 7 and through a receive pool of one block",
-        "tests/models/test_minicpm_original.py, tests/parity/test_minicpm.py",
+        "tests/models/test_minicpm_original.py, tests/models/test_minicpm_original_videos.py, "
+        "tests/parity/test_minicpm.py",
         {"minicpmv"},
-        columns=("plan", "pixels", "rows", "logits", "answers", "split", "split P/D"),
+        columns=("plan", "pixels", "rows", "logits", "answers", "video", "split", "split P/D"),
     ),
     Check(
         "answers from original files",

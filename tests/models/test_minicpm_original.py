@@ -32,7 +32,7 @@ from triptych.models.minicpmv.preprocess import MiniCPMVPreprocessor
 from triptych.models.minicpmv.resampler import MiniCPMV, shares
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemContext, ItemPlan, VideoHeader
+from triptych.types import ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
 
 CONFIG = config_of(2.6)
 VERSIONS = (2.6, 4.5)
@@ -191,7 +191,7 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
 def test_what_isnt_planned() -> None:
     planner = MiniCPMVPlanner(CONFIG, PROCESSOR)
     with pytest.raises(UnsupportedMedia):
-        planner.plan(VideoHeader("MP4", 90, 90, 4, 2.0))
+        planner.plan(VideoHeader("MP4", 90, 90, 4, 2.0), ItemContext(PixelBounds(0, 10_000)))
     with pytest.raises(BadMediaSize):
         planner.plan(ImageHeader("PNG", 201, 1))
     data = png(picture(300, 200, 1))
@@ -230,5 +230,5 @@ def test_options_of_requests() -> None:
     assert plan.patches == 4 * plan.rows
     whole = MiniCPMVPlanner(CONFIG, PROCESSOR | {"slice_mode": False})
     assert whole.plan(ImageHeader("PNG", 300, 200), context).num_parts == 1
-    with pytest.raises(InvalidRequest, match="downsample_mode; it takes max_slice_nums"):
+    with pytest.raises(InvalidRequest, match="downsample_mode; it takes fps, max_slice_nums, num_frames"):
         check_options(older, options)

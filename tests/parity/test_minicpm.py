@@ -1,31 +1,39 @@
 """MiniCPM-V 2.6 and 4.5 answer as an implementation written from their description does, in every kind of topology."""
 
 import asyncio
+import io
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
+import av
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.harness import FLOAT32, running
-from tests.support.image_cases import CASES
-from tests.support.minicpm import LANGUAGE_MODELS, MiniCPMReference, config_of, make_minicpm
+from tests.support.clips import clip
+from tests.support.harness import FLOAT32, Messages, running
+from tests.support.image_cases import CASES, picture, png
+from tests.support.minicpm import LANGUAGE_MODELS, Clip, MiniCPMReference, Shown, config_of, grouped, make_minicpm
 from tests.support.stage_loops import Recording, count_parts, engine_loop
+from tests.support.video_cases import user, video_part
 from triptych.config import EngineConfig
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 from triptych.server.instance import Instance
+from triptych.types import FrameSampling
 
 VERSIONS = list(LANGUAGE_MODELS)
+STILLS: Mapping[str, tuple[Messages, list[Shown]]] = {case.name: (case.messages, [*case.images]) for case in CASES}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OldModel:
-    """A checkpoint and its expected answers to all cases."""
+    """A checkpoint and its expected answers to the cases: messages and what they show."""
 
     folder: Path
     version: float
+    cases: Mapping[str, tuple[Messages, list[Shown]]]
 
     @cached_property
     def reference(self) -> MiniCPMReference:
@@ -34,28 +42,63 @@ class OldModel:
     @cached_property
     def prompts(self) -> list[PlannedPrompt]:
         builder = PromptBuilder(self.folder)
-        return [builder.build(case.messages) for case in CASES]
+        return [builder.build(messages) for messages, _ in self.cases.values()]
 
     @cached_property
     def answers(self) -> list[list[int]]:
-        pairs = zip(self.prompts, CASES, strict=True)
-        answers = [self.reference.generate(prompt.tokens, case.images) for prompt, case in pairs]
-        assert len({tuple(answer) for answer in answers}) >= len(CASES) - 1
+        pairs = zip(self.prompts, self.cases.values(), strict=True)
+        answers = [self.reference.generate(prompt.tokens, shown) for prompt, (_, shown) in pairs]
+        assert len({tuple(answer) for answer in answers}) >= len(self.cases) - 1
         return answers
+
+
+def sampled(version: float, data: bytes, fps: float = 0) -> Clip:
+    """What the reference shows of a video."""
+    with av.open(io.BytesIO(data), "r") as file:
+        rate = float(file.streams.video[0].average_rate or 0)
+        frames = [frame.to_image() for frame in file.decode(video=0)]
+    groups, times = grouped(len(frames), rate, version, fps)
+    return Clip([[frames[number] for number in group] for group in groups], times, 2 if version == 2.6 else 1)
+
+
+def videos(version: float) -> dict[str, tuple[Messages, list[Shown]]]:
+    """The last one is long enough that version 4.5 shows frames together."""
+    first, second = clip("mp4", frames=50), clip("webm", frames=20, width=64, height=96, seed=4)
+    long = clip("mp4", frames=61, rate=1, width=48, height=48, seed=5)
+    still = picture(200, 150, 1)
+    return {
+        "mp4": (user(video_part(first), "What happens?"), [sampled(version, first)]),
+        "image and video": (
+            user({"type": "image", "data": png(still)}, video_part(second), "Same?"),
+            [still, sampled(version, second)],
+        ),
+        "two a second": (
+            user("See", video_part(second, sampling=FrameSampling(fps=2.0))),
+            [sampled(version, second, 2.0)],
+        ),
+        "long": (user(video_part(long), "And now?"), [sampled(version, long)]),
+    }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[float, OldModel]:
     torch.set_num_threads(1)
     return {
-        version: OldModel(make_minicpm(tmp_path_factory.mktemp(str(version)), version), version) for version in VERSIONS
+        version: OldModel(make_minicpm(tmp_path_factory.mktemp(str(version)), version), version, STILLS)
+        for version in VERSIONS
     }
+
+
+@cache
+def seeing(model: OldModel) -> OldModel:
+    """The same model with the cases of videos."""
+    return replace(model, cases=videos(model.version))
 
 
 def answered(model: OldModel, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:
     async def run() -> list[list[int]]:
         async with running(model.folder, topology, engine) as service:
-            return await service.answers([case.messages for case in CASES])
+            return await service.answers([messages for messages, _ in model.cases.values()])
 
     return asyncio.run(run())
 
@@ -86,10 +129,20 @@ def test_rows_of_a_warm_encoder_cache(models: dict[float, OldModel]) -> None:
     assert sum(seen) == encoded > 0
 
 
+@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_first_token_logits(models: dict[float, OldModel], version: float) -> None:
+def test_videos(models: dict[float, OldModel], version: float, topology: str) -> None:
+    """In chunks of 7 tokens, unless all roles are in one instance."""
+    model = seeing(models[version])
+    engine = FLOAT32 if topology == "1EPD" else replace(FLOAT32, max_num_batched_tokens=7)
+    assert answered(model, topology, engine) == model.answers
+
+
+@pytest.mark.parametrize("videos", [False, True])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_first_token_logits(models: dict[float, OldModel], version: float, videos: bool) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD."""
-    model, recorded = models[version], list[Tensor]()
+    model, recorded = seeing(models[version]) if videos else models[version], list[Tensor]()
 
     def record(instance: Instance) -> None:
         if instance.role.has_decoder:
@@ -98,9 +151,9 @@ def test_first_token_logits(models: dict[float, OldModel], version: float) -> No
 
     async def run() -> None:
         async with running(model.folder, "1E1PD", prepare=record) as service:
-            for case in CASES:
-                await service.answer(case.messages, max_tokens=1)
+            for messages, _ in model.cases.values():
+                await service.answer(messages, max_tokens=1)
 
     asyncio.run(run())
-    for case, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
-        assert (logits - model.reference.first_logits(prompt.tokens, case.images)).abs().max() < 1e-4, case.name
+    for (name, (_, shown)), prompt, logits in zip(model.cases.items(), model.prompts, recorded, strict=True):
+        assert (logits - model.reference.first_logits(prompt.tokens, shown)).abs().max() < 1e-4, name

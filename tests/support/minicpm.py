@@ -3,6 +3,7 @@ published description. It shares no code with ``triptych``, and takes the langua
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video's sampled frames. Those of a group are shown together."""
+
+    groups: list[list[Image.Image]]
+    times: list[list[int]]
+    """In tenths of a second; empty if the model doesn't see them."""
+    slices: int
+    """Of a frame, at most."""
+
+
+Shown = Image.Image | Clip
 
 
 def config_of(version: float) -> dict[str, Any]:
@@ -140,6 +155,38 @@ def text_of(image: Image.Image, number: int, processor: dict[str, Any], queries:
     return text + "\n".join(f"<slice>{unknown}</slice>" * grid[0] for _ in range(grid[1]))
 
 
+def text_of_video(clip: Clip, size: tuple[int, int], processor: dict[str, Any], queries: int) -> str:
+    """What stands for a video in the prompt: a line for each group, as of an image without a number."""
+    settings = processor | {"max_slice_nums": clip.slices}
+    line = text_of(Image.new("1", size), 0, settings, queries).removeprefix("<image_id>0</image_id>")
+    return "\n".join([line] * len(clip.groups))
+
+
+def _evenly(numbers: Sequence[int], count: int) -> list[int]:
+    gap = len(numbers) / count
+    return [numbers[int(i * gap + gap / 2)] for i in range(count)]
+
+
+def grouped(total: int, rate: float, version: float, fps: float = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """The numbers and the times of a video's frames, in groups, as the descriptions of both versions sample them."""
+    if version == 2.6:
+        found = list(range(0, total, round(rate / (fps or 1))))
+        found = _evenly(found, 64) if len(found) > 64 else found
+        return [[number] for number in found], []
+    wanted, seconds = fps or 3, total / rate
+    if wanted * int(seconds) <= 180:
+        packing, count = 1, round(min(wanted, round(rate)) * min(180, seconds))
+    else:
+        packing = math.ceil(seconds * wanted / 180)
+        packing, count = (packing, round(seconds * wanted)) if packing <= 3 else (3, 540)
+    found = _evenly(range(total), count)
+    scale = np.arange(0, seconds, 0.1)
+    nearest = [scale[np.abs(scale - number / rate).argmin()] for number in found]
+    times = (np.array(nearest) / 0.1).astype(np.int32).tolist()
+    first, second = ([some[i : i + packing] for i in range(0, count, packing)] for some in (found, times))
+    return first, second
+
+
 def sines(size: int, places: NDArray[np.float32]) -> NDArray[np.float32]:
     """[height, width] → [height, width, size]"""
     omega = 1.0 / 10000 ** (np.arange(size // 2, dtype=np.float32) / (size / 2.0))
@@ -167,16 +214,32 @@ class MiniCPMReference:
         return {name.removeprefix(prefix): it for name, it in self.weights.items() if name.startswith(prefix)}
 
     @torch.inference_mode()
-    def rows(self, image: Image.Image) -> Tensor:
+    def rows(self, shown: Shown) -> Tensor:
         """[pieces * queries, width]"""
-        return torch.cat(
-            [self._piece_rows(torch.from_numpy(pixels_of(one, self.processor))) for one in self.pieces(image)]
-        )
+        if isinstance(shown, Image.Image):
+            return torch.cat([self._piece_rows([piece], []) for piece in pieces_of(shown, self.processor)])
+        settings, found = self.processor | {"max_slice_nums": shown.slices}, []
+        for number, frames in enumerate(shown.groups):
+            times = shown.times[number] if shown.times else []
+            cut = [pieces_of(frame, settings) for frame in frames]
+            found += [self._piece_rows(pieces, times) for pieces in zip(*cut, strict=True)]
+        return torch.cat(found)
 
-    def pieces(self, image: Image.Image) -> list[Image.Image]:
-        return pieces_of(image, self.processor)
+    def _piece_rows(self, pieces: Sequence[Image.Image], times: Sequence[int]) -> Tensor:
+        """Of one piece, or of the same piece of several frames."""
+        keys, values = [], []
+        for number, piece in enumerate(pieces):
+            key, value = self._seen(torch.from_numpy(pixels_of(piece, self.processor)))
+            if times:
+                key = key + torch.from_numpy(sines(WIDTH, np.array(times[number], np.float32)))
+            keys.append(key)
+            values.append(value)
+        query = self._norm("ln_q", self.weights["resampler.query"])
+        found = self.attention(query, torch.cat(keys), torch.cat(values))[0]
+        return self._norm("ln_post", found) @ self.weights["resampler.proj"]
 
-    def _piece_rows(self, pixels: Tensor) -> Tensor:
+    def _seen(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Of what keys and values are made: [patches, width]"""
         embeddings, size = self.tower.embeddings, self.config["vision_config"]["patch_size"]
         rows, columns = pixels.shape[1] // size, pixels.shape[2] // size
         patches = embeddings.patch_embedding(pixels[None]).flatten(2).transpose(1, 2)
@@ -185,9 +248,7 @@ class MiniCPMReference:
         seen = self._norm("ln_kv", F.linear(states, self.weights["resampler.kv_proj.weight"]))
         across, down = np.meshgrid(np.arange(columns, dtype=np.float32), np.arange(rows, dtype=np.float32))
         positions = np.concatenate([sines(WIDTH // 2, across), sines(WIDTH // 2, down)], axis=-1).reshape(-1, WIDTH)
-        query = self._norm("ln_q", self.weights["resampler.query"])
-        found = self.attention(query, seen + torch.from_numpy(positions), seen)[0]
-        return self._norm("ln_post", found) @ self.weights["resampler.proj"]
+        return seen + torch.from_numpy(positions), seen
 
     def places(self, rows: int, columns: int) -> Tensor:
         """As the published tower puts patches into buckets: of counts that are integer tensors."""
@@ -198,7 +259,7 @@ class MiniCPMReference:
         weight, bias = (self.weights[f"resampler.{name}.{kind}"] for kind in ("weight", "bias"))
         return F.layer_norm(values, values.shape[-1:], weight, bias, 1e-6)
 
-    def embedded(self, tokens: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+    def embedded(self, tokens: Sequence[int], images: Sequence[Shown]) -> Tensor:
         """[1, tokens, width]: rows in place of each unknown token."""
         ids = torch.tensor([tokens])
         found: Tensor = self.model.get_input_embeddings()(ids)
@@ -207,7 +268,7 @@ class MiniCPMReference:
         return found
 
     @torch.inference_mode()
-    def generate(self, tokens: Sequence[int], images: Sequence[Image.Image]) -> list[int]:
+    def generate(self, tokens: Sequence[int], images: Sequence[Shown]) -> list[int]:
         """32 greedy tokens, without regard to end-of-text tokens."""
         output = self.model.generate(
             inputs_embeds=self.embedded(tokens, images),
@@ -221,7 +282,7 @@ class MiniCPMReference:
         return output[0].tolist()
 
     @torch.inference_mode()
-    def first_logits(self, tokens: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+    def first_logits(self, tokens: Sequence[int], images: Sequence[Shown]) -> Tensor:
         """Of the first generated token: float32 [vocab]."""
         logits: Tensor = self.model(inputs_embeds=self.embedded(tokens, images)).logits[0, -1]
         return logits

@@ -186,7 +186,6 @@ MINICPMV = replace(
     planner="triptych.models.minicpmv.plan:MiniCPMVPlanner",
     preprocessor="triptych.models.minicpmv.preprocess:MiniCPMVPreprocessor",
     adapter="triptych.models.minicpmv.resampler:MiniCPMV",
-    modalities=("text", "image"),
 )
 DEEPSEEK_OCR = Family(
     name="DeepSeek-OCR, DeepSeek-OCR-2",

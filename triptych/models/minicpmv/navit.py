@@ -49,16 +49,16 @@ class NaViT(nn.Module):
     def embedded(self, inputs: Sequence[PreprocessedPart], order: Callable[[int, int], Tensor] | None = None) -> Tensor:
         """Return the first layer's input [patches of all images, hidden].
 
-        The patches of an image are row by row, or in the ``order`` of its rows and columns: int64 [patches]. Raises
-        PlanMismatch for patches that don't fill a grid.
+        An input has ``grid[0]`` images. The patches of an image are row by row or, if it is the input's only one, in
+        the ``order`` of its rows and columns: int64 [patches]. Raises PlanMismatch for patches that don't fill a grid.
         """
         side = round(len(self.positions) ** 0.5)
         patches, indices = [], []
         for item in inputs:
-            if item.grid[0] != 1 or len(item.patches) != prod(item.grid):
+            images, rows, columns = item.grid
+            if images < 1 or (order is not None and images > 1) or len(item.patches) != prod(item.grid):
                 raise PlanMismatch(f"{len(item.patches)} patches don't fill a grid of {item.grid}")
-            rows, columns = item.grid[1:]
-            pixels, where = torch.from_numpy(item.patches), places(rows, columns, side, self._shares)
+            pixels, where = torch.from_numpy(item.patches), places(rows, columns, side, self._shares).repeat(images)
             if order is not None:
                 index = order(rows, columns)
                 pixels, where = pixels[index], where[index]

@@ -12,6 +12,8 @@ from triptych.models.shared.settings import setting
 
 LANGUAGE_MODELS = {2.6: "qwen2", 4.5: "qwen3"}
 """``model_type`` by ``version``."""
+PACKS_FRAMES = 4.5
+"""Version whose resampler sees the times of frames, and several frames at once."""
 TOWERS = ("siglip", "siglip_vision_model")
 HEAD_VALUES = 128
 """Of a head of the resampler; not in the config."""
@@ -26,6 +28,12 @@ def original_text_config(config: ModelConfig) -> Mapping[str, Any]:
         served = ", ".join(map(str, LANGUAGE_MODELS))
         raise CheckpointError(f"config.json: version {version!r} is not served; served are {served}") from None
     return {**config, "model_type": kind}
+
+
+def version_of(config: ModelConfig) -> float:
+    """Return the version. Raises CheckpointError for one that isn't served."""
+    original_text_config(config)
+    return float(config["version"])
 
 
 def original_vision_config(config: ModelConfig) -> ClipConfig:

@@ -12,8 +12,15 @@ from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import FRAME_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices, text_config, vision_config
-from triptych.models.minicpmv.original import original_slices, original_text_config, original_vision_config, query_num
-from triptych.models.minicpmv.sampling import SecondsSampling
+from triptych.models.minicpmv.original import (
+    PACKS_FRAMES,
+    original_slices,
+    original_text_config,
+    original_vision_config,
+    query_num,
+    version_of,
+)
+from triptych.models.minicpmv.sampling import GroupedSampling, PackedSampling, SecondsSampling, StepSampling
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
@@ -25,6 +32,8 @@ PLACEHOLDER = "<unk>"
 """Token of an embedding until version 4.5."""
 IMAGE_TEXT = "(<image>./</image>)"
 """What conversations with these versions have for an image; it is no token."""
+VIDEO_TEXT = "(<video>./</video>)"
+"""The same for a video. Published code has ``IMAGE_TEXT`` for each frame, which would be taken for images."""
 
 MARKERS = frozenset(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/"))
 """Tokens around embeddings and numbers."""
@@ -42,15 +51,17 @@ class PieceTower:
 
 
 def _pieces(cut: Cut, payloads: Sequence[tuple[int, ...]], tower: PieceTower) -> tuple[ItemPart, ...]:
-    """Return the pieces of images that are cut alike, with their rows one after the other's."""
+    """Return the pieces of images that are cut alike, with their rows one after the other's. The frames of a payload
+    are one image, whose pieces are those of all frames together."""
     whole, piece = (width * height // tower.patch_size**2 for width, height in (cut.whole, cut.slice))
     rows, costs = (tower.rows(whole), tower.rows(piece)), (tower.cost(whole), tower.cost(piece))
     parts, first_row = [], 0
     for payload in payloads:
-        parts.append(ItemPart(((first_row, rows[0]),), whole, costs[0], VISION, payload))
+        frames = max(len(payload) - 2, 1)
+        parts.append(ItemPart(((first_row, rows[0]),), frames * whole, frames * costs[0], VISION, payload))
         first_row += rows[0]
         for _ in range(cut.columns * cut.rows):
-            parts.append(ItemPart(((first_row, rows[1]),), piece, costs[1], VISION))
+            parts.append(ItemPart(((first_row, rows[1]),), frames * piece, frames * costs[1], VISION))
             first_row += rows[1]
     return tuple(parts)
 
@@ -64,6 +75,7 @@ class SlicePlanner(PlainPlanner):
     """What the planners of all versions share. ``_numbers`` is whether items are numbered."""
 
     _numbers: bool
+    _between_frames = ""
 
     def _cut_image(self, header: ImageHeader, context: ItemContext, slices: Slices, tower: PieceTower) -> ItemPlan:
         """``bounds`` are those of the area of all slices. Raises UnsupportedMedia for a lower one."""
@@ -112,7 +124,7 @@ class SlicePlanner(PlainPlanner):
         piece = spelling(self.placeholder_tokens[plan.modality])
         columns, rows = plan.parts[0].payload[-2:]
         lines = "\n".join([f"<slice>{piece}</slice>" * columns] * rows)
-        return f"<image>{piece}</image>{lines}" * plan.grid[0]
+        return self._between_frames.join([f"<image>{piece}</image>{lines}"] * plan.grid[0])
 
     def runs(self, plan: ItemPlan) -> Sequence[int]:
         """Return a run for each piece."""
@@ -176,8 +188,9 @@ class MiniCPMV46Planner(SlicePlanner):
 class MiniCPMVPlanner(SlicePlanner):
     """``Planner`` of model type ``minicpmv``. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options = frozenset(("max_slice_nums",))
-    template_texts: Mapping[str, str] = {"image": IMAGE_TEXT}
+    options = FRAME_OPTIONS | {"max_slice_nums"}
+    template_texts: Mapping[str, str] = {"image": IMAGE_TEXT, "video": VIDEO_TEXT}
+    _between_frames = "\n"
 
     def __init__(
         self,
@@ -193,8 +206,11 @@ class MiniCPMVPlanner(SlicePlanner):
         self._tower = PieceTower(vision.patch_size, lambda _: queries, cost_model.cost)
         numbers = setting(preprocessor_config, "use_image_id", bool, default=True, file=PREPROCESSOR_FILE)
         self._numbers = setting(config, "use_image_id", bool, default=numbers)
+        kind: type[GroupedSampling]
+        kind, self._frame_slices = (PackedSampling, 1) if version_of(config) == PACKS_FRAMES else (StepSampling, 2)
+        self._sampling = kind.from_config({}, 1)
         super().__init__(
-            {"image": PLACEHOLDER},
+            {"image": PLACEHOLDER, "video": PLACEHOLDER},
             context_length=context_length(original_text_config(config)),
             max_image_pixels=self._slices.max_pixels,
             max_source_pixels=max_source_pixels,
@@ -204,3 +220,17 @@ class MiniCPMVPlanner(SlicePlanner):
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """See ``_cut_image``."""
         return self._cut_image(header, context, self._slices, self._tower)
+
+    def _plan_video(self, header: VideoHeader, context: ItemContext) -> ItemPlan:
+        """Each frame is cut as an image is, by default into fewer slices; see ``grouped_frames``. Raises
+        UnsupportedMedia for invalid sampling and for bounds."""
+        check_no_bounds(context)
+        slices = self._slices.at_most(int(context.options.get("max_slice_nums", self._frame_slices)))
+        cut = slices.cut(header.width, header.height)
+        groups = self._sampling.for_request(context.sampling).groups(header)
+        payloads = [(*group, cut.columns, cut.rows) for group in groups]
+        return self._item_plan(header, cut, payloads, context, self._tower)
+
+    def label(self, plan: ItemPlan, context: ItemContext) -> str:
+        """Return an image's number. Published code numbers nothing in requests with videos."""
+        return super().label(plan, context) if "video" not in {plan.modality, *context.modalities} else ""

@@ -5,8 +5,9 @@ Bit-exact with ``MiniCPMV4_6ImageProcessorPil`` and ``MiniCPMV4_6VideoProcessor`
 earlier versions, with the published processor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from PIL import Image
 from triptych.errors import PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices
-from triptych.models.minicpmv.original import original_slices, query_num
-from triptych.models.minicpmv.sampling import sliced_frames
+from triptych.models.minicpmv.original import PACKS_FRAMES, original_slices, query_num, version_of
+from triptych.models.minicpmv.sampling import grouped_frames, sliced_frames, temporal_ids
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
@@ -54,17 +55,18 @@ class MiniCPMV46Preprocessor:
         if isinstance(header, VideoHeader):
             slices, (numbers, grid) = self._frame_slices.in_units(unit), sliced_frames(plan)
             cut = slices.cut_into(header.width, header.height, *grid)
-            _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, len(numbers))
+            _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, [1] * len(numbers))
             for frame in decoded_frames(data, numbers, header):
                 resize = partial(self._resized_frame, np.array(frame))
-                yield from _inputs(resize, cut, slices.patch_size, self._video_table, (unit,))
+                yield from _inputs([resize], cut, slices.patch_size, self._video_table, (unit,))
             return
         assert isinstance(header, ImageHeader)
         slices = self._slices.in_units(unit)
         cut = _planned_cut(plan, header, slices)
         _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2)
         image = decode_image(data, header.format, (header.width, header.height))
-        yield from _inputs(partial(_resized_image, image, self._resample), cut, slices.patch_size, self._table, (unit,))
+        resize = partial(_resized_image, image, self._resample)
+        yield from _inputs([resize], cut, slices.patch_size, self._table, (unit,))
 
     def _resized_frame(self, frame: Pixels, size: tuple[int, int]) -> Pixels:
         pixels: Pixels = resized(frame[None], size[::-1], self._video_mode)[0]
@@ -79,22 +81,39 @@ class MiniCPMVPreprocessor:
     ) -> None:
         self._slices = original_slices(config, preprocessor_config)
         self._queries = query_num(config, preprocessor_config)
+        self._packs = version_of(config) == PACKS_FRAMES
         names = (("image_mean", "norm_mean"), ("image_std", "norm_std"))
         settings = {ours: preprocessor_config.get(theirs, 0.5) for ours, theirs in names}
         self._table = normalised_bytes(settings)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Decode, resize and cut an image; each piece's ``patches`` are float32 [patches, 3 * patch²].
+        """Decode, resize and cut an image or the frames of a video; each piece's ``patches`` are float32
+        [patches, 3 * patch²]. The pieces of frames that are shown together are one part, whose ``layout`` are the times
+        of the frames if the tower takes them.
 
         Raises MediaError if the bytes can't be decoded, and PlanMismatch if the pieces aren't the planned ones.
         """
         header = plan.header
+        if isinstance(header, VideoHeader):
+            yield from self._frames(data, plan, header)
+            return
         assert isinstance(header, ImageHeader)
         cut = _planned_cut(plan, header, self._slices)
         _check(plan, cut, self._slices.patch_size, lambda _: self._queries)
         image = decode_image(data, header.format, (header.width, header.height))
         resize = partial(_resized_image, image, Image.Resampling.BICUBIC)
-        yield from _inputs(resize, cut, self._slices.patch_size, self._table)
+        yield from _inputs([resize], cut, self._slices.patch_size, self._table)
+
+    def _frames(self, data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[EncoderInput]:
+        groups, grid = grouped_frames(plan)
+        cut = self._slices.cut_into(header.width, header.height, *grid)
+        _check(plan, cut, self._slices.patch_size, lambda _: self._queries, [len(group) for group in groups])
+        sampled = decoded_frames(data, [frame for group in groups for frame in group], header)
+        for group in groups:
+            images = [Image.fromarray(np.array(frame)) for frame in islice(sampled, len(group))]
+            resizes = [partial(_resized_image, image, Image.Resampling.BICUBIC) for image in images]
+            layout = temporal_ids(group, header) if self._packs else ()
+            yield from _inputs(resizes, cut, self._slices.patch_size, self._table, layout)
 
 
 def _planned_cut(plan: ItemPlan, header: ImageHeader, slices: Slices) -> Cut:
@@ -118,29 +137,34 @@ def _unit(plan: ItemPlan) -> int:
     raise PlanMismatch(f"{part.patches} patches don't become {part.rows} embeddings")
 
 
-def _check(plan: ItemPlan, cut: Cut, patch_size: int, rows: Callable[[int], int], frames: int = 1) -> None:
-    """Raise PlanMismatch if the plan isn't that of ``frames`` images that are cut in this way. ``rows`` returns the
-    embeddings of a piece of a number of patches."""
+def _check(
+    plan: ItemPlan, cut: Cut, patch_size: int, rows: Callable[[int], int], together: Sequence[int] = (1,)
+) -> None:
+    """Raise PlanMismatch if the plan isn't that of images that are cut in this way, or of numbers of frames whose
+    pieces are ``together``. ``rows`` returns the embeddings of a piece of a number of patches."""
     patches = [width * height // patch_size**2 for width, height in cut.pieces]
-    expected = [(rows(count), count) for count in patches]
-    if plan.num_parts != frames * len(expected) or any(
-        (part.rows, part.patches) != expected[number % len(expected)] for number, part in enumerate(plan.parts)
-    ):
-        raise PlanMismatch(f"{frames} images become {len(patches)} pieces each; their plan says otherwise")
+    expected = [(rows(count), frames * count) for frames in together for count in patches]
+    if [(part.rows, part.patches) for part in plan.parts] != expected:
+        raise PlanMismatch(f"{len(together)} images become {len(patches)} pieces each; their plan says otherwise")
 
 
 def _inputs(
-    resize: Callable[[tuple[int, int]], Pixels],
+    resizes: Sequence[Callable[[tuple[int, int]], Pixels]],
     cut: Cut,
     patch_size: int,
     table: NDArray[np.float32],
     layout: tuple[int, ...] = (),
 ) -> Iterator[EncoderInput]:
-    """Yield an image's pieces; ``resize`` returns the image in a width and height."""
-    pieces = [resize(cut.whole)]
+    """Yield the pieces of an image, or of several together; ``resizes`` return an image in a width and height."""
+    for pieces in zip(*(_cut_up(resize, cut) for resize in resizes), strict=True):
+        yield fixed_size_input(pieces, table, patch_size, layout)
+
+
+def _cut_up(resize: Callable[[tuple[int, int]], Pixels], cut: Cut) -> Iterator[Pixels]:
+    """Yield the whole and the slices."""
+    yield resize(cut.whole)
     if cut.columns:
         canvas, (width, height) = resize(cut.canvas), cut.slice
         for top in range(0, len(canvas), height):
-            pieces += [canvas[top : top + height, left : left + width] for left in range(0, canvas.shape[1], width)]
-    for piece in pieces:
-        yield fixed_size_input([piece], table, patch_size, layout)
+            for left in range(0, canvas.shape[1], width):
+                yield canvas[top : top + height, left : left + width]

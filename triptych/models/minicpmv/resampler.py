@@ -1,17 +1,18 @@
 """Adapter of MiniCPM-V 2.6 and 4.5: tower, resampler, decoder parameters and tensor names.
 
-The reference is the published code; transformers has no classes. A piece of an image becomes a fixed number of
-embeddings: learned queries attend to its patches.
+The reference is the published code; transformers has no classes. A piece of an image, or of several frames, becomes a
+fixed number of embeddings: learned queries attend to its patches.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import CheckpointError
+from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat, frozen
 from triptych.models.base import VISION, ModelConfig
@@ -44,6 +45,26 @@ def grid_positions(rows: int, columns: int, width: int) -> Tensor:
     across = table[:columns].expand(rows, -1, -1)
     down = table[:rows, None].expand(-1, columns, -1)
     return torch.cat((across, down), dim=-1).flatten(0, 1)
+
+
+def temporal_positions(times: Sequence[int], width: int) -> Tensor:
+    """Return the positions of frames in time: float32 [frames, width], sines, then cosines.
+
+    Angles are rounded as in the reference, which computes them with numpy: those of long videos are large.
+    """
+    omega = np.arange(width // 2, dtype=np.float32) / np.float32(width / 2)
+    angles = np.asarray(times, np.float32)[:, None] * (1.0 / 10_000**omega).astype(np.float32)
+    return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles)), axis=1))
+
+
+def positions_of(item: PreprocessedPart, width: int) -> Tensor:
+    """Return what is added to the keys of a piece's patches: float32 [patches, width]. Pieces of frames have times,
+    which are their ``layout``. Raises PlanMismatch for other numbers of these."""
+    images, rows, columns = item.grid
+    if len(item.layout) not in (0, images):
+        raise PlanMismatch(f"{images} frames have {len(item.layout)} times")
+    times = temporal_positions(item.layout, width) if item.layout else torch.zeros(images, width)
+    return (grid_positions(rows, columns, width) + times[:, None]).flatten(0, 1)
 
 
 class Resampler(nn.Module):
@@ -90,7 +111,7 @@ class Resampler(nn.Module):
 
 
 class MiniCPMVTower(nn.Module):
-    """``Encoder`` of pieces of images."""
+    """``Encoder`` of pieces of images, and of frames that are shown together."""
 
     def __init__(self, transformer: NaViT, resampler: Resampler, embedding_width: int) -> None:
         super().__init__()
@@ -104,10 +125,10 @@ class MiniCPMVTower(nn.Module):
         if not inputs:
             return []
         hidden = self.transformer.embedded(inputs)
-        lengths = [len(item.patches) for item in inputs]
-        states = self.transformer.norm(self.transformer.through(hidden, lengths))
-        positions = torch.cat([grid_positions(*item.grid[1:], self.embedding_width) for item in inputs])
-        rows = self.resampler(states, lengths, positions.to(states.device))
+        images = [rows * columns for number, rows, columns in (item.grid for item in inputs) for _ in range(number)]
+        states = self.transformer.norm(self.transformer.through(hidden, images))
+        positions = torch.cat([positions_of(item, self.embedding_width) for item in inputs])
+        rows = self.resampler(states, [len(item.patches) for item in inputs], positions.to(states.device))
         return list(rows.split(len(self.resampler.queries)))
 
 
