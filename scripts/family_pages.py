@@ -209,8 +209,8 @@ PAGES = {
             "Images are numbered in the prompt unless the processor's file says otherwise.",
             "A video is sampled once a second, longer ones more rarely; bounds of its frames' area are refused.",
             "Of earlier versions, 2.6 and 4.5 are served; a conversation's parts become its lines.",
-            "Their videos are sampled as their published descriptions say: 2.6's once a second (at most 64 frames), 4.5's "
-            "three times a second.",
+            "Their videos are sampled as their published descriptions say: 2.6's once a second (at most 64 frames), "
+            "4.5's three times a second.",
             "From 180 frames, 4.5 shows up to 3 frames together: they become one line and one image's embeddings.",
             "Frames of these versions aren't numbered, nor are images of a request with videos; by default, 2.6 cuts a "
             "frame into up to 2 slices, and 4.5 into none.",

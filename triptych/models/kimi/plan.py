@@ -15,7 +15,7 @@ class KimiVLPlanner(PlainPlanner):
     """``Planner`` of Kimi-VL. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     geometry: ClassVar[type[PaddedGeometry]] = KimiVLGeometry
-    markers: ClassVar[tuple[str, ...]] = ("<|media_start|>", "<|media_content|>", "<|media_end|>")
+    around: ClassVar[tuple[str, ...]] = ("<|media_start|>", "<|media_content|>", "<|media_end|>")
     """Tokens that templates have around a placeholder."""
 
     def __init__(
@@ -35,7 +35,7 @@ class KimiVLPlanner(PlainPlanner):
             max_image_pixels=self._geometry.max_pixels,
             max_source_pixels=max_source_pixels,
         )
-        self.media_tokens = frozenset((image_token(config), *self.markers))
+        self.media_tokens = frozenset((image_token(config), *self.around))
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met, and for an image with too long a side."""
@@ -48,4 +48,4 @@ class KimiK25Planner(KimiVLPlanner):
     """``Planner`` of Kimi K2.5. Raises CheckpointError as ``KimiVLPlanner`` does."""
 
     geometry = KimiK25Geometry
-    markers = ("<|media_begin|>", "<|media_content|>", "<|media_end|>")
+    around = ("<|media_begin|>", "<|media_content|>", "<|media_end|>")
