@@ -55,7 +55,7 @@ class Readiness:
 
     async def why_not_ready(self) -> str:
         """Return why the service isn't ready, or an empty string if it is."""
-        if self._router.draining:
+        if self._router.draining or self._router.leaving:
             return "the service is shutting down"
         if not self._router.can_serve:
             return self._router.missing_stages() or "a stage has no instance"

@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         if config.lease.health_port:
             raise ConfigError("--health-port is for --role and an instance, such as --role E")
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
+    if arguments.role != FRONTEND and config.lease.leave_instances:
+        raise ConfigError(f"--leave-instances is for --role {FRONTEND}")
     if arguments.role is not None and config.frontend.http.frontends > 1:
         raise ConfigError("--frontends is for a whole service; start each frontend of its own with --role frontend")
     if arguments.role == FRONTEND:

@@ -33,6 +33,11 @@ class LeaseConfig(Settings):
         "service ends) or at most this often before it has been ready for a minute",
         parse=_restart,
     )
+    leave_instances: bool = setting(
+        False,
+        "for --role frontend: on SIGTERM, leave the instances to the frontend that is started in its place, and answer "
+        "what still comes while it drains; for a service manager that replaces frontends one by one",
+    )
     health_port: int = setting(
         0,
         "port on --cluster-host at which an instance of --role answers /health, /ready and /metrics; 0 for none",

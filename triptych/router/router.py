@@ -133,6 +133,9 @@ class Router:
             StartRollout: self._on_start_rollout,
         }
 
+    leaving = False
+    """Whether another frontend takes over: requests that still come are admitted, but none should be sent here."""
+
     @property
     def draining(self) -> bool:
         """Whether new requests are rejected because the service is shutting down."""

@@ -167,7 +167,8 @@ class Frontend:
         # requests that are still running get an error, not a stream that breaks off
         self.router.end_all(InstanceLost("the service has ended"))
         # a frontend that is restarted alone leaves its instances to its successor
-        if self.router.launcher_view.stopping or self._handed_over or not self._supervised:
+        leaves_instances = self._supervised or self._config.lease.leave_instances
+        if self.router.launcher_view.stopping or self._handed_over or not leaves_instances:
             self._tell_instances(FrontendEnding(self.channel.address))
         for lease in self.router.membership:
             self.router.handle(Deregister(lease.address, resets=lease.resets))
@@ -188,11 +189,16 @@ class Frontend:
 
     async def drain(self) -> None:
         """Finish the requests that run, up to the drain timeout, and admit no others. A frontend that has a successor
-        rejects none: it accepts no connections, which wait for the successor, and ends those that it has."""
+        rejects none, and ends the connections that it has. It accepts no others where its supervisor keeps the socket
+        open; elsewhere it does, since a balancer may still send some."""
         self._take_messages()  # a supervisor may just have reported that the service ends
         if self._supervised and not self.router.launcher_view.stopping and self._server.started:
             log.info("SIGTERM: leaving new connections to the next frontend; finishing the requests that are running")
             ending = self._hand_over()
+        elif self._config.lease.leave_instances and self._server.started:
+            log.info("SIGTERM: leaving the instances to the next frontend; finishing the requests that are running")
+            self.router.leaving = True
+            ending = self._end_connections()
         else:
             log.info("SIGTERM: rejecting new requests; finishing those that are running")
             self.router.draining = True
@@ -211,6 +217,10 @@ class Frontend:
             self._tell_instances(HandingOver(self.channel.address))
         for server in self._server.servers:
             server.close()
+        await self._end_connections()
+
+    async def _end_connections(self) -> None:
+        """Close every connection after its next response, and wait for what runs."""
         self._server.config.encoded_headers.append(_CLOSE)
         state = self._server.server_state
         state.default_headers = [*state.default_headers, _CLOSE]
