@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from scripts.generated import DOCS, table, with_region
 from triptych.observe.metrics import PREFIX, Metrics
 from triptych.router.instance_metrics import RESTARTS, RESTARTS_LABELS, RESTARTS_MEANING, SERIES
+from triptych.router.stage_metrics import STAGE_LABELS, STAGE_SERIES
 
 PAGE = DOCS / "observability.md"
 PACKAGE = Path(__file__).parents[1] / "triptych"
@@ -26,7 +27,9 @@ def page() -> str:
 
 def content() -> str:
     """The tables."""
-    frontend = [*_frontend(), *_watched(), _row(RESTARTS, "counter", RESTARTS_LABELS, RESTARTS_MEANING)]
+    stages = [_row(name, "gauge", STAGE_LABELS, meaning) for name, meaning in STAGE_SERIES.items()]
+    restarts = _row(RESTARTS, "counter", RESTARTS_LABELS, RESTARTS_MEANING)
+    frontend = [*_frontend(), *_watched(), *stages, restarts]
     instances = [
         _row(series.name, "counter" if series.counts else "gauge", _labels_of(series), series.meaning)
         for series in SERIES

@@ -9,6 +9,7 @@ import pytest
 
 from triptych.observe.metrics import PREFIX, Metrics
 from triptych.router.instance_metrics import SERIES
+from triptych.router.stage_metrics import STAGE_LABELS, STAGE_SERIES
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/triptych.json"
 SCRAPED = "instance"
@@ -29,7 +30,7 @@ def exposed() -> dict[str, set[str]]:
     for series in SERIES:
         name = PREFIX + series.name + ("_total" if series.counts else "")
         names[name] = {"engine", "role", *([series.label] if series.label else [])}
-    return names
+    return names | {PREFIX + name: set(STAGE_LABELS) for name in STAGE_SERIES}
 
 
 def targets() -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def test_every_metric_is_on_the_dashboard_or_listed_as_omitted() -> None:
         "engine_computed_tokens", "engine_outstanding", "engine_steps", "kv_cache_pages", "mm_fetched_bytes",
         "mm_items", "mm_items_encoded", "request_generation_tokens",
         "request_prompt_tokens", "request_time_per_output_token_seconds", "state_slots", "state_slots_used",
-        "state_snapshots_cached", "transfer_received", "transfer_revoked",
+        "stage_outstanding", "state_snapshots_cached", "transfer_received", "transfer_revoked",
         "transfer_sent", "transfer_sent_bytes",
     }  # fmt: skip
     families = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in exposed() if name.startswith(PREFIX)}

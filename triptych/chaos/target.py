@@ -28,6 +28,7 @@ ZERO_WHEN_IDLE = (
     "kv_cache_usage_perc",
     "receive_pool_usage_perc",
     "engine_outstanding",
+    "stage_outstanding",
 )
 """Metrics, without their prefix, that are zero once no request is in flight."""
 _SHARED_MEMORY = Path("/dev/shm")

@@ -255,6 +255,11 @@ class EncodeDispatcher:
         most its own cost."""
         return sum(min(one.cost, cost) if one.long else one.cost for one in self._unfinished)
 
+    @property
+    def outstanding(self) -> int:
+        """Cost of all items that aren't encoded yet, queued or in flight. Takes time in proportion to their number."""
+        return sum(cost_of(ticket.work.item.plan) for ticket in self._queue) + sum(one.cost for one in self._unfinished)
+
     def is_pending(self, request: RequestId) -> bool:
         """Return whether any item of the request is not encoded yet."""
         items = self._requests.get(request)

@@ -32,6 +32,8 @@ class RequestPhase(enum.StrEnum):
 
 COMPUTING = (RequestPhase.PREFILLING, RequestPhase.DECODING)
 """Phases in which language instances can compute the request."""
+BEFORE_ANSWER = (RequestPhase.QUEUED, RequestPhase.ENCODING, RequestPhase.PREFILLING)
+"""Phases before the first token."""
 
 
 @dataclass(frozen=True, eq=False)

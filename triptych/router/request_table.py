@@ -1,6 +1,6 @@
 """All requests in flight, with indexes. The only place that changes where a request is and which instance has it.
 
-Every operation takes time that doesn't depend on the number of requests in flight."""
+Unless they say otherwise, operations take time that doesn't depend on the number of requests in flight."""
 
 import heapq
 import itertools
@@ -8,7 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from triptych.router.membership import InstanceLease
-from triptych.router.request_state import COMPUTING, Assignment, RemotePrefill, RequestPhase, RequestState
+from triptych.router.request_state import (
+    BEFORE_ANSWER,
+    COMPUTING,
+    Assignment,
+    RemotePrefill,
+    RequestPhase,
+    RequestState,
+)
 from triptych.types import Address, RequestId
 
 
@@ -109,6 +116,16 @@ class RequestTable:
     def num_computing(self) -> int:
         """Requests that language instances can compute now."""
         return sum(self._num_in_phase[phase] for phase in COMPUTING)
+
+    @property
+    def cost(self) -> float:
+        """Forecast cost of all requests in flight. Takes time in proportion to their number."""
+        return sum(one.cost for one in self._requests.values())
+
+    @property
+    def prompt_tokens_ahead(self) -> int:
+        """Tokens of the prompts that no token has answered. Takes time in proportion to the number of requests."""
+        return sum(len(one.prompt.tokens) for one in self._requests.values() if one.phase in BEFORE_ANSWER)
 
     def num_in(self, phase: RequestPhase) -> int:
         return self._num_in_phase[phase]

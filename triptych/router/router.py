@@ -52,6 +52,7 @@ from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import InstanceLease, Membership, is_before, is_same
 from triptych.router.request_state import blamed
 from triptych.router.role_changes import RoleChanges
+from triptych.router.stage_metrics import StageCollector
 from triptych.topology import Stage
 from triptych.types import Address
 
@@ -108,6 +109,8 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
+        stages = StageCollector(self.membership, self.lifecycle, expects_encoders=expects_encoders)
+        self.metrics.registry.register(stages)
         self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
         self._handlers = self._message_handlers()
 
