@@ -170,6 +170,8 @@ PAGES = {
         (
             "An image keeps its size unless it has too many patches, and is padded to whole embeddings.",
             "Within bounds of a request, it is resized to whole embeddings instead.",
+            "Kimi K2.5's videos are sampled twice a second, as the published processor or Transformers' does it.",
+            "Four frames become the embeddings of one image, after the time of the first; bounds are those of a frame.",
             "Kimi-VL's images that would be cropped (`pad_input: false`) are refused.",
             "Files are published with a `tiktoken.model`; serving them takes a `tokenizer.json`.",
             "Tensors have their published names: Transformers loads Kimi K2.5, but saves it under names of no use.",

@@ -108,6 +108,14 @@ CHECKS = (
         columns=("plan", "pixels", "rows", "logits", "answers", "video", "split", "split P/D"),
     ),
     Check(
+        "videos of Kimi K2.5",
+        "frames equal to those of Transformers' function, embeddings within 1e-5, logits within 1e-4 and answers equal, "
+        "in one instance, with each stage on its own, and in chunks of 7",
+        "tests/models/test_kimi_videos.py, tests/parity/test_kimi_videos.py",
+        {"kimi_k25"},
+        columns=("video",),
+    ),
+    Check(
         "answers from original files",
         "equal to those of Transformers' files, in one instance and with each stage on its own",
         "tests/parity/test_families.py",

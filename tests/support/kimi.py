@@ -221,6 +221,14 @@ def kimi_k25_pixels(settings: dict[str, Any], images: Sequence[Image.Image]) -> 
     return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
 
 
+def kimi_k25_video(settings: dict[str, Any], frames: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """As ``kimi_k25_pixels``: chunks of four frames."""
+    whole = kimi_k25_pixels(settings, frames)
+    _, rows, columns = whole["image_grid_thw"][0].tolist()
+    grids = [(len(frames[first : first + 4]), rows, columns) for first in range(0, len(frames), 4)]
+    return {"pixel_values": whole["pixel_values"], "image_grid_thw": torch.tensor(grids)}
+
+
 class KimiVLPixels:
     """``kimi_vl_pixels`` as an image processor."""
 

@@ -255,6 +255,7 @@ RELEASED = {
             "projection_hidden_size": 1152,
         },
         {"max_patches": 16384},
+        {"max_patches": 4096},
     ),
     "idefics3": Released(
         "Idefics3-8B-Llama3",

@@ -540,7 +540,15 @@ def _kimi_k25() -> Tiny:
     }
     # by this, no answer has a placeholder, which transformers would embed as token 0
     tokens |= {"text_config": tiny.config["text_config"] | {"routed_scaling_factor": 2.0}}
-    return replace(tiny, config=tiny.config | tokens, published=_as_kimi, arranged=_joined_for_kimi)
+    # frames have fewer patches than images
+    return replace(
+        tiny,
+        config=tiny.config | tokens,
+        published=_as_kimi,
+        arranged=_joined_for_kimi,
+        video_text="<|kimi_k25_video_placeholder|>",
+        video_preprocessor={**(tiny.preprocessor or {}), "max_patches": 24, "fps": 2},
+    )
 
 
 PIXTRAL_TOWER = {

@@ -285,6 +285,7 @@ FAMILIES = {
         planner="triptych.models.kimi.plan:KimiK25Planner",
         preprocessor="triptych.models.kimi.preprocess:KimiK25Preprocessor",
         adapter="triptych.models.kimi.encoder:KimiK25",
+        modalities=("text", "image", "video"),
     ),
     "idefics3": IDEFICS3,
     "smolvlm": replace(

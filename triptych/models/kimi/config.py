@@ -38,6 +38,8 @@ class MoonConfig:
     num_heads: int
     table: tuple[int, int]
     """Rows and columns of the learned positions."""
+    num_times: int
+    """Frames that are encoded together at most: those that have positions in time."""
     projector_eps: float
     """Of the norm before the projector."""
 
@@ -75,6 +77,7 @@ def vision_config(config: ModelConfig) -> MoonConfig:
         num_layers=_size(vision, "num_hidden_layers", 27),
         num_heads=_size(vision, "num_attention_heads", 16),
         table=(_size(vision, "pos_emb_height", 64), _size(vision, "pos_emb_width", 64)),
+        num_times=_size(vision, "pos_emb_time", 4),
         projector_eps=positive_number(vision, "projector_ln_eps", eps),
     )
     _check(found, vision)

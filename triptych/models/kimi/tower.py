@@ -1,4 +1,4 @@
-"""MoonViT of our own layers, for images of any size, and what merges its patches.
+"""MoonViT of our own layers, for images and chunks of frames of any size, and what merges its patches.
 
 The references are ``MoonVitPretrainedModel`` of Kimi-VL's published files, and ``Kimi_K25VisionModel`` in transformers.
 """
@@ -28,7 +28,7 @@ EPS = 1e-5
 
 
 class MoonTower(nn.Module):
-    """``Encoder`` of images of any size."""
+    """``Encoder`` of images of any size, and of chunks of frames, which become as many embeddings as one of them."""
 
     def __init__(
         self,
@@ -61,30 +61,50 @@ class MoonTower(nn.Module):
             return []
         merge = self.config.merge_size
         for item in inputs:
-            if len(item.patches) != prod(item.grid) or item.grid[0] != 1 or any(side % merge for side in item.grid[1:]):
+            is_whole = len(item.patches) == prod(item.grid) and not any(side % merge for side in item.grid[1:])
+            if not is_whole or not 1 <= item.grid[0] <= self.config.num_times:
                 raise PlanMismatch(f"{len(item.patches)} patches don't fill a grid of {item.grid}")
-        places = [patch_places(*item.grid[1:], merge) for item in inputs]
+        places = [patch_places(*item.grid[1:], merge).repeat(item.grid[0], 1) for item in inputs]
         cos, sin = rotations(torch.cat(places), self.config.head_dim)
         together = torch.cat([torch.from_numpy(item.patches) for item in inputs])
         pixels, cos, sin = to_device([together, cos, sin], self.positions.device)
         hidden = self.patches(pixels.to(self.positions.dtype))
-        added = [self._positions_at(one, item.grid[1:]) for one, item in zip(places, inputs, strict=True)]
+        added = [self._positions_at(one, item.grid) for one, item in zip(places, inputs, strict=True)]
         hidden = hidden + torch.cat(added).to(hidden.dtype)
         boundaries = torch.tensor([0, *(prod(item.grid) for item in inputs)]).cumsum(0)
         for layer in self.layers:
             hidden = layer(hidden, boundaries, (cos, sin))
-        features = self.projector_norm(self.last_norm(hidden))
+        states = self.last_norm(hidden).split([prod(item.grid) for item in inputs])
+        pooled = [over_frames(one, item.grid[0]) for one, item in zip(states, inputs, strict=True)]
+        features = self.projector_norm(torch.cat(pooled))
         rows: Tensor = self.projector(features.view(-1, merge**2 * features.shape[1]))
-        return list(torch.split(rows, [prod(item.grid) // merge**2 for item in inputs]))
+        return list(torch.split(rows, [prod(item.grid[1:]) // merge**2 for item in inputs]))
 
-    def _positions_at(self, places: Tensor, size: tuple[int, ...]) -> Tensor:
-        """Return the positions [patches, hidden] of an image of ``size`` patches at ``places`` [patches, 2]."""
+    def _positions_at(self, places: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """Return the positions [patches, hidden] of frames of ``grid`` patches at ``places`` [patches, 2]."""
         table: Tensor = self.positions
+        size = grid[1:]
         if tuple(table.shape[:2]) != size:
             channels = table.permute(2, 0, 1)[None].float()
             table = interpolate(channels, size, mode="bicubic", align_corners=False)[0].permute(1, 2, 0)
         rows, columns = places.to(table.device).unbind(1)
-        return table[rows, columns]
+        found = table[rows, columns]
+        if grid[0] == 1:
+            return found
+        times = frame_positions(grid[0], found.shape[1]).to(table.device)
+        return found + times.repeat_interleave(prod(size), dim=0)
+
+
+def frame_positions(count: int, width: int) -> Tensor:
+    """Return the positions in time of the frames of a chunk: float32 [frames, width], sines, then cosines."""
+    frequencies = 1.0 / THETA ** (torch.arange(0, width, 2, dtype=torch.float) / width)
+    angles = torch.arange(count, dtype=torch.float)[:, None] * frequencies
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+def over_frames(states: Tensor, frames: int) -> Tensor:
+    """Return the mean of the states [frames * patches, hidden] of each place: [patches, hidden]."""
+    return states if frames == 1 else states.float().view(frames, -1, states.shape[1]).mean(0).to(states.dtype)
 
 
 def rotations(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -82,11 +82,11 @@ def check_square_size(width: int, height: int, max_pixels: int = MAX_SOURCE_PIXE
     check_source_size("image, padded to a square,", side, side, SQUARE_FACTOR * max_pixels)
 
 
-def check_aspect_ratio(width: int, height: int) -> None:
-    """Raise BadMediaSize for an image whose sides differ more than ``MAX_ASPECT_RATIO``-fold."""
+def check_aspect_ratio(width: int, height: int, what: str = "image") -> None:
+    """Raise BadMediaSize for an image, or ``what`` it is, whose sides differ more than ``MAX_ASPECT_RATIO``-fold."""
     if max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
         raise BadMediaSize(
-            f"the image is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
+            f"the {what} is {width} by {height} pixels; its sides may differ at most {MAX_ASPECT_RATIO}-fold"
         )
 
 
