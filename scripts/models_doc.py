@@ -109,8 +109,8 @@ CHECKS = (
     ),
     Check(
         "videos of Kimi K2.5",
-        "frames equal to those of Transformers' function, embeddings within 1e-5, logits within 1e-4 and answers equal, "
-        "in one instance, with each stage on its own, and in chunks of 7",
+        "frames equal to those of Transformers' function, embeddings within 1e-5, logits within 1e-4 and answers "
+        "equal, in one instance, with each stage on its own, and in chunks of 7",
         "tests/models/test_kimi_videos.py, tests/parity/test_kimi_videos.py",
         {"kimi_k25"},
         columns=("video",),
