@@ -88,7 +88,8 @@ PAGES = {
             "alone with `speech`, and text without one.",
             "Requests with a LoRA and without share batches.",
             "`mm_processor_kwargs.dynamic_hd` lowers the files' largest number of tiles, 36; bounds are refused.",
-            "Transformers' files (`phi4_multimodal`) hold no LoRA, so media are computed without one.",
+            "Transformers' files (`phi4_multimodal`) have the LoRAs in folders, `vision-lora` and `speech-lora`, as "
+            "peft writes them: those that are there are used, and other media are computed without a LoRA.",
             "Audio is projected otherwise in requests that have images, too.",
             "Each clip goes through the tower by itself; Transformers pads those of a request to one length.",
         ),

@@ -127,7 +127,7 @@ CHECKS = (
         "32 greedy tokens equal to those of models with the LoRA merged into the weights, in batches with requests "
         "without one, with each stage on its own, in chunks of 7, and when instances are lost",
         "tests/parity/test_loras.py",
-        {"phi4mm"},
+        {"phi4mm", "phi4_multimodal"},
         columns=("plan", "pixels", "answers", "split", "split P/D"),
     ),
     Check(

@@ -19,7 +19,7 @@ from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal impo
 from tests.support.audio_cases import audio_part, noise
 from tests.support.harness import FLOAT32, Running, at_stake, running, together
 from tests.support.image_cases import CASES, picture
-from tests.support.published_files import PHI4_LORAS, make_published_phi4
+from tests.support.published_files import PHI4_LORAS, make_published_phi4, write_peft_loras
 from tests.support.reference import Reference
 from tests.support.sounds import sound
 from tests.support.tiny import make_tiny
@@ -61,10 +61,20 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    folder = make_published_phi4(tmp_path_factory.mktemp("phi4mm"), seed=4)
-    references = {lora: Hearing(merged(folder, tmp_path_factory.mktemp("merged"), lora)) for lora in ("", *PHI4_LORAS)}
+    return make_published_phi4(tmp_path_factory.mktemp("phi4mm"), seed=4)
+
+
+@pytest.fixture(scope="module")
+def references(published: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hearing]:
+    """By LoRA."""
+    return {lora: Hearing(merged(published, tmp_path_factory.mktemp("merged"), lora)) for lora in ("", *PHI4_LORAS)}
+
+
+@pytest.fixture(scope="module")
+def model(published: Path, references: dict[str, Hearing]) -> Model:
+    folder = published
     builder, answers = PromptBuilder(folder), []
     for messages, images, lora in zip(MESSAGES, IMAGES, LORAS, strict=True):
         prompt = builder.build(messages)
@@ -106,6 +116,25 @@ def test_answers(model: Model, topology: str) -> None:
 def test_chunks_through_a_receive_pool_of_one_block(model: Model) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=7, receive_blocks=1, receive_block_rows=8)
     assert answered(model, "1E1PD", engine) == model.answers
+
+
+@pytest.mark.parametrize("topology", ["1EPD", pytest.param("1E1P1D", marks=pytest.mark.slow)])
+def test_loras_in_folders(published: Path, references: dict[str, Hearing], tmp_path: Path, topology: str) -> None:
+    """Beside transformers' files, as peft writes them."""
+    folder = merged(published, tmp_path / "files", "")
+    write_peft_loras(published, folder)
+    builder, expected = PromptBuilder(folder), []
+    some = [LORAS.index(lora) for lora in ("", "vision", "speech")]
+    for number in some:
+        prompt = builder.build(MESSAGES[number])
+        assert prompt.lora == LORAS[number]
+        expected.append(references[prompt.lora].generate(prompt, IMAGES[number]))
+
+    async def run() -> list[list[int]]:
+        async with running(folder, topology, prepare=together(len(some))) as service:
+            return await service.answers([MESSAGES[number] for number in some])
+
+    assert asyncio.run(run()) == expected
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tiny checkpoints as published, of families whose published files differ from transformers' in more than names."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,24 @@ def make_published_phi4(folder: Path, seed: int = 1) -> Path:
     write_json(folder / "config.json", config)
     (folder / "chat_template.jinja").write_text(STRINGS_ALONE)
     return folder
+
+
+def write_peft_loras(published: Path, to: Path, loras: Sequence[str] = tuple(PHI4_LORAS)) -> None:
+    """Writes the LoRAs of ``make_published_phi4`` into folders, as peft has them beside transformers' files."""
+    weights = load_file(published / "model.safetensors")
+    for lora in loras:
+        rank, alpha = PHI4_LORAS[lora]
+        place = to / f"{lora}-lora"
+        place.mkdir()
+        settings: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none"}
+        settings |= {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "use_dora": False}
+        write_json(place / "adapter_config.json", settings | {"rank_pattern": {}, "modules_to_save": None})
+        tensors = {
+            f"base_model.model.{name.replace(f'.{lora}.weight', '.weight')}": weight
+            for name, weight in weights.items()
+            if name.endswith(f".{lora}.weight")
+        }
+        save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 PUBLISHED_PHI4_AUDIO: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Reads the JSON files of a checkpoint folder. No torch, because the frontend and the supervisor use this too."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ GENERATION_CONFIG = "generation_config.json"
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
 MISTRAL_CONFIG = "params.json"
 """What Mistral's own format, with ``consolidated.safetensors`` and ``tekken.json``, has for a config."""
+LORA_CONFIG, LORA_FILE = "adapter_config.json", "adapter_model.safetensors"
+LORAS = ("vision", "speech")
+"""Names of LoRAs that may be in folders of their own, ``NAME-lora``, as peft writes them."""
+LORA_SETTINGS: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
+}
+"""The values that are served of settings in ``LORA_CONFIG``, of which the first is taken for a missing one."""
 TEXT_CONFIG_NAMES = ("llm_config", "language_config")
 """What original files of InternVL and of DeepSeek-OCR call ``text_config``."""
 
@@ -68,7 +80,8 @@ def load_generation_config(folder: Path | str) -> dict[str, Any]:
 
 def load_config(folder: Path | str) -> dict[str, Any]:
     """Return a checkpoint's ``config.json``. The language model's section is ``text_config``, whatever the file calls
-    it. Raises CheckpointError if the file is missing, unreadable or not an object."""
+    it, and a LoRA in a folder of its own has a section ``NAME_lora``. Raises CheckpointError if the file is missing,
+    unreadable or not an object, and for a LoRA that isn't served."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         if (path.parent / MISTRAL_CONFIG).is_file():
@@ -77,7 +90,36 @@ def load_config(folder: Path | str) -> dict[str, Any]:
                 "served: use the model's files for Transformers"
             )
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
-    return with_text_config(read_json_object(path))
+    sections = {f"{name}_lora": _lora_section(place / LORA_CONFIG) for name, place in lora_folders(folder).items()}
+    return with_text_config(read_json_object(path)) | sections
+
+
+def lora_folders(folder: Path | str) -> dict[str, Path]:
+    """Return the folders of LoRAs beside a checkpoint's files, by the LoRA's name. Those that ``config.json`` has a
+    section for are left out: their tensors are among the checkpoint's. Raises CheckpointError for an unreadable config,
+    and for a LoRA without ``LORA_FILE``."""
+    places = {name: Path(folder) / f"{name}-lora" for name in LORAS}
+    found = {name: place for name, place in places.items() if (place / LORA_CONFIG).is_file()}
+    config = _read_if_there(Path(folder) / "config.json") if found else {}
+    found = {name: place for name, place in found.items() if f"{name}_lora" not in config}
+    for place in found.values():
+        if not (place / LORA_FILE).is_file():
+            raise CheckpointError(
+                f"{place}: no {LORA_FILE}; save the LoRA as safetensors, or move the folder away to serve the model "
+                "without it"
+            )
+    return found
+
+
+def _lora_section(path: Path) -> dict[str, Any]:
+    """Return what config.json would have of a LoRA. Raises CheckpointError for settings that aren't served."""
+    settings = read_json_object(path)
+    for name, served in LORA_SETTINGS.items():
+        if (value := settings.get(name, served[0])) not in served:
+            raise CheckpointError(
+                f"{path}: {name} {value!r} is not served; merge the LoRA into the weights, or move its folder away"
+            )
+    return {"r": settings.get("r"), "lora_alpha": settings.get("lora_alpha")}
 
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Checkpoint:
         for path, names in keys_by_file.items():
             try:
                 with safe_open(path, framework="pt") as file:
-                    tensors.update((name, file.get_tensor(name)) for name in names)
+                    tensors.update((name, file.get_tensor(self.info(name).stored_name or name)) for name in names)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: can't be read: {error}") from error
             if self.on_read is not None:

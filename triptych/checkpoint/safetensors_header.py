@@ -8,15 +8,18 @@ then the data. A folder has either ``model.safetensors`` or several shards and `
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from triptych.checkpoint.config_files import parse_json_object, read_json_object
+from triptych.checkpoint.config_files import LORA_FILE, lora_folders, parse_json_object, read_json_object
 from triptych.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+LORA_PREFIX = "base_model.model."
+"""What peft puts before the names of a model's layers."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 LENGTH_BYTES = 8
@@ -36,15 +39,34 @@ class TensorInfo:
     """As spelled in the file: ``F32``, ``BF16``, …"""
     shape: tuple[int, ...]
     num_bytes: int
+    stored_name: str = ""
+    """Its name in the file, unless that is its key."""
 
 
 def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
-    """Return every tensor of a checkpoint folder by name, without loading any.
+    """Return every tensor of a checkpoint folder by name, without loading any. Those of LoRAs in folders of their own
+    have the names that files with LoRAs among the weights give them, ``LAYER.lora_A.LORA.weight``.
 
     Raises CheckpointError, naming the file or the tensor, for a folder without safetensors, a damaged header or a
     missing shard. Raises it, too, for an index that names a file outside the folder or disagrees with its shards.
     """
-    main = _main_file(Path(folder))
+    loras = {key: one for name, place in lora_folders(folder).items() for key, one in _lora(place, name).items()}
+    return _weights(Path(folder)) | loras
+
+
+def _lora(place: Path, name: str) -> dict[str, TensorInfo]:
+    """Return the tensors of a LoRA as peft stores them."""
+    file, found = place / LORA_FILE, {}
+    for stored, info in read_header(file).items():
+        layer, kind, rest = stored.removeprefix(LORA_PREFIX).partition(".lora_")
+        if rest not in ("A.weight", "B.weight"):
+            raise CheckpointError(f"{file}: tensor {stored!r} is not a LoRA's of a linear layer")
+        found[f"{layer}{kind}{rest[0]}.{name}.weight"] = replace(info, stored_name=stored)
+    return found
+
+
+def _weights(folder: Path) -> dict[str, TensorInfo]:
+    main = _main_file(folder)
     if main.name == SINGLE_FILE:
         return read_header(main)
     index, weight_map = main, _read_index(main)
@@ -57,11 +79,11 @@ def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
 
 def weight_files(folder: Path | str) -> list[Path]:
     """Return the files that decide every tensor's value, in a fixed order: the single file, or the index and its
-    shards. Raises CheckpointError as ``read_folder`` does, but reads no header."""
+    shards, and LoRAs. Raises CheckpointError as ``read_folder`` does, but reads no header."""
     main = _main_file(Path(folder))
-    if main.name == SINGLE_FILE:
-        return [main]
-    return [main, *(_shard_path(main, name) for name in sorted(set(_read_index(main).values())))]
+    shards = [] if main.name == SINGLE_FILE else sorted(set(_read_index(main).values()))
+    loras = [place / LORA_FILE for place in lora_folders(folder).values()]
+    return [main, *(_shard_path(main, name) for name in shards), *loras]
 
 
 def has_weights(folder: Path | str) -> bool:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.config_files import load_config, lora_folders
 from triptych.checkpoint.quantization import SECTION, GroupQuantization, quantization_config, read_quantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import INDEX_FILE, TensorInfo
@@ -54,6 +54,11 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
     adapter: ModelAdapter = resolve(family_of(config).adapter)(config)
     if read_quantization(config, checkpoint.tensors) is not None:
         raise CheckpointError(f"{source}: its weights are quantized already")
+    if lora_folders(source):
+        raise CheckpointError(
+            f"{source}: a model with LoRAs in folders can't be copied; quantize when it is loaded, with "
+            "--quantization int4"
+        )
     layers = _layers(checkpoint, adapter, quantization)
     config[SECTION] = quantization_config(quantization, _ignored(checkpoint, adapter, layers))
     if target.exists():
