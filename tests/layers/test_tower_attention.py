@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_threads_with_stacks_of_2_mib_suffice(kernels: ctypes.CDLL, dim: int) ->
 @torch.inference_mode()
 def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2, attn_implementation="sdpa")
+    implementation: dict[str, Any] = {"attn_implementation": "sdpa"}  # no field of the class
+    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2, **implementation)
     theirs = VisionAttention(config).to(dtype)
     ours = TowerAttention.in_place_of(theirs)
     assert ours is not None
