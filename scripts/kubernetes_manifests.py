@@ -25,9 +25,10 @@ def manifests_of(values: Path) -> Path:
 
 
 def fingerprint(values: Path) -> str:
-    """Return a digest of all that the manifests are made from."""
+    """Return a digest of all that the manifests are made from. They have no dashboard, which is a link."""
     digest = hashlib.sha256()
-    for path in [*sorted(one for one in CHART.rglob("*") if one.is_file()), values, Path(__file__)]:
+    files = sorted(one for one in CHART.rglob("*") if one.is_file() and not one.is_symlink())
+    for path in [*files, values, Path(__file__)]:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
