@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from triptych import children
+from triptych.cluster.supervision import Ended
 from triptych.observe import logs
+from triptych.observe.machine import oom_kills
 from triptych.topology import Role
 
 LAST_WORDS = 1.0
@@ -51,12 +53,18 @@ class ChildSpec:
 class Child:
     """A child process that runs, or has ended."""
 
+    node = ""
+    """It runs on this machine."""
+    pending = ""
+    """It waits for nothing."""
+
     def __init__(self, spec: ChildSpec, process: Process, show: Print) -> None:
         self.last_line = ""
         """The last line that it wrote."""
         self._spec = spec
         self._process = process
         self._show = show
+        self._oom_kills = oom_kills()
         self._relay = asyncio.create_task(self._relay_output())
 
     @classmethod
@@ -96,15 +104,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    async def wait(self) -> int:
-        """Return the exit code, negative for a signal, once the process has ended and its output is shown."""
+    async def wait(self) -> Ended:
+        """Return how the process ended, once it has and its output is shown."""
         code = await self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started may still hold its output and its memory
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 await self._relay
-        return code
+        return Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > self._oom_kills)
 
     async def _relay_output(self) -> None:
         assert self._process.stdout is not None

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from triptych import exit_codes
-from triptych.cluster.child import Child, ChildSpec, Print
+from triptych.cluster.child import ChildSpec, Print
+from triptych.cluster.launcher import Launcher, RunningProcess
 from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState
-from triptych.observe.machine import oom_kills
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class SupervisedProcess:
     was_ready: bool = False
     """Whether it has been ready since it was last started."""
     incarnation: int = 0
-    child: Child | None = None
+    child: RunningProcess | None = None
     """None while it doesn't run."""
     waits: bool = False
     """Whether it has ended, and waits to be started again."""
@@ -59,16 +59,18 @@ class LocalCluster:
         self,
         specs: Sequence[ChildSpec],
         show: Print,
+        launcher: Launcher,
         max_restarts: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``show`` is given each line that they write, and ``max_restarts`` as in ``Supervision``."""
+        """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``."""
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
         """Done, with an explanation, once a process has ended and the service can't go on."""
         self.changed = asyncio.Event()
         """Set when a process's state has changed; the waiting task clears it."""
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
         self._show = show
+        self._launcher = launcher
         self._clock = clock
         self._current = {spec.name: SupervisedProcess(spec, restarts=True) for spec in specs}
         """The process that has each name, as far as restarts are concerned."""
@@ -94,7 +96,8 @@ class LocalCluster:
         self._joined = {pid: held for pid, held in self._joined.items() if pid in running}
         held = self._held()
         for process in self._all():
-            is_frontend = process.child is not None and process.child.pid in self._joined
+            # frontends run on this machine; elsewhere another process may have the same id
+            is_frontend = process.spec.role is None and process.child is not None and process.child.pid in self._joined
             process.ready = is_frontend or (process.spec.name, process.incarnation) in held
             process.was_ready |= process.ready
         for name in self._current:
@@ -258,10 +261,8 @@ class LocalCluster:
     async def _run_again_and_again(self, process: SupervisedProcess) -> None:
         name = process.spec.name
         while not process.stopping:
-            killed_for_memory = oom_kills()
-            code, who, last_line = await self._run(process)
-            ended = Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > killed_for_memory)
-            last_words = f": {last_line}" if code > 0 and last_line else ""
+            ended, who, last_line = await self._run(process)
+            last_words = f": {last_line}" if ended.code > 0 and last_line else ""
             if not process.restarts:
                 process.why_ended = "" if process.stopping else f"{who} {ended}{last_words}"
                 self.changed.set()
@@ -284,26 +285,27 @@ class LocalCluster:
                     log.error("%s %s%s; not starting it again", who, ended, last_words)
                     return
 
-    async def _run(self, process: SupervisedProcess) -> tuple[int, str, str]:
-        """Run a process once. Return its exit code, its description and its last line."""
+    async def _run(self, process: SupervisedProcess) -> tuple[Ended, str, str]:
+        """Run a process once. Return how it ended, its description and its last line."""
         spec = process.spec
         process.incarnation = self._next_incarnation(spec.name)
         process.ready = process.was_ready = False
         if self._current[spec.name] is process:
             self.supervision.started(spec.name)
         try:
-            child = await Child.start(spec, process.incarnation, self._show)
+            child = await self._launcher.start(spec, process.incarnation, self._show)
         except OSError as error:  # no memory, process or descriptor is left
-            return exit_codes.FAILED, str(spec), f"it can't be started: {error}"
+            return Ended(exit_codes.FAILED), str(spec), f"it can't be started: {error}"
         process.child = child
         self.changed.set()
         if process.stopping:
             child.send(signal.SIGTERM)
         try:
-            code = await child.wait()
+            ended = await child.wait()
         finally:
             process.child, process.ready = None, False
-        return code, f"{spec} (process {child.pid})", child.last_line
+        where = f" on {child.node}" if child.node else ""
+        return ended, f"{spec} (process {child.pid}{where})" if child.pid else str(spec), child.last_line
 
     def _next_incarnation(self, name: str) -> int:
         # in milliseconds, so that it also grows when the supervisor itself is started again

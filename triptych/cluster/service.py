@@ -15,6 +15,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.frontend_link import FrontendLink
+from triptych.cluster.launcher import LocalLauncher
 from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
@@ -91,7 +92,7 @@ class LocalService:
             children, self._own_controls = self._children(config, self._joins)
             stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
-            self._cluster = LocalCluster(children, show, config.lease.max_restarts if restart else 0)
+            self._cluster = LocalCluster(children, show, LocalLauncher(), config.lease.max_restarts if restart else 0)
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
         """Done, with an explanation, when the service can't go on."""

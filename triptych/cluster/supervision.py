@@ -32,15 +32,21 @@ class Ended:
     """Its exit code, negative for a signal."""
     out_of_memory: bool = False
     """Whether the kernel killed it because its control group had no memory left."""
+    lost: bool = False
+    """Whether it is unknown how it ended: its machine, or what started it there, is gone."""
 
     @property
     def reason(self) -> str:
         """A short name, for metrics."""
+        if self.lost:
+            return "lost"
         if self.out_of_memory:
             return "out_of_memory"
         return f"exit_{self.code}" if self.code >= 0 else signal_name(-self.code)
 
     def __str__(self) -> str:
+        if self.lost:
+            return "was lost with its machine"
         return describe_exit(self.code) + (" (out of memory)" if self.out_of_memory else "")
 
 

@@ -1,0 +1,48 @@
+"""What a supervisor needs of what starts its processes, wherever they run."""
+
+import signal
+from typing import Protocol
+
+from triptych.cluster.child import Child, ChildSpec, Print
+from triptych.cluster.supervision import Ended
+
+
+class RunningProcess(Protocol):
+    """A process that was started: it waits for a place, runs, or has ended."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id where it runs; 0 while it has none."""
+
+    @property
+    def node(self) -> str:
+        """The machine it runs on; empty for this one, and while it waits for a place."""
+
+    @property
+    def pending(self) -> str:
+        """Why it doesn't run yet; empty once it does."""
+
+    @property
+    def last_line(self) -> str:
+        """The last line that it wrote."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended. One that waits for a place ends."""
+
+    async def wait(self) -> Ended:
+        """Return how it ended, once it has and its output is shown."""
+
+
+class Launcher(Protocol):
+    """Starts processes."""
+
+    async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
+        """Start a process, or let it wait for a place. ``show`` is given each line that it writes. Raises OSError."""
+
+
+class LocalLauncher:
+    """Starts processes on this machine. The thread that calls it must never end while they run."""
+
+    async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
+        """As in ``Launcher``."""
+        return await Child.start(spec, incarnation, show)
