@@ -226,6 +226,9 @@ PAGES = {
             "Of `deepseek_vl_v2`, DeepSeek-OCR and DeepSeek-OCR-2 are served, not DeepSeek-VL2.",
             "DeepSeek-OCR cuts an image into tiles if it is the request's only one, or if `crop_mode` is true.",
             "DeepSeek-OCR-2 cuts every image that is larger than a tile, unless `crop_mode` is false.",
+            "DeepSeek-OCR's modes are `base_size`, `image_size` and `crop_mode` as in its code. "
+            "With `crop_mode: false`, Tiny is 512 for both sizes, Small 640, Base 1024 and Large 1280.",
+            "Gundam, the default, is 1024, 640 and true; other sizes of tiles are refused.",
             "Bounds are those of the area of all tiles together, without the whole that follows them.",
             "An image whose `max_pixels` no tiles fit within is shown as a whole alone.",
             "A checkpoint without a chat template gets the plain format of the published code.",

@@ -1,11 +1,13 @@
 """DeepSeek-OCR and DeepSeek-OCR-2: plans, pixels and rows as in the references, their text, and bad input."""
 
 import json
+import math
 import random
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from PIL import Image
@@ -19,9 +21,11 @@ from tests.support.forward import TOWER_TOLERANCE, assert_close
 from tests.support.image_cases import picture, png
 from tests.support.released import RELEASED, merged
 from tests.support.tiny import OCR_IDS, OWN_TOWERS, make_tiny
+from triptych.api.media_parts import check_options
+from triptych.api.schemas import MediaOptions
 from triptych.checkpoint.config_files import with_text_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import BadMediaSize, CheckpointError, MediaTooLarge, PlanMismatch, UnsupportedMedia
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
@@ -143,6 +147,80 @@ def test_several_images() -> None:
     page = ImageHeader("PNG", 1200, 1700)
     assert [first.plan(page, context).num_parts for context in (SEVERAL, UNCUT, CUT)] == [1, 1, 7]
     assert [second.plan(page, context).num_parts for context in (SEVERAL, UNCUT, CUT)] == [7, 1, 7]
+
+
+MODES = {"tiny": (512, 64), "small": (640, 100), "base": (1024, 256), "large": (1280, 400)}
+"""Published modes without tiles: pixels per side, and embeddings beside newlines and the separator."""
+
+
+def sized(**options: Any) -> ItemContext:
+    return ItemContext(options=options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_published_modes(mode: str) -> None:
+    planner, page = released_planner(FIRST), ImageHeader("PNG", 1200, 1700)
+    (side, rows), uncut = MODES[mode], {"crop_mode": False}
+    plans = [
+        planner.plan(page, sized(**uncut, **sizes))
+        for sizes in ({"base_size": side, "image_size": side}, {"base_size": side}, {"image_size": side})
+    ]
+    assert plans[0].rows == rows + math.isqrt(rows) + 1
+    assert plans[1] == plans[2] == plans[0]
+    assert (plans[0].resized_width, plans[0].num_parts) == (side, 1)
+
+
+def test_gundam() -> None:
+    """The published default, which may have another whole."""
+    planner, page = released_planner(FIRST), ImageHeader("PNG", 1200, 1700)
+    assert planner.plan(page, sized(base_size=1024, image_size=640, crop_mode=True)) == planner.plan(page)
+    assert planner.plan(page, sized(base_size=1280)).rows == planner.plan(page).rows - 273 + 421
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 512}, "image_size 512: tiles have 640 pixels per side, unless crop_mode is false"),
+        ({"base_size": 512, "image_size": 640, "crop_mode": False}, "base_size 512 and image_size 640 must be equal"),
+        ({"base_size": 1344}, "base_size 1344 must be a multiple of 64, at most 1280"),
+        ({"image_size": 1000, "crop_mode": False}, "image_size 1000 must be a multiple of 64"),
+    ],
+)
+def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadMediaSize, match=message):
+        released_planner(FIRST).plan(ImageHeader("PNG", 1200, 1700), sized(**options))
+
+
+def test_sizes_are_options_of_the_first_alone() -> None:
+    options = MediaOptions(base_size=1024, image_size=640)
+    check_options(released_planner(FIRST), options)
+    with pytest.raises(InvalidRequest, match="doesn't take base_size"):
+        check_options(released_planner(SECOND), options)
+
+
+@pytest.mark.parametrize("side", [16, 32, 48, 80])
+def test_pixels_and_rows_of_other_sizes(tmp_path: Path, side: int) -> None:
+    """Below, as large as, and larger than a tile of the tiny model; relative to values up to 20."""
+    folder, context = make_tiny(tmp_path, FIRST), sized(image_size=side, crop_mode=False)
+    model, image = cast(Any, load_reference(folder)), picture(150, 90, 1)
+    view = deepseek_ocr.pixels_of(deepseek_ocr.only_view_of(image, side, small=32))
+    [item] = inputs_of(FIRST, image, context=context)
+    assert torch.equal(pixels_of(item, 4), view)
+    [found] = rows_of(FIRST, folder, [image], context)
+    processed = {"pixel_values": view[None], "num_local_patches": [0], "patches_grid": [[1, 1]]}
+    with torch.inference_mode():
+        [expected] = model.get_image_features(**processed).pooler_output
+    assert_close(found / 20, expected / 20, TOWER_TOLERANCE / 5)
+
+
+def test_plans_of_sizes_that_arent_served() -> None:
+    data = png(picture(100, 80, 1))
+    preprocess = DeepseekOcrPreprocessor(*settings_of(FIRST))
+    plan = DeepseekOcrPlanner(*settings_of(FIRST)).plan(probe_image(data), sized(image_size=32, crop_mode=False))
+    for payload in ((2, 8, 1), (2, 96, 1), (2,), (2, 32, 1, 1)):
+        part = msgspec.structs.replace(plan.parts[0], payload=payload)
+        with pytest.raises(PlanMismatch):
+            list(preprocess(data, msgspec.structs.replace(plan, parts=(part,))))
 
 
 def test_bounds_of_the_area() -> None:
@@ -317,7 +395,7 @@ def test_what_isnt_planned(tmp_path: Path) -> None:
     ):
         with pytest.raises(error):
             planner.plan(header)
-    for settings in ({"max_patches": 4}, {"size": {"height": 80, "width": 80}}):
+    for settings in ({"max_patches": 4}, {"size": {"height": 96, "width": 96}}):
         other = DeepseekOcrPlanner(config, processor | settings).plan(probe_image(data))
         with pytest.raises(PlanMismatch, match="views"):
             next(DeepseekOcrPreprocessor(config, processor)(data, other))

@@ -69,6 +69,12 @@ def views_of(image: Image.Image, tile: int, whole: int, *, cuts: bool) -> tuple[
     return [*(tiles if columns * rows > 1 else []), last], (columns, rows)
 
 
+def only_view_of(image: Image.Image, side: int, small: int = 640) -> Image.Image:
+    """What the published code shows without tiles: small squares are stretched, others padded."""
+    stretched = image.resize((side, side)) if side <= small else image
+    return ImageOps.pad(stretched, (side, side), color=GREY)
+
+
 def pixels_of(view: Image.Image) -> Tensor:
     """float32 [3, height, width] from -1 to 1, as torchvision's ``ToTensor`` and ``Normalize`` compute them."""
     pixels = torch.from_numpy(np.array(view)).permute(2, 0, 1).float() / 255

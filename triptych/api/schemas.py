@@ -259,6 +259,10 @@ class MediaOptions(StrictModel):
     """Show an image as a whole, too, after several tiles (InternVL)."""
     crop_mode: bool | None = None
     """Cut images into tiles (DeepSeek-OCR)."""
+    base_size: int | None = Field(None, ge=1, le=2**16)
+    """Pixels per side of the square that shows an image as a whole (DeepSeek-OCR)."""
+    image_size: int | None = Field(None, ge=1, le=2**16)
+    """Pixels per side of a tile or, without ``crop_mode``, of the only view (DeepSeek-OCR)."""
     use_audio_in_video: bool | None = None
     """Use the audio tracks of videos, too."""
     do_pan_and_scan: bool | None = None

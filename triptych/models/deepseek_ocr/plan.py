@@ -5,7 +5,7 @@ from typing import Any
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AREA_OPTIONS, VISION, ModelConfig
 from triptych.models.deepseek_ocr.config import image_token, ocr_config, text_config
-from triptych.models.deepseek_ocr.views import CROP_MODE, Views
+from triptych.models.deepseek_ocr.views import BASE_SIZE, CROP_MODE, IMAGE_SIZE, Views
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
@@ -13,8 +13,6 @@ from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 class DeepseekOcrPlanner(PlainPlanner):
     """``Planner`` of both models. Raises CheckpointError for a missing key or a value of the wrong type."""
-
-    options = AREA_OPTIONS | {CROP_MODE}
 
     def __init__(
         self,
@@ -27,25 +25,27 @@ class DeepseekOcrPlanner(PlainPlanner):
         ocr = ocr_config(config)
         self._sam = ocr.sam
         self._views = Views.from_configs(ocr, preprocessor_config)
+        sizes = {BASE_SIZE, IMAGE_SIZE} if ocr.is_first else set()
+        self.options = AREA_OPTIONS | {CROP_MODE} | sizes
         super().__init__(
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),
             max_image_pixels=max(self._views.grids.max_pixels, self._views.whole**2),
             max_source_pixels=max_source_pixels,
         )
-        self._parts: dict[tuple[tuple[int, int] | None, int], tuple[ItemPart, ...]] = {}
+        self._parts: dict[tuple[tuple[int, int] | None, int, bool], tuple[ItemPart, ...]] = {}
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles. Of several images, DeepSeek-OCR cuts none, unless the request
         asks for it. Without tiles, DeepSeek-OCR-2 shows the whole as large as a tile.
 
-        Raises BadMediaSize for bounds that no grid of tiles is within.
+        Raises BadMediaSize for bounds that no grid of tiles is within, and for sizes of views that aren't served.
         """
         views = self._views
-        cuts = context.options.get(CROP_MODE, not (views.has_lines and context.siblings))
+        cuts = bool(context.options.get(CROP_MODE, not (views.has_lines and context.siblings)))
         grid = views.grid(header.width, header.height, context.bounds) if cuts else None
-        whole = views.whole if cuts or views.has_lines else views.grids.factor
-        parts = self._parts_of(grid, whole)
+        whole, stretched = views.whole_of(context.options, cuts=cuts)
+        parts = self._parts_of(grid, whole, stretched)
         side = views.grids.factor
         height, width = (whole, whole) if grid is None else (grid[1] * side, grid[0] * side)
         return ItemPlan(
@@ -61,13 +61,14 @@ class DeepseekOcrPlanner(PlainPlanner):
             bounds=context.bounds,
         )
 
-    def _parts_of(self, grid: tuple[int, int] | None, whole: int) -> tuple[ItemPart, ...]:
-        """Return the parts of tiles of ``grid`` and of the whole; a payload is the view and its pixels per side."""
-        if (grid, whole) not in self._parts:
-            sides = self._views.parts(grid, whole)
+    def _parts_of(self, grid: tuple[int, int] | None, whole: int, stretched: bool) -> tuple[ItemPart, ...]:
+        """Return the parts of tiles of ``grid`` and of the whole."""
+        key = grid, whole, stretched
+        if key not in self._parts:
+            sides = self._views.parts(*key)
             patches = [(part.side // self._sam.patch_size) ** 2 for part in sides]
-            self._parts[grid, whole] = tuple(
-                ItemPart(part.runs, count, self._sam.cost(count), VISION, (part.view, part.side))
+            self._parts[key] = tuple(
+                ItemPart(part.runs, count, self._sam.cost(count), VISION, part.payload)
                 for part, count in zip(sides, patches, strict=True)
             )
-        return self._parts[grid, whole]
+        return self._parts[key]

@@ -46,9 +46,9 @@ class DeepseekOcrPreprocessor:
         assert isinstance(header, ImageHeader)
         is_cut = plan.num_parts > 1
         grid = self._views.grid(header.width, header.height, plan.bounds) if is_cut else None
-        whole = plan.parts[-1].payload[-1] if plan.parts[-1].payload else 0
-        parts = self._views.parts(grid, whole) if whole in (self._views.whole, tile) else ()
-        if [(part.payload, part.runs) for part in plan.parts] != [((one.view, one.side), one.runs) for one in parts]:
+        _, whole, *stretched = plan.parts[-1].payload if len(plan.parts[-1].payload) > 1 else (0, 0)
+        parts = self._views.parts(grid, whole, bool(stretched)) if self._views.takes(whole) else ()
+        if [(part.payload, part.runs) for part in plan.parts] != [(one.payload, one.runs) for one in parts]:
             raise PlanMismatch("an image's views aren't those of its plan")
         image = decode_image(data, header.format, (header.width, header.height))
         if grid is not None:
@@ -56,7 +56,8 @@ class DeepseekOcrPreprocessor:
             for number, one in enumerate(parts[:-1]):
                 left, top = tile * (number % grid[0]), tile * (number // grid[0])
                 yield self._input(canvas.crop((left, top, left + tile, top + tile)), one.view)
-        yield self._input(self._padded(image, whole), OcrView.WHOLE)
+        square = image.resize((whole, whole), self._resample) if stretched else self._padded(image, whole)
+        yield self._input(square, OcrView.WHOLE)
 
     def _padded(self, image: Image.Image, side: int) -> Image.Image:
         """Return the image within a grey square."""
