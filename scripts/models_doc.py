@@ -143,14 +143,14 @@ CHECKS = (
         "the same answer if an encode instance is lost after some rows of an image have landed; the others come from "
         "another instance",
         "tests/parity/test_families.py",
-        families.LOST_IN_CI,
+        families.REPRESENTATIVE,
         columns=("recovery",),
     ),
     Check(
         "recovery of other models",
         "the same" + SLOW,
         "tests/parity/test_families.py",
-        {*families.LOST_ENCODERS}.difference(families.LOST_IN_CI),
+        {*families.LOST_ENCODERS}.difference(families.REPRESENTATIVE),
         columns=("recovery",),
         in_ci=False,
     ),

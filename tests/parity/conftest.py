@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.families import LOST_IN_CI, SLOW_ANSWERS
+from tests.support.families import ANSWERED_IMAGES, REPRESENTATIVE, SLOW_ANSWERS
 from tests.support.image_cases import CASES, Case
 from tests.support.reference import Reference
 from tests.support.tiny import OWN_TOWERS
@@ -52,9 +52,11 @@ DENSE_ALONE = (
 )
 """What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
 
-WHOLE_IN_TWO = tuple(f"[{name}-1E1PD]" for name in OWN_TOWERS)
-"""Left to the slow suite: the same instances answer in chunks, and with a warm encoder cache, in every run."""
-LOST = tuple(f"[{name}]" for name in LOST_IN_CI)
+WITH_FEWER = tuple(f"[{name}-{topology}]" for name in OWN_TOWERS for topology in ("1EPD", "1E1PD"))
+"""Left to the slow suite: in every run, the same models answer in 1E1P1D, and in 1E1PD in chunks."""
+OF_REPRESENTATIVE = ("test_an_encoder_that_is_lost", "test_first_token_logits")
+OTHERS = tuple(f"[{name}]" for name in ANSWERED_IMAGES if name not in REPRESENTATIVE)
+"""Left to the slow suite, of these tests."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,9 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.path.stem in DENSE_ALONE and item.path.parent.name == "parity" and "moe" in item.name:
             item.add_marker(pytest.mark.slow)
-        if item.name.startswith("test_images[") and item.name.endswith(WHOLE_IN_TWO):
+        if item.name.startswith("test_images[") and item.name.endswith(WITH_FEWER):
             item.add_marker(pytest.mark.slow)
-        if item.name.startswith("test_an_encoder_that_is_lost") and not item.name.endswith(LOST):
+        if item.name.startswith(OF_REPRESENTATIVE) and item.name.endswith(OTHERS):
             item.add_marker(pytest.mark.slow)
 
 

@@ -51,29 +51,24 @@ def test_text_alone(models: dict[str, Model], family: str, topology: str) -> Non
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
 @pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_images(models: dict[str, Model], family: str, topology: str) -> None:
-    assert answered(models[family], topology) == models[family].answers
+    """Twice: the second answers, with rows of a warm encoder cache, are the same, and no part is encoded again."""
+    model, seen = models[family], list[int]()
+
+    async def run() -> tuple[list[list[int]], int, list[list[int]]]:
+        async with running(model.folder, topology, prepare=partial(count_parts, seen=seen)) as service:
+            cold = await service.answers([case.messages for case in model.cases])
+            return cold, sum(seen), await service.answers([case.messages for case in model.cases[:3]])
+
+    cold, encoded, warm = asyncio.run(run())
+    assert cold == model.answers
+    assert warm == model.answers[:3]
+    assert sum(seen) == encoded > 0
 
 
 @pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], family: str) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=7, receive_blocks=1, receive_block_rows=8)
     assert answered(models[family], "1E1PD", engine) == models[family].answers
-
-
-@pytest.mark.parametrize("family", [*OWN_TOWERS, "qwen3_5"])
-def test_rows_of_a_warm_encoder_cache(models: dict[str, Model], family: str) -> None:
-    """The second answers are the same, and no part is encoded again."""
-    model, seen = models[family], list[int]()
-    messages = [case.messages for case in model.cases[:3]]
-
-    async def run() -> tuple[list[list[int]], int, list[list[int]]]:
-        async with running(model.folder, "1E1PD", prepare=lambda instance: count_parts(instance, seen)) as service:
-            cold = await service.answers(messages)
-            return cold, sum(seen), await service.answers(messages)
-
-    cold, encoded, warm = asyncio.run(run())
-    assert cold == warm == model.answers[:3]
-    assert sum(seen) == encoded > 0
 
 
 @pytest.mark.parametrize("family", LOST_ENCODERS)

@@ -15,11 +15,13 @@ ANSWERED_IMAGES = [*WITH_IMAGES, *OWN_TOWERS]
 LOST_ENCODERS = [name for name in ANSWERED_IMAGES if name != "gemma3"]
 """An encode instance is lost in the middle of an item. Rows of Gemma 3's, which are one span, wait for no step:
 ``tests/engine/test_atomic_spans.py`` loses instances in the middle of those."""
-LOST_IN_CI = (
+REPRESENTATIVE = (
     *("qwen2_vl", "qwen3_5", "glm4v", "llava_next", "internvl"),
     *("gemma4+gemma4_vision", "minicpmv4_6", "phi4_multimodal", "deepseek_vl_v2"),
 )
-"""Of these, those of every run. What differs among the others is compared by other tests of every run."""
+"""Of each way to cut media and to pack rows, one. First logits of models that take images are compared, and
+encode instances lost, for these in every run, and for all in the slow suite: in every run, other tests compare their
+towers' rows, their backbones' logits and their answers."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
 """Model types of ``tests/support/backbones.py``."""
 ANSWERED_BACKBONES = (
