@@ -50,6 +50,7 @@ def num_sent(running: Cluster) -> int:
     return sum(" d-" in line and line.endswith(": transferring") for line in list(running.parts["p0"].lines))
 
 
+@pytest.mark.slow
 def test_a_prefill_instance_that_loses_a_rank(whole: Cluster) -> None:
     """It ends, and its requests are prefilled by another, of another size."""
     asked = reach_p0(whole)

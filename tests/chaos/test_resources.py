@@ -117,6 +117,7 @@ def exhaust_memory(process: psutil.Process) -> None:
     process.rlimit(resource.RLIMIT_AS, (process.memory_info().vms + MARGIN,) * 2)
 
 
+@slow
 def test_a_full_disk_costs_lines_of_the_request_log_and_no_request(running: Service, reference: Served) -> None:
     contents = questions(3000, 8)
     for _ in range(2):
@@ -124,6 +125,7 @@ def test_a_full_disk_costs_lines_of_the_request_log_and_no_request(running: Serv
     assert running.command.text.count("No space left on device") == 1
 
 
+@slow
 def test_full_shared_memory_is_not_noticed(running: Service, reference: Served) -> None:
     """The receive pools have no name in a file system, also those of processes that are started again."""
     full = Path(f"/proc/{running.command.process.pid}/root/dev/shm/full")

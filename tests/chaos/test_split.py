@@ -55,7 +55,9 @@ def reach(running: Cluster, state: str) -> tuple[str, Asking]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
-@pytest.mark.parametrize("state", ["bootstrapping", "waiting for input", "transferring"])
+@pytest.mark.parametrize(
+    "state", [*(pytest.param(one, marks=slow) for one in ("bootstrapping", "waiting for input")), "transferring"]
+)
 def test_a_lost_prefill_is_anothers_work(whole: Cluster, state: str, how: signal.Signals) -> None:
     victim, asking = reach(whole, state)
     if how is signal.SIGKILL:
@@ -88,7 +90,7 @@ def test_without_a_prefill_instance_there_is_an_answer_too(whole: Cluster) -> No
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
-@pytest.mark.parametrize("state", ["waiting for input", "transferring"])
+@pytest.mark.parametrize("state", [pytest.param("waiting for input", marks=slow), "transferring"])
 def test_a_lost_decode_instance_costs_its_requests_and_no_page(whole: Cluster, state: str, how: signal.Signals) -> None:
     _, asking = reach(whole, state)
     if how is signal.SIGKILL:

@@ -168,6 +168,7 @@ def test_one_that_is_killed_costs_its_own_requests_alone_and_serves_again(runnin
         assert joined < SERVED_AGAIN
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_and_restarted_at_once_is_joined_again(running: Shared) -> None:
     """Before the instances have noticed: they have work of a frontend that knows nothing of it."""
     load = Load(running, "b")

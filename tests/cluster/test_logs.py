@@ -71,6 +71,7 @@ def test_text_has_times_too(folder: Path) -> None:
         command.wait_for_line(rf"^\[frontend\] {TIME.pattern} INFO epd0 joined as EPD")
 
 
+@pytest.mark.slow
 def test_a_failed_instance_logs_the_reason_last(folder_without_a_key: Path) -> None:
     with triptych("serve", folder_without_a_key, *FAST, "--log-format", "json") as command:
         assert command.end(60) == exit_codes.CONFIG

@@ -61,8 +61,12 @@ def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype
             ["--max-model-len", "4096", "--kv-cache-memory", "1MiB"],
             ["--max-model-len 4096", "--kv-cache-memory 1MiB", "2,048"],
         ),
-        (["--kv-cache-memory", "900TiB", "--max-num-seqs", "1000000000"], ["--kv-cache-memory 900TiB", "are free"]),
-        (["--kv-cache-memory", "1KB"], ["--kv-cache-memory 1KB", "a page of 16"]),
+        pytest.param(
+            ["--kv-cache-memory", "900TiB", "--max-num-seqs", "1000000000"],
+            ["--kv-cache-memory 900TiB", "are free"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--kv-cache-memory", "1KB"], ["--kv-cache-memory 1KB", "a page of 16"], marks=pytest.mark.slow),
     ],
 )
 def test_a_kv_cache_that_does_not_fit_is_refused_at_start(folder: Path, settings: list[str], named: list[str]) -> None:

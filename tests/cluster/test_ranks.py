@@ -60,6 +60,7 @@ def test_an_idle_group_notices_a_rank_that_dies(folder: Path) -> None:
         assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 def test_ranks_end_with_rank_0_and_leave_signals_to_it(folder: Path) -> None:
     """Rank 0 alone is killed; its supervisor says so, and the kernel ends the other rank."""
     with triptych("serve", folder, *TWO_RANKS) as command:
@@ -80,7 +81,8 @@ def test_ranks_end_with_rank_0_and_leave_signals_to_it(folder: Path) -> None:
         assert "Traceback" not in command.text
 
 
-@pytest.mark.parametrize("when", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_all_ranks(folder: Path, when: signal.Signals) -> None:
     with triptych("serve", folder, *TWO_RANKS) as command:
         url = command.wait_until_ready()

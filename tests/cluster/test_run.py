@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import triptych
 from tests.support.serving import image
 
@@ -19,6 +21,7 @@ def test_run_answers_and_shows_where_the_time_went(folder: Path, tmp_path: Path)
             assert stage in shown
 
 
+@pytest.mark.slow
 def test_run_shows_the_services_error_as_it_is(folder: Path, tmp_path: Path) -> None:
     """The message's path looks like markup of the terminal library."""
     picture = tmp_path / "picture.png"

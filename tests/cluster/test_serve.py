@@ -105,7 +105,7 @@ def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> N
         assert "instance pd0" in message
 
 
-@pytest.mark.parametrize("when", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_during_the_start_leaves_nothing(folder: Path, when: signal.Signals) -> None:
     with triptych("serve", folder, *FAST) as command:
         supervisor = psutil.Process(command.process.pid)

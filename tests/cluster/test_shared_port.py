@@ -120,6 +120,7 @@ def test_operators_may_ask_any(service: Command) -> None:
             status(f"{silent},127.0.0.1:1")
 
 
+@pytest.mark.slow
 def test_a_drain_ends_all(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--frontends", "2", "--topology", "1EPD") as command:
         url = command.wait_until_ready()

@@ -6,8 +6,15 @@ import pytest
 
 from tests.support.walkthroughs import APPEND, PAGES, copy_repository, follow, run_ruff, steps
 
+EVERY_RUN = ("model-family", "placement-policy")
+"""Pages that are followed in every run; the others are in the slow suite."""
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.stem in EVERY_RUN else pytest.mark.slow) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_a_walk_through_works(page: Path, tmp_path: Path) -> None:
     copy_repository(tmp_path)
     for step in steps(page):
