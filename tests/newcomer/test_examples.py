@@ -7,23 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.newcomer.conftest import Environment, checked, pip
-from tests.support.commands import ROOT, running, walked
+from tests.support.commands import ROOT, running
 from tests.support.doc_examples import DOCUMENTS, NOT_RUN, Reader, blocks, free_port
-from triptych.cli import make_parser
 
 
 def test_help_and_version(installed: Environment, tmp_path: Path) -> None:
-    for words in [
-        *([*parser.prog.split(), "--help"] for parser in walked(make_parser())),
-        ["triptych", "--version"],
-    ]:
-        for command in (words, ["python", "-m", *words]) if len(words) == 2 else (words,):
-            program = [str(installed.bin / command[0]), *command[1:]]
-            done = subprocess.run(
-                program, env=installed.variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
-            )
-            assert (done.returncode, done.stderr) == (0, ""), command
-            assert done.stdout.startswith("usage: triptych" if words[-1] == "--help" else "triptych "), command
+    """Of the program; ``tests/cli/test_worker_extra.py`` asks every command for help."""
+    for words in (["triptych", "--help"], ["python", "-m", "triptych", "--help"], ["triptych", "--version"]):
+        program = [str(installed.bin / words[0]), *words[1:]]
+        done = subprocess.run(
+            program, env=installed.variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert done.stdout.startswith("usage: triptych" if words[-1] == "--help" else "triptych "), words
 
 
 def test_the_demo_beside_modules_of_the_users(installed: Environment, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> lis
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("topology", "chunk"), [("1PD", 64), ("1P1D", 7)])
+@pytest.mark.parametrize(("topology", "chunk"), [pytest.param("1PD", 64, marks=pytest.mark.slow), ("1P1D", 7)])
 @pytest.mark.parametrize("name", EACH)
 def test_answers(models: dict[str, Model], name: str, topology: str, chunk: int) -> None:
     assert answered(models[name], topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == models[name].answers
