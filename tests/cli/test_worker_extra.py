@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_a_frontend_starts_and_ends() -> None:
         ("serve demo --role E --join 127.0.0.1:1", "an instance"),
         ("run demo Why?", "an instance"),
         ("demo --port 0", "an instance"),
-        ("chaos demo", "an instance"),
+        ("chaos demo", "chaos"),
         ("doctor demo", "doctor"),
     ],
 )
@@ -65,4 +66,5 @@ def test_a_command_that_computes_names_the_extra(arguments: str, what: str) -> N
     with started(*arguments.split()) as process:
         out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
+    assert not Path("chaos.md").exists(), "no report of nothing"
     assert errors == f"triptych: {what} needs {', '.join(PACKAGES)}: pip install '.[worker]' in a checkout\n"

@@ -19,6 +19,7 @@ from triptych.cli import flags
 from triptych.errors import ConfigError
 from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
+from triptych.server.worker_extra import check_installed
 
 MIN_REQUESTS = 4
 
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat {arguments.repeat} is too small: at least 1")
+    check_installed("chaos")
     faults = [again for fault in faults for again in fault.repeated(arguments.repeat)]
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
