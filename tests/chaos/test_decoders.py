@@ -74,7 +74,7 @@ def status(whole: Cluster, *arguments: str) -> contextlib.AbstractContextManager
     ("how", "settings", "state"),
     [
         (signal.SIGKILL, SEEDED, "success"),
-        (signal.SIGSTOP, GREEDY, "success"),
+        pytest.param(signal.SIGSTOP, GREEDY, "success", marks=slow),
         pytest.param(signal.SIGKILL, GREEDY, "transferring", marks=slow),
         pytest.param(signal.SIGKILL, GREEDY, "success", marks=slow),
         pytest.param(signal.SIGSTOP, SEEDED, "success", marks=slow),

@@ -24,7 +24,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
     return Questions.about(make_checkpoint(tmp_path_factory.mktemp("messages") / "tiny"))
 
 
-@pytest.fixture(scope="module", params=["1E1P1D", "2E2PD"])
+@pytest.fixture(scope="module", params=["1E1P1D", pytest.param("2E2PD", marks=slow)])
 def service(request: pytest.FixtureRequest, questions: Questions) -> Iterator[Served]:
     with served(questions.folder, request.param, request_timeout=60.0) as running:
         yield running

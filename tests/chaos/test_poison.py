@@ -21,6 +21,7 @@ START = 120.0
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_poison_request_is_given_up_after_three_placements_and_others_are_unharmed(tmp_path: Path) -> None:
     """The test kills each instance that has been given it."""
     folder, control = make_checkpoint(tmp_path / "tiny"), free_port()

@@ -164,6 +164,7 @@ def test_an_instance_that_is_told_to_end_drains_and_comes_back(service: Command)
     assert Asking(url, [text_part("Hello")]).result().status == 200
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_an_instance_at_once(service: Command) -> None:
     with stream_of(url_of(service), "tiny", LONG) as lines:
         before = child(service, "pd0")

@@ -50,7 +50,7 @@ class Service:
 @pytest.mark.parametrize(
     ("topology", "busy"),
     [
-        ("1E1PD", False),
+        pytest.param("1E1PD", False, marks=pytest.mark.slow),
         ("1E1P1D", False),
         pytest.param("1E1P3D", False, marks=pytest.mark.slow),
         pytest.param("1E2PD", True, marks=pytest.mark.slow),  # one with a long answer gets no pictures, and no text

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from tests.support.commands import ROOT, picture_answer, triptych
@@ -35,6 +36,7 @@ def in_a_process_that_computes(threads: int) -> int:
     return int(subprocess.check_output([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment))
 
 
+@pytest.mark.slow
 def test_only_the_compute_thread_uses_an_openmp_team() -> None:
     """If the thread that loads kept a team, too, OpenMP would go to sleep between all of a step's operations."""
     more = in_a_process_that_computes(3) - in_a_process_that_computes(1)

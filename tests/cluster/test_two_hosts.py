@@ -51,7 +51,9 @@ def ask(host: Host, url: str) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
-@pytest.mark.parametrize("fabric", ["nixl", "mooncake", "auto"])
+@pytest.mark.parametrize(
+    "fabric", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("nixl", "mooncake")), "auto"]
+)
 def test_rows_travel_from_host_to_host(
     fabric: str, hosts: tuple[Host, Host], folder: Path, tmp_path: Path, answer: str
 ) -> None:

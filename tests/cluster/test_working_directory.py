@@ -54,6 +54,7 @@ def test_no_process_of_a_service_runs_what_lies_there(folder: Path, hostile: Pat
     assert len((hostile / "requests.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_nor_does_the_demo(hostile: Path) -> None:
     with triptych("demo", "--questions", "1", "--port", "0", "--threads", "1", folder=hostile) as command:
         assert command.end(60) == 0, command.text
@@ -61,6 +62,7 @@ def test_nor_does_the_demo(hostile: Path) -> None:
     assert untouched(hostile)
 
 
+@pytest.mark.slow
 def test_nor_do_processes_that_measure(hostile: Path, tmp_path: Path) -> None:
     """Started by a script, as ``triptych bench`` is: its own folder comes first on the path, not the working one."""
     script = tmp_path / "bin" / "script.py"

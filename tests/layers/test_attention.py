@@ -257,7 +257,14 @@ LONG = [1024, 3000, 1, 1025, 3072]
 
 @cache_dtypes
 @pytest.mark.parametrize("options", [{}, {"window": 1500, "softcap": 2.0, "sinks": True}], ids=str)
-@pytest.mark.parametrize("shape", [Shape(16, 8, 128, 16), Shape(40, 40, 64, 16), Shape(6, 2, 80, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (Shape(16, 8, 128, 16), Shape(40, 40, 64, 16))),
+        Shape(6, 2, 80, 4),
+    ],
+    ids=str,
+)
 def test_long_contexts(
     kernel: compiled.PagedAttention, shape: Shape, options: dict[str, Any], cache_dtype: torch.dtype
 ) -> None:

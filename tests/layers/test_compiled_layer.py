@@ -109,7 +109,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     ("weights", "cache_dtype"),
     [
         ("float16", torch.float16),
-        ("float16", torch.float32),
+        pytest.param("float16", torch.float32, marks=pytest.mark.slow),
         ("float32", torch.float32),
         ("bfloat16", torch.float16),
         ("int8", torch.float16),
