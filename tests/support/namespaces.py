@@ -31,11 +31,11 @@ class Host:
     def prefix(self) -> list[str]:
         """The prefix of a command that runs there. Its processes see none of another machine's."""
         apart = ["--pid", "--ipc", "--uts", "--mount-proc", "--fork", "--kill-child"]
-        return [_ip(), "netns", "exec", self.namespace, "unshare", *apart]
+        return [ip_command(), "netns", "exec", self.namespace, "unshare", *apart]
 
     def run(self, command: Sequence[str], stdin: str = "", timeout: float = 60.0) -> str:
         """What the command writes. Raises CalledProcessError when it fails."""
-        return _run([*self.prefix, *command], stdin, timeout)
+        return run_command([*self.prefix, *command], stdin, timeout)
 
     def enter(self) -> None:
         """Put the calling thread on this host: the sockets that it opens from now on are the host's."""
@@ -46,15 +46,17 @@ class Host:
     def lose_packets_to(self, other: "Host") -> None:
         """From now on nothing that is sent to the other host arrives, without a sign of that."""
         there = [other.address, "lladdr", NOWHERE, "nud", "permanent", "dev", CABLE]
-        _run([_ip(), "-n", self.namespace, "neighbour", "replace", *there])
+        run_command([ip_command(), "-n", self.namespace, "neighbour", "replace", *there])
 
     def reach(self, other: "Host") -> None:
         """End that."""
-        _run([_ip(), "-n", self.namespace, "neighbour", "del", other.address, "dev", CABLE])
+        run_command([ip_command(), "-n", self.namespace, "neighbour", "del", other.address, "dev", CABLE])
 
     def num_sent(self) -> int:
         """Bytes that have left the host over the cable."""
-        (link,) = json.loads(_run([_ip(), "-n", self.namespace, "-json", "-stats", "link", "show", CABLE]))
+        (link,) = json.loads(
+            run_command([ip_command(), "-n", self.namespace, "-json", "-stats", "link", "show", CABLE])
+        )
         return int(link["stats64"]["tx"]["bytes"])
 
 
@@ -66,26 +68,26 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     with ExitStack() as stack:
         try:
             for host in (one, other):
-                _run([_ip(), "netns", "add", host.namespace])
-                stack.callback(_run, [_ip(), "netns", "del", host.namespace])
+                run_command([ip_command(), "netns", "add", host.namespace])
+                stack.callback(run_command, [ip_command(), "netns", "del", host.namespace])
             ends = ["netns", one.namespace, "type", "veth", "peer", "name", CABLE, "netns", other.namespace]
-            _run([_ip(), "link", "add", CABLE, *ends])
+            run_command([ip_command(), "link", "add", CABLE, *ends])
             for host in (one, other):
-                there = [_ip(), "-n", host.namespace]
-                _run([*there, "address", "add", f"{host.address}/24", "dev", CABLE])
-                _run([*there, "link", "set", CABLE, "up"])
-                _run([*there, "link", "set", "lo", "up"])
+                there = [ip_command(), "-n", host.namespace]
+                run_command([*there, "address", "add", f"{host.address}/24", "dev", CABLE])
+                run_command([*there, "link", "set", CABLE, "up"])
+                run_command([*there, "link", "set", "lo", "up"])
             one.run(["true"])
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here, which take root: {error.stderr.strip()}")
         yield one, other
 
 
-def _ip() -> str:
+def ip_command() -> str:
     if (path := shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")) is None:
         pytest.skip("no network namespaces without ip: apt-get install iproute2")
     return path
 
 
-def _run(command: Sequence[str], stdin: str = "", timeout: float = 10.0) -> str:
+def run_command(command: Sequence[str], stdin: str = "", timeout: float = 10.0) -> str:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=timeout).stdout
