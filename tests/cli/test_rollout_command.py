@@ -12,7 +12,7 @@ from triptych.cli import main
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
-from triptych.messages.operations import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartRollout
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -71,11 +71,11 @@ def test_what_makes_no_sense_is_refused(rollout: Run, arguments: list[str], says
 
 def test_each_step_is_printed_once(rollout: Run) -> None:
     steps: list[Message] = [
-        RolloutProgress("checking what it would change", 0, 0),
-        RolloutProgress("starting the new e0", 0, 2),
-        RolloutProgress("starting the new e0", 0, 2),
-        RolloutProgress("starting the new pd0", 1, 2),
-        RolloutEnded(2, 2),
+        ChangeProgress("checking what it would change", 0, 0),
+        ChangeProgress("starting the new e0", 0, 2),
+        ChangeProgress("starting the new e0", 0, 2),
+        ChangeProgress("starting the new pd0", 1, 2),
+        ChangeEnded(2, 2),
     ]
     with supervisor(steps) as (control, asked):
         code, text, errors = rollout(
@@ -97,15 +97,15 @@ def test_each_step_is_printed_once(rollout: Run) -> None:
 @pytest.mark.parametrize(
     ("answers", "code", "says"),
     [
-        ([RolloutRefused("no")], exit_codes.CONFIG, "triptych: the rollout is refused: no\n"),
+        ([ChangeRefused("no")], exit_codes.CONFIG, "triptych: the rollout is refused: no\n"),
         (
-            [RolloutProgress("x", 0, 2), RolloutRefused("no")],
+            [ChangeProgress("x", 0, 2), ChangeRefused("no")],
             exit_codes.CONFIG,
             "triptych: the rollout is refused: no\n",
         ),
-        ([RolloutEnded(1, 2, "pd0: too early")], exit_codes.FAILED, "triptych: 1 of 2 replaced: pd0: too early\n"),
+        ([ChangeEnded(1, 2, "pd0: too early")], exit_codes.FAILED, "triptych: 1 of 2 replaced: pd0: too early\n"),
         ([], exit_codes.NO_FRONTEND, "no answer from the frontend"),
-        ([RolloutProgress("x", 0, 2)], exit_codes.NO_FRONTEND, "no news from the supervisor; the rollout may go on\n"),
+        ([ChangeProgress("x", 0, 2)], exit_codes.NO_FRONTEND, "no news from the supervisor; the rollout may go on\n"),
     ],
 )
 def test_why_it_failed(
@@ -128,7 +128,7 @@ def test_an_interrupted_command_says_that_the_rollout_goes_on(rollout: Run, monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.print", interrupt)
-    with supervisor([RolloutProgress("starting the new e0", 0, 2)]) as (control, _):
+    with supervisor([ChangeProgress("starting the new e0", 0, 2)]) as (control, _):
         code, *_ = rollout("--control", control)
     assert code == exit_codes.INTERRUPTED
     assert printed[1:] == ["interrupted; the rollout goes on: triptych status shows it"]

@@ -67,7 +67,7 @@ def test_each_side_has_all_stages_while_it_serves(roles: list[str], surge: bool,
     for one in made.processes.values():
         one.starts_in, one.drains_in = data.draw(TIMES), data.draw(TIMES)
     assert isinstance(made.run(), Finish)
-    assert made.policy.replaced == ["frontend", *made.groups]
+    assert made.policy.done == ["frontend", *made.groups]
     assert sorted(made.started) == sorted(made.processes)
     assert made.switched_with is not None
     assert not surge or set(made.switched_with) == set(made.groups)
@@ -85,7 +85,7 @@ def test_a_failure_before_the_switch_keeps_the_old_side(roles: list[str], surge:
     if made.switched_with is None:
         assert set(step.undo) == set(made.started)
         assert all(one.old_runs and one.new is None for one in made.processes.values())
-        assert made.policy.replaced == []
+        assert made.policy.done == []
     else:
         assert step.undo == (), "there is no way back"
         assert not surge

@@ -307,7 +307,7 @@ def test_a_replacement_that_cannot_start_leaves_the_old_one(service: Command, ar
     assert after["frontend"] == before["frontend"]
     assert (after["pd0"] == before["pd0"]) is (not arguments)
     assert picture_answer(service.wait_until_ready(), "tiny")
-    assert status(service).rollout == ""
+    assert status(service).change == ""
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_each_process_is_replaced_once_and_no_stage_is_short_of_one(
         if isinstance(step, Finish):
             break
     assert isinstance(step, Finish)
-    assert made.started == made.retired == made.policy.replaced == list(made.groups)
+    assert made.started == made.retired == made.policy.done == list(made.groups)
 
 
 @given(ROLES, st.booleans(), st.data())
@@ -89,7 +89,7 @@ def test_it_ends_at_the_first_replacement_that_fails_and_touches_no_other(
     assert isinstance(step, GiveUp)
     assert step.name == failing
     before = names[: names.index(failing)]
-    assert made.policy.replaced == before
+    assert made.policy.done == before
     assert made.started == [*before, failing]
     assert made.retired == (before if surge else [*before, failing])
 
@@ -112,7 +112,7 @@ def test_it_ends_whatever_happens_to_processes_meanwhile(roles: list[str], surge
         step = end(made)
     assert len(set(made.started)) == len(made.started)
     if isinstance(step, Finish):
-        assert made.policy.replaced == list(made.groups)
+        assert made.policy.done == list(made.groups)
 
 
 def test_an_old_process_stays_while_another_of_its_stage_is_down() -> None:
@@ -135,7 +135,7 @@ def test_a_step_that_takes_too_long_ends_it(surge: bool) -> None:
     made = service("E", "PD", surge=surge, pd1=Simulated(starts_in=10**6))
     step = end(made)
     assert step == GiveUp("pd1", "not within 30 s: the new pd1 is starting", ("pd1",))
-    assert made.policy.replaced == ["e0"]
+    assert made.policy.done == ["e0"]
 
 
 def test_without_surge_the_old_one_ends_before_the_new_one_starts() -> None:

@@ -7,13 +7,13 @@ import pytest
 from tests.support.router_harness import E0, E1, PD0, RouterHarness
 from triptych.errors import Unavailable
 from triptych.messages.operations import (
+    ChangeRefused,
     GetStatus,
     JoinedInstance,
     LaunchedInstance,
     LauncherReport,
     LauncherStatus,
     LaunchState,
-    RolloutRefused,
     StartRollout,
     Status,
 )
@@ -111,22 +111,22 @@ def test_a_rollout_is_passed_on_to_the_one_supervisor() -> None:
     harness = RouterHarness(PD0, E0)
     request = StartRollout(Address("operator"), {"max_num_seqs": "3"})
     harness.router.handle(request)
-    ((to, refused),) = harness.of(RolloutRefused)
+    ((to, refused),) = harness.of(ChangeRefused)
     assert to == "operator"
     assert "0 report to this frontend" in refused.reason
-    harness.router.handle(LauncherReport(SUPERVISOR, [], rollout="starting the new e0"))
+    harness.router.handle(LauncherReport(SUPERVISOR, [], change="starting the new e0"))
     harness.router.handle(request)
     assert harness.of(StartRollout) == [(SUPERVISOR, request)]
     harness.router.handle(GetStatus(Address("operator")))
-    assert harness.of(Status)[0][1].rollout == "starting the new e0"
+    assert harness.of(Status)[0][1].change == "starting the new e0"
     harness.router.handle(LauncherReport(Address("another"), []))
     harness.router.handle(request)
-    assert "2 report to this frontend" in harness.of(RolloutRefused)[-1][1].reason
+    assert "2 report to this frontend" in harness.of(ChangeRefused)[-1][1].reason
     harness.now += 10.0
     harness.router.handle(LauncherReport(SUPERVISOR, []))
     harness.router.draining = True
     harness.router.handle(request)
-    assert harness.of(RolloutRefused)[-1][1].reason == "the service is shutting down"
+    assert harness.of(ChangeRefused)[-1][1].reason == "the service is shutting down"
     assert len(harness.of(StartRollout)) == 1
 
 

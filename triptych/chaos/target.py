@@ -80,8 +80,8 @@ class Target:
         replaced = -1
         with ControlClient(self.control, self.cluster) as client:
             for progress in client.rollout({}, surge=True):
-                if progress.replaced > replaced:
-                    replaced = progress.replaced
+                if progress.done > replaced:
+                    replaced = progress.done
                     self.mark(f"{replaced} of {progress.total} replaced")
         self.mark("all replaced")
 

@@ -7,7 +7,7 @@ from triptych.cli import flags
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
-from triptych.messages.operations import RolloutProgress
+from triptych.messages.operations import ChangeProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def _changes(given: list[str]) -> dict[str, str]:
     return changes
 
 
-def _line(progress: RolloutProgress) -> str:
+def _line(progress: ChangeProgress) -> str:
     if not progress.total:
         return progress.text
-    return f"{progress.replaced} of {progress.total} replaced: {progress.text}"
+    return f"{progress.done} of {progress.total} replaced: {progress.text}"

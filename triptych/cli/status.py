@@ -83,8 +83,8 @@ def _seconds(text: str) -> float:
 
 def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
-    rollout = f"\nrollout in progress: {status.rollout}" if status.rollout else ""
-    return f"{state}, {status.requests} requests, model {status.model.digest}{rollout}"
+    change = f"\n{status.change}" if status.change else ""
+    return f"{state}, {status.requests} requests, model {status.model.digest}{change}"
 
 
 def _table(status: Status) -> Table:

@@ -13,12 +13,12 @@ from triptych.errors import BadAddress, ConfigError, FrontendSilent, StartError
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.codec import Message
 from triptych.messages.operations import (
+    ChangeEnded,
+    ChangeProgress,
+    ChangeRefused,
     GetStatus,
     RoleRefused,
     RoleSet,
-    RolloutEnded,
-    RolloutProgress,
-    RolloutRefused,
     SetRole,
     StartRollout,
     Status,
@@ -76,18 +76,18 @@ class ControlClient:
         if isinstance(answer, RoleRefused):
             raise StartError(f"{instance} does not change its role to {role}: {answer.reason}")
 
-    def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[RolloutProgress]:
+    def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[ChangeProgress]:
         """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
         Raises ConfigError when it is refused, StartError when it ends early, and FrontendSilent without an answer."""
-        news = (RolloutProgress, RolloutEnded, RolloutRefused)
+        news = (ChangeProgress, ChangeEnded, ChangeRefused)
         answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
-        while isinstance(answer, RolloutProgress):
+        while isinstance(answer, ChangeProgress):
             yield answer
             answer = self._wait_for(news, SUPERVISOR_TIMEOUT, "no news from the supervisor; the rollout may go on")
-        if isinstance(answer, RolloutRefused):
+        if isinstance(answer, ChangeRefused):
             raise ConfigError(f"the rollout is refused: {answer.reason}")
         if answer.reason:
-            raise StartError(f"{answer.replaced} of {answer.total} replaced: {answer.reason}")
+            raise StartError(f"{answer.done} of {answer.total} replaced: {answer.reason}")
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         self._channel.send(self._frontends[0], question)

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from triptych.cluster.changes import Changes, Plan
 from triptych.cluster.local import LocalCluster
-from triptych.cluster.rollouts import Plan, Rollouts
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
@@ -33,7 +33,7 @@ class FrontendLink:
         config: ClusterConfig,
         plan: Callable[[StartRollout], Awaitable[Plan]],
     ) -> None:
-        """``controls`` are the frontends' control addresses (HOST:PORT), and ``plan`` is as in ``Rollouts``. Raises
+        """``controls`` are the frontends' control addresses (HOST:PORT), and ``plan`` is as in ``Changes``. Raises
         StartError when this process can't listen for answers."""
         self.stopping = False
         """Whether the frontends are told that the service ends."""
@@ -46,7 +46,7 @@ class FrontendLink:
             self._channel = Channel(config.cluster_host, secret=config.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
-        self._rollouts = Rollouts(cluster, plan, self._channel.send, self._channel.disconnect)
+        self._changes = Changes(cluster, plan, self._channel.send, self._channel.disconnect)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 
@@ -65,7 +65,7 @@ class FrontendLink:
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
-        launched, text = self._cluster.launched(), self._rollouts.text[:MAX_TEXT]
+        launched, text = self._cluster.launched(), self._changes.text[:MAX_TEXT]
         for frontend, standby in self._frontends.items():
             report = LauncherReport(self._channel.address, launched, self.stopping, text, standby)
             try:
@@ -73,9 +73,9 @@ class FrontendLink:
             except TriptychError as error:
                 log.warning("couldn't report to the frontend: %s", error)
 
-    async def end_rollout(self) -> None:
-        """End the rollout in progress, if there is one."""
-        await self._rollouts.close()
+    async def end_change(self) -> None:
+        """End the change in progress, if there is one."""
+        await self._changes.close()
 
     async def close(self) -> None:
         """Stop reporting, and close the connections."""
@@ -102,6 +102,6 @@ class FrontendLink:
                 if isinstance(message, LauncherStatus):
                     self._cluster.set_joined(message.pid, message.joined)
                 elif isinstance(message, StartRollout):
-                    self._rollouts.start(message)
+                    self._changes.start(message)
             if not self._channel.pending:
                 return

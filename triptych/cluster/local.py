@@ -197,7 +197,7 @@ class LocalCluster:
             self._begin(self._current[name])
         self.changed.set()
 
-    def end_rollout(self) -> None:
+    def end_change(self) -> None:
         """Forget which processes are old and new, but for those that still have to end."""
         self._old = {name: one for name, one in self._old.items() if not one.has_ended}
         self._new = {

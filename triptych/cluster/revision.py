@@ -14,7 +14,7 @@ class Revision:
     def __init__(self, frontend: str, instances: Mapping[str, frozenset[str]], *, surge: bool, timeout: float) -> None:
         """``instances`` have their stages, and are in the order of their replacement. With ``surge`` all new ones start
         before the switch, otherwise one for each stage. Each step has ``timeout`` seconds."""
-        self.replaced: list[str] = []
+        self.done: list[str] = []
         """Names of the processes whose replacement is complete."""
         self.total = 1 + len(instances)
         self.switched = False
@@ -52,13 +52,13 @@ class Revision:
             self._retired.add(name)
             return Retire(name)
         for name in [self._frontend, *self._instances]:
-            if name in self.replaced:
+            if name in self.done:
                 continue
             if seen[name].old_runs:
                 return Wait(name, f"the old {name} is ending")
             if step := self._until_ready(name, seen):
                 return step
-            self.replaced.append(name)
+            self.done.append(name)
         return Finish()
 
     def _until_ready(self, name: str, seen: Mapping[str, Replacing]) -> Step | None:

@@ -84,7 +84,7 @@ class Rollout:
 
     def __init__(self, processes: Mapping[str, Replaceable], timeout: float) -> None:
         """``processes`` are in the order of their replacement. Each step of one has ``timeout`` seconds."""
-        self.replaced: list[str] = []
+        self.done: list[str] = []
         """Names of the processes whose replacement is complete."""
         self.total = len(processes)
         self._processes = dict(processes)
@@ -103,7 +103,7 @@ class Rollout:
             self._needed = {group: self._num_ready(group, seen) for group in self._groups()}
             self._begin_next(now)
         while (name := self._name) is not None and self._is_replaced(name, seen[name]):
-            self.replaced.append(name)
+            self.done.append(name)
             self._begin_next(now)
         if name is None:
             return Finish()

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
+from triptych.cluster.changes import Plan
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.launcher import LocalLauncher
 from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
-from triptych.cluster.rollouts import Plan
 from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartRollout
@@ -180,7 +180,7 @@ class LocalService:
         await ending
 
     async def _announce_end(self) -> None:
-        await self._link.end_rollout()
+        await self._link.end_change()
         if not self._link.stopping:
             self._link.stopping = True
             self._link.report()
@@ -204,7 +204,7 @@ class LocalService:
         policy = Rollout(groups | frontends, _step_timeout(config))
 
         def end(complete: bool) -> None:
-            self._settle(own_controls, policy.replaced)
+            self._settle(own_controls, policy.done)
             if complete:
                 self._config = config
 
@@ -248,7 +248,8 @@ class LocalService:
                 self._link.add(host_port_of(own_controls[name]))
                 self._link.report()
 
-        return Plan(specs, policy, drain_timeout, take_over, end)
+        summary = f"rolling out: replacing {', '.join(one.name for one in specs)}"
+        return Plan(specs, policy, drain_timeout, summary, "replaced", take_over, end)
 
     def _settle(self, own_controls: Mapping[str, socket.socket], replaced: Collection[str]) -> None:
         """After a rollout: forget the frontends that were replaced, and the new ones of those that weren't."""

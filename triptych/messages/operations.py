@@ -57,8 +57,8 @@ class LauncherReport(Struct, frozen=True, tag=True):
     instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
     stopping: bool = False
     """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""
-    rollout: Text = ""
-    """What the rollout in progress does; empty without one."""
+    change: Text = ""
+    """The change of the processes that is in progress, and what it does; empty without one."""
     standby: bool = False
     """The frontend that gets this accepts no connections yet: another one serves."""
 
@@ -115,8 +115,8 @@ class Status(Struct, frozen=True, tag=True):
     """The model that all of them serve."""
     launched: list[LaunchedInstance] = []
     """The processes that a supervisor keeps running, whether they have joined or not."""
-    rollout: Text = ""
-    """What the rollout in progress does; empty without one."""
+    change: Text = ""
+    """The change of the processes that is in progress, and what it does; empty without one."""
 
 
 class SetRole(Struct, frozen=True, tag=True):
@@ -161,31 +161,31 @@ class StartRollout(Struct, frozen=True, tag=True):
     """Folder of another checkpoint of the same architecture; empty for the one that is served."""
 
 
-class RolloutRefused(Struct, frozen=True, tag=True):
-    """Frontend or supervisor → operator: nothing was replaced, for this reason."""
+class ChangeRefused(Struct, frozen=True, tag=True):
+    """Frontend or supervisor → operator: nothing was changed, for this reason."""
 
     reason: str
 
 
-class RolloutProgress(Struct, frozen=True, tag=True):
-    """Supervisor → operator: what the rollout does. Sent regularly."""
+class ChangeProgress(Struct, frozen=True, tag=True):
+    """Supervisor → operator: what the change does. Sent regularly."""
 
     text: str
-    replaced: Count
-    """Processes whose replacement is complete."""
+    done: Count
+    """Processes whose part of the change is complete."""
     total: Count
 
 
-class RolloutEnded(Struct, frozen=True, tag=True):
-    """Supervisor → operator: the rollout has ended."""
+class ChangeEnded(Struct, frozen=True, tag=True):
+    """Supervisor → operator: the change has ended."""
 
-    replaced: Count
+    done: Count
     total: Count
     reason: str = ""
-    """Why not all processes were replaced; empty if they were."""
+    """Why it isn't complete; empty if it is."""
 
 
 OperationsMessage = (
     LauncherReport | LauncherStatus | GetStatus | Status | SetRole | RoleSet | RoleRefused
-    | StartRollout | RolloutRefused | RolloutProgress | RolloutEnded
+    | StartRollout | ChangeRefused | ChangeProgress | ChangeEnded
 )  # fmt: skip

@@ -46,9 +46,9 @@ class LauncherView:
         """Return the supervisors that sent a report recently."""
         return [launcher for launcher, (_, received) in self._reports.items() if now - received <= FRESH_SECONDS]
 
-    def rollout(self, now: float) -> str:
-        """Return what rollouts in progress do; empty if there is none."""
-        fresh = [report.rollout for report, received in self._reports.values() if now - received <= FRESH_SECONDS]
+    def change(self, now: float) -> str:
+        """Return the changes of processes in progress, and what they do; empty if there is none."""
+        fresh = [report.change for report, received in self._reports.values() if now - received <= FRESH_SECONDS]
         return "; ".join(text for text in fresh if text)
 
     def keeps(self, name: str, incarnation: int, now: float) -> bool:

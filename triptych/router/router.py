@@ -11,12 +11,12 @@ from triptych.errors import DeadlineExceeded, InternalError, TriptychError
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
+    ChangeRefused,
     GetStatus,
     JoinedInstance,
     LauncherReport,
     LauncherStatus,
     RoleRefused,
-    RolloutRefused,
     SetRole,
     StartRollout,
     Status,
@@ -307,8 +307,8 @@ class Router:
         instances = [lease.status(now) for lease in self.membership]
         ready = self.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
-        rollout = self.launcher_view.rollout(now)
-        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, rollout)
+        change = self.launcher_view.change(now)
+        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, change)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:
@@ -326,10 +326,10 @@ class Router:
         """Pass it on to the supervisor, which answers the operator itself: this frontend is replaced, too."""
         launchers = self.launcher_view.launchers(self._clock())
         if self.draining:
-            self._reply(message.reply_to, RolloutRefused("the service is shutting down"))
+            self._reply(message.reply_to, ChangeRefused("the service is shutting down"))
         elif len(launchers) != 1:
             reason = "one supervisor is needed, which replaces what it has started with triptych serve"
-            self._reply(message.reply_to, RolloutRefused(f"{reason}; {len(launchers)} report to this frontend"))
+            self._reply(message.reply_to, ChangeRefused(f"{reason}; {len(launchers)} report to this frontend"))
         else:
             self._notify(launchers[0], message)
 

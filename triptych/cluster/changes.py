@@ -1,18 +1,19 @@
-"""Carries out rollouts: takes the steps that the policy decides, and reports them to the operator."""
+"""Changes the processes of a service while it serves: takes the steps that a policy decides, and reports them to the
+operator."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from triptych.cluster.child import ChildSpec
 from triptych.cluster.local import LocalCluster
-from triptych.cluster.revision import Revision
-from triptych.cluster.rollout import Finish, GiveUp, Retire, Rollout, Start, Switch, Wait
+from triptych.cluster.rollout import Finish, GiveUp, Replacing, Retire, Start, Step, Switch, Wait
 from triptych.errors import TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.operations import RolloutEnded, RolloutProgress, RolloutRefused, StartRollout
+from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartRollout
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -23,23 +24,43 @@ PROGRESS_INTERVAL = 1.0
 """Most seconds between two messages to the operator, who takes a longer silence for the end of the service."""
 
 
+class Policy(Protocol):
+    """Decides the steps of one change."""
+
+    done: list[str]
+    """Names of the processes whose part of the change is complete."""
+    total: int
+    """Processes that change."""
+
+    def next(self, seen: Mapping[str, Replacing], now: float) -> Step:
+        """Return what to do now. ``seen`` has every process; a step that is returned must be taken."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a rollout replaces processes by."""
+    """How the processes change."""
 
     specs: Sequence[ChildSpec]
     """The new processes."""
-    policy: Rollout | Revision
+    policy: Policy
     drain_timeout: float
     """Seconds after which an old process is killed."""
+    summary: str
+    """What is done, for the log."""
+    done: str
+    """What has become of processes whose part is complete: ``replaced``."""
     take_over: Callable[[str], object] = lambda _: None
     """Called with the name of a process when the new one takes over, before the old one ends."""
     end: Callable[[bool], object] = lambda _: None
-    """Called at the end, with whether all processes were replaced."""
+    """Called at the end, with whether the change is complete."""
 
 
-class Rollouts:
-    """The rollouts of a service, one at a time. Used by one event loop."""
+KINDS = {StartRollout: "rollout"}
+"""What messages call a change, by how operators ask for it."""
+
+
+class Changes:
+    """The changes of a service's processes, one at a time. Used by one event loop."""
 
     def __init__(
         self,
@@ -48,30 +69,35 @@ class Rollouts:
         send: Send,
         disconnect: Callable[[Address], None],
     ) -> None:
-        """``plan`` raises TriptychError for a rollout that isn't possible. ``send`` reaches operators, and
+        """``plan`` raises TriptychError for a change that isn't possible. ``send`` reaches operators, and
         ``disconnect`` closes the connection to one after the last message."""
-        self.text = ""
-        """What the rollout in progress does; empty without one."""
+        self._kind = self._text = ""
+        """The change in progress, and what it does; empty without one."""
         self._cluster = cluster
         self._plan = plan
         self._send = send
         self._disconnect = disconnect
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def text(self) -> str:
+        """What is in progress, and what it does; empty if nothing is."""
+        return f"{self._kind} in progress: {self._text}" if self._kind else ""
+
     def start(self, message: StartRollout) -> None:
-        """Begin a rollout, or answer the operator why not."""
+        """Begin a change, or answer the operator why not."""
         if self._task is not None:
-            self._refuse(message, f"a rollout is in progress: {self.text}")
+            self._refuse(message, f"a {self._kind} is in progress: {self._text}")
         else:
-            self.text = "checking what it would change"
+            self._kind, self._text = KINDS[type(message)], "checking what it would change"
             self._task = asyncio.create_task(self._run(message))
 
     def _refuse(self, message: StartRollout, reason: str) -> None:
-        log.warning("refused a rollout: %s", reason)
-        self._answer(message, RolloutRefused(reason))
+        log.warning("refused a %s: %s", KINDS[type(message)], reason)
+        self._answer(message, ChangeRefused(reason))
 
     async def close(self) -> None:
-        """End the rollout in progress, if there is one. Its processes stay as they are."""
+        """End the change in progress, if there is one. Its processes stay as they are."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -80,56 +106,56 @@ class Rollouts:
         try:
             planning = asyncio.ensure_future(self._plan(message))
             while not (await asyncio.wait([planning], timeout=PROGRESS_INTERVAL))[0]:
-                self._answer(message, RolloutProgress(self.text, 0, 0))  # large files take long to identify
+                self._answer(message, ChangeProgress(self._text, 0, 0))  # large files take long to identify
             plan = planning.result()
         except TriptychError as error:
             self._refuse(message, str(error))
         except Exception:  # the operator must hear of it
-            log.exception("couldn't plan a rollout")
+            log.exception("couldn't plan a %s", self._kind)
             self._refuse(message, "an internal error, which is in the supervisor's log")
         else:
             await self._carry_out(message, plan)
         finally:
-            self._task, self.text = None, ""
+            self._task, self._kind, self._text = None, "", ""
 
     async def _carry_out(self, message: StartRollout, plan: Plan) -> None:
         policy, reason = plan.policy, "the service is ending"
-        log.info("rolling out: replacing %s", ", ".join(one.name for one in plan.specs))
+        log.info("%s", plan.summary)
         try:
             reason = await self._take_steps(message, plan)
         except Exception:  # the operator must hear of it
-            log.exception("a rollout failed")
+            log.exception("a %s failed", self._kind)
             reason = "an internal error, which is in the supervisor's log"
         finally:
-            self._cluster.end_rollout()
+            self._cluster.end_change()
             plan.end(not reason)
-            outcome = f"{len(policy.replaced)} of {policy.total} replaced{'; ' * bool(reason)}{reason}"
-            log.info("the rollout has ended: %s", outcome)
-            self._answer(message, RolloutEnded(len(policy.replaced), policy.total, reason))
+            outcome = f"{len(policy.done)} of {policy.total} {plan.done}{'; ' * bool(reason)}{reason}"
+            log.info("the %s has ended: %s", self._kind, outcome)
+            self._answer(message, ChangeEnded(len(policy.done), policy.total, reason))
 
     async def _take_steps(self, message: StartRollout, plan: Plan) -> str:
-        """Return why the rollout ends early; empty if it doesn't."""
+        """Return why the change ends early; empty if it doesn't."""
         specs, policy, told = {spec.name: spec for spec in plan.specs}, plan.policy, 0.0
         while True:
             now = time.monotonic()
             step = policy.next({name: self._cluster.replacing(name) for name in specs}, now)
-            before = self.text
+            before = self._text
             match step:
                 case Start(name):
                     self._cluster.start_new(specs[name])
-                    self.text = f"starting the new {name}"
+                    self._text = f"starting the new {name}"
                 case Retire(name):
                     plan.take_over(name)
                     self._cluster.retire(specs[name], plan.drain_timeout)
-                    self.text = f"draining the old {name}"
+                    self._text = f"draining the old {name}"
                 case Switch(frontend, instances):
                     for spec in plan.specs:  # no old one is started again
                         self._cluster.promote(spec)
                     plan.take_over(frontend)
                     self._cluster.retire(specs[frontend], plan.drain_timeout)
-                    self.text = f"{frontend} takes over, with {', '.join(instances)}"
+                    self._text = f"{frontend} takes over, with {', '.join(instances)}"
                 case Wait(_, why):
-                    self.text = why
+                    self._text = why
                 case GiveUp(name, why, undo):
                     how = self._cluster.why_ended(name)
                     await asyncio.gather(*map(self._cluster.keep_old, undo))
@@ -137,15 +163,15 @@ class Rollouts:
                     return f"{name}: {why}{': ' + how if how else ''}{kept if undo else ''}"
                 case Finish():
                     return ""
-            if self.text != before or now - told >= PROGRESS_INTERVAL:
+            if self._text != before or now - told >= PROGRESS_INTERVAL:
                 told = now
-                self._answer(message, RolloutProgress(self.text, len(policy.replaced), policy.total))
+                self._answer(message, ChangeProgress(self._text, len(policy.done), policy.total))
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _answer(self, message: StartRollout, answer: RolloutRefused | RolloutProgress | RolloutEnded) -> None:
+    def _answer(self, message: StartRollout, answer: ChangeRefused | ChangeProgress | ChangeEnded) -> None:
         try:
             self._send(message.reply_to, answer)
         except TriptychError as error:
             log.debug("couldn't answer an operator: %s", error)
-        if not isinstance(answer, RolloutProgress):
+        if not isinstance(answer, ChangeProgress):
             self._disconnect(message.reply_to)
