@@ -12,7 +12,15 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from scripts.generated import DOCS, table, with_region
 from triptych.observe.metrics import PREFIX, Metrics
-from triptych.router.instance_metrics import RESTARTS, RESTARTS_LABELS, RESTARTS_MEANING, SERIES
+from triptych.router.instance_metrics import (
+    NUM_INSTANCES,
+    NUM_INSTANCES_LABELS,
+    NUM_INSTANCES_MEANING,
+    RESTARTS,
+    RESTARTS_LABELS,
+    RESTARTS_MEANING,
+    SERIES,
+)
 from triptych.router.stage_metrics import STAGE_LABELS, STAGE_SERIES
 
 PAGE = DOCS / "observability.md"
@@ -29,7 +37,8 @@ def content() -> str:
     """The tables."""
     stages = [_row(name, "gauge", STAGE_LABELS, meaning) for name, meaning in STAGE_SERIES.items()]
     restarts = _row(RESTARTS, "counter", RESTARTS_LABELS, RESTARTS_MEANING)
-    frontend = [*_frontend(), *_watched(), *stages, restarts]
+    counts = _row(NUM_INSTANCES, "gauge", NUM_INSTANCES_LABELS, NUM_INSTANCES_MEANING)
+    frontend = [*_frontend(), *_watched(), *stages, counts, restarts]
     instances = [
         _row(series.name, "counter" if series.counts else "gauge", _labels_of(series), series.meaning)
         for series in SERIES

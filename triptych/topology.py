@@ -3,6 +3,7 @@ that runs prefill and decode."""
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triptych.errors import TopologyError
@@ -58,6 +59,11 @@ class Role(enum.StrEnum):
         return self.decodes and not self.prefills
 
 
+_WORK = {
+    Stage.ENCODE: "encode, and requests with media could not be answered",
+    Stage.PREFILL: "prefill, and no request could be answered",
+    Stage.DECODE: "decode, and no request could be answered",
+}
 _GROUP = re.compile(r"([0-9]{1,9})([EPD]+)")
 _EXAMPLES = "try 1EPD, 1E1PD, 1E1P1D or 2E1P3D"
 
@@ -83,6 +89,31 @@ class Topology:
     def roles(self) -> list[Role]:
         """One role per instance."""
         return [role for role, count in self.groups for _ in range(count)]
+
+    @property
+    def names(self) -> dict[str, Role]:
+        """Name and role of each instance: ``e0``, ``e1``, ``pd0``, …"""
+        return {f"{role.value.lower()}{number}": role for role, count in self.groups for number in range(count)}
+
+    @property
+    def stages(self) -> frozenset[Stage]:
+        """The stages that some instance runs."""
+        return frozenset().union(*(role.stages for role, _ in self.groups))
+
+    def with_counts(self, counts: Mapping[Role, int]) -> "Topology":
+        """Return the topology with other numbers of instances of some roles, which may be new or left out with 0."""
+        groups = {**dict(self.groups), **counts}
+        return Topology(tuple((role, count) for role, count in groups.items() if count))
+
+    def scaled(self, counts: Mapping[Role, int]) -> "Topology":
+        """Return ``with_counts``. Raises TopologyError if a stage would lose its last instance, or if it isn't a
+        topology that can be served."""
+        topology = self.with_counts(counts)
+        if lost := [stage for stage in Stage if stage in self.stages - topology.stages]:
+            losses = "; ".join(f"no instance would {_WORK[stage]}" for stage in lost)
+            raise TopologyError(f"{losses}: {self} would become {str(topology) or 'nothing'}")
+        topology._check(str(topology))
+        return topology
 
     def __str__(self) -> str:
         return "".join(f"{count}{role}" for role, count in self.groups)

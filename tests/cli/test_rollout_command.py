@@ -1,43 +1,18 @@
 """``triptych rollout``: what it refuses before it connects, what it asks for, and what it prints."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.supervisors import supervisor
 from triptych import exit_codes
 from triptych.cli import main
 from triptych.demo import MODEL_DIR
-from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartRollout
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@contextmanager
-def supervisor(answers: Sequence[Message]) -> Iterator[tuple[str, list[StartRollout]]]:
-    """The control address of a service that answers a rollout with these messages, and what it was asked."""
-    channel, asked, over = Channel(), list[StartRollout](), threading.Event()
-
-    def serve() -> None:
-        while not over.is_set():
-            for message in channel.receive(0.05):
-                assert isinstance(message, StartRollout)
-                asked.append(message)
-                for answer in answers:
-                    channel.send(message.reply_to, answer)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield channel.address.removeprefix("tcp://"), asked
-    finally:
-        over.set()
-        thread.join(10)
-        channel.close(linger=0)
 
 
 @pytest.fixture
@@ -89,6 +64,7 @@ def test_each_step_is_printed_once(rollout: Run) -> None:
         "all processes were replaced",
     ]
     (request,) = asked
+    assert isinstance(request, StartRollout)
     assert request.settings == {"max_num_seqs": "8", "checksum": ""}
     assert not request.surge
     assert Path(request.model) == MODEL_DIR.resolve()
@@ -111,8 +87,9 @@ def test_each_step_is_printed_once(rollout: Run) -> None:
 def test_why_it_failed(
     rollout: Run, monkeypatch: pytest.MonkeyPatch, answers: list[Message], code: int, says: str
 ) -> None:
-    monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.5)
-    monkeypatch.setattr("triptych.cluster.control_client.SUPERVISOR_TIMEOUT", 0.5)
+    if code == exit_codes.NO_FRONTEND:  # only what is not answered may be given up soon
+        silent = "SUPERVISOR_TIMEOUT" if answers else "ANSWER_TIMEOUT"
+        monkeypatch.setattr(f"triptych.cluster.control_client.{silent}", 0.5)
     with supervisor(answers) as (control, _):
         ended, _, errors = rollout("--control", control)
     assert ended == code

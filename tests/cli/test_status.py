@@ -119,7 +119,7 @@ def test_it_lists_the_instances(status: Callable[..., tuple[int, str, str]]) -> 
     with frontend() as (control, _):
         code, text, _ = status("--control", control)
         assert code == 0
-        assert text.startswith(f"ready, 3 requests, model {MODEL.digest}")
+        assert text.startswith(f"ready, 1E1PD, 3 requests, model {MODEL.digest}")
         for words in ("PD → P", "2 running, 1 waiting", "17 of 4,096 kv_pages, 300 cached", "0 of 64 media_blocks"):
             assert words in text
         code, text, _ = status("--control", control, "--json")

@@ -1,10 +1,12 @@
 """What the router does with a supervisor's reports, and with an instance that drains."""
 
 import os
+import re
 
 import pytest
+from prometheus_client import generate_latest
 
-from tests.support.router_harness import E0, E1, PD0, RouterHarness
+from tests.support.router_harness import E0, E1, PD0, PD1, RouterHarness
 from triptych.errors import Unavailable
 from triptych.messages.operations import (
     ChangeRefused,
@@ -15,6 +17,7 @@ from triptych.messages.operations import (
     LauncherStatus,
     LaunchState,
     StartRollout,
+    StartScale,
     Status,
 )
 from triptych.messages.work import Draining, Encode, Register, Stop
@@ -128,6 +131,36 @@ def test_a_rollout_is_passed_on_to_the_one_supervisor() -> None:
     harness.router.handle(request)
     assert harness.of(ChangeRefused)[-1][1].reason == "the service is shutting down"
     assert len(harness.of(StartRollout)) == 1
+
+
+def test_scale_operations_wait_until_roles_are_those_of_the_start() -> None:
+    harness = RouterHarness(PD0, E0)
+    request = StartScale(Address("operator"), {Role.PD: 2})
+    pd0 = LaunchedInstance("pd0", Role.PD, LaunchState.READY, incarnation=1)
+    report(harness, pd0, LaunchedInstance("e0", Role.EPD, LaunchState.READY))
+    harness.router.handle(request)
+    assert harness.of(ChangeRefused)[-1][1].reason == "e0 has been changed to E: set the role back first"
+    report(harness, pd0, LaunchedInstance("e0", Role.E, LaunchState.READY))
+    harness.router.handle(request)
+    assert harness.of(StartScale) == [(SUPERVISOR, request)]
+
+
+def test_instances_are_counted_by_role_and_state_and_status_shows_a_drain() -> None:
+    harness = RouterHarness(PD0, PD1, E0)
+    report(
+        harness,
+        launched(E0, LaunchState.READY, 1),
+        launched(E1, LaunchState.STARTING, 1),
+        LaunchedInstance("pd0", Role.PD, LaunchState.READY, incarnation=1),
+    )
+    harness.router.handle(Draining(PD1))
+    text = generate_latest(harness.router.metrics.registry).decode()
+    counts = re.findall(r'^triptych:num_instances\{role="(\w+)",state="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    assert sorted(counts) == [
+        ("E", "serving", "1.0"), ("E", "starting", "1.0"), ("PD", "draining", "1.0"), ("PD", "serving", "1.0")
+    ]  # fmt: skip
+    harness.router.handle(GetStatus(Address("operator")))
+    assert [one.name for one in harness.of(Status)[0][1].instances if one.draining] == ["pd1"]
 
 
 def test_a_frontend_that_is_started_again_holds_requests_for_instances_that_are_too() -> None:

@@ -1,13 +1,12 @@
 """``triptych rollout``: replaces the processes of a running service one by one."""
 
 import argparse
-import sys
 
 from triptych.cli import flags
+from triptych.cli.progress import show
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
-from triptych.messages.operations import ChangeProgress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     flags.check_controls("--control", arguments.control, cluster)
     changes = _changes(arguments.changes)
     model = str(flags.model_folder(arguments.model)) if arguments.model else ""
-    before = ""
-    try:
-        with ControlClient(arguments.control, cluster) as client:
-            for progress in client.rollout(changes, surge=not arguments.no_surge, model=model):
-                if (line := _line(progress)) != before:
-                    before = line
-                    print(line, flush=True)
-    except KeyboardInterrupt:
-        if before:
-            print("interrupted; the rollout goes on: triptych status shows it", file=sys.stderr)
-        raise
+    with ControlClient(arguments.control, cluster) as client:
+        show(client.rollout(changes, surge=not arguments.no_surge, model=model), "rollout", "replaced")
     print("all processes were replaced")
     return 0
 
@@ -65,9 +55,3 @@ def _changes(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {name} is there twice: {changes[name]!r} and {value!r}")
         changes[name] = value
     return changes
-
-
-def _line(progress: ChangeProgress) -> str:
-    if not progress.total:
-        return progress.text
-    return f"{progress.done} of {progress.total} replaced: {progress.text}"

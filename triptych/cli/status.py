@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from collections import Counter
 
 import msgspec
 from rich.console import Console
@@ -16,6 +17,8 @@ from triptych.messages.operations import InstanceStatus, LaunchedInstance, Launc
 from triptych.messages.stats import PoolUsage
 from triptych.topology import Role
 
+_ORDER = (Role.E, Role.EP, Role.EPD, Role.P, Role.PD, Role.D)
+"""The order of roles in a topology."""
 DEFAULT_WIDTH = 160
 """Columns when the output isn't a terminal: room for each of an instance's pools in one line."""
 
@@ -84,7 +87,9 @@ def _seconds(text: str) -> float:
 def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     change = f"\n{status.change}" if status.change else ""
-    return f"{state}, {status.requests} requests, model {status.model.digest}{change}"
+    counts = Counter(one.role for one in status.instances if not one.draining)
+    topology = "".join(f"{counts[role]}{role}" for role in _ORDER if counts[role]) or "no instances"
+    return f"{state}, {topology}, {status.requests} requests, model {status.model.digest}{change}"
 
 
 def _table(status: Status) -> Table:
@@ -92,7 +97,7 @@ def _table(status: Status) -> Table:
     restarts = {one.name: str(one.restarts) for one in status.launched}
     for one in status.instances:
         heartbeat = f"{one.seconds_since_heartbeat:.1f} s ago"
-        work = f"{one.load.running} running, {one.load.waiting} waiting"
+        work = f"{'draining: ' * one.draining}{one.load.running} running, {one.load.waiting} waiting"
         pools = "\n".join(map(_pool, one.load.pools))
         table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, pools, restarts.get(one.name, ""))
     joined = {one.name for one in status.instances}

@@ -10,10 +10,17 @@ from typing import Protocol
 
 from triptych.cluster.child import ChildSpec
 from triptych.cluster.local import LocalCluster
-from triptych.cluster.rollout import Finish, GiveUp, Replacing, Retire, Start, Step, Switch, Wait
+from triptych.cluster.rollout import Finish, GiveUp, Remove, Replacing, Retire, Start, Step, Switch, Wait
 from triptych.errors import TriptychError
 from triptych.messages.codec import Send
-from triptych.messages.operations import ChangeEnded, ChangeProgress, ChangeRefused, StartRollout
+from triptych.messages.operations import (
+    ChangeEnded,
+    ChangeProgress,
+    ChangeRefused,
+    StartChange,
+    StartRollout,
+    StartScale,
+)
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -42,6 +49,8 @@ class Plan:
 
     specs: Sequence[ChildSpec]
     """The new processes."""
+    names: Sequence[str]
+    """All processes that the policy has to see."""
     policy: Policy
     drain_timeout: float
     """Seconds after which an old process is killed."""
@@ -49,13 +58,15 @@ class Plan:
     """What is done, for the log."""
     done: str
     """What has become of processes whose part is complete: ``replaced``."""
+    warning: str = ""
+    """What the operator should know, even if the change is complete."""
     take_over: Callable[[str], object] = lambda _: None
     """Called with the name of a process when the new one takes over, before the old one ends."""
     end: Callable[[bool], object] = lambda _: None
     """Called at the end, with whether the change is complete."""
 
 
-KINDS = {StartRollout: "rollout"}
+KINDS: dict[type[StartChange], str] = {StartRollout: "rollout", StartScale: "scale operation"}
 """What messages call a change, by how operators ask for it."""
 
 
@@ -65,7 +76,7 @@ class Changes:
     def __init__(
         self,
         cluster: LocalCluster,
-        plan: Callable[[StartRollout], Awaitable[Plan]],
+        plan: Callable[[StartChange], Awaitable[Plan]],
         send: Send,
         disconnect: Callable[[Address], None],
     ) -> None:
@@ -84,7 +95,7 @@ class Changes:
         """What is in progress, and what it does; empty if nothing is."""
         return f"{self._kind} in progress: {self._text}" if self._kind else ""
 
-    def start(self, message: StartRollout) -> None:
+    def start(self, message: StartChange) -> None:
         """Begin a change, or answer the operator why not."""
         if self._task is not None:
             self._refuse(message, f"a {self._kind} is in progress: {self._text}")
@@ -92,7 +103,7 @@ class Changes:
             self._kind, self._text = KINDS[type(message)], "checking what it would change"
             self._task = asyncio.create_task(self._run(message))
 
-    def _refuse(self, message: StartRollout, reason: str) -> None:
+    def _refuse(self, message: StartChange, reason: str) -> None:
         log.warning("refused a %s: %s", KINDS[type(message)], reason)
         self._answer(message, ChangeRefused(reason))
 
@@ -102,7 +113,7 @@ class Changes:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, message: StartRollout) -> None:
+    async def _run(self, message: StartChange) -> None:
         try:
             planning = asyncio.ensure_future(self._plan(message))
             while not (await asyncio.wait([planning], timeout=PROGRESS_INTERVAL))[0]:
@@ -118,7 +129,7 @@ class Changes:
         finally:
             self._task, self._kind, self._text = None, "", ""
 
-    async def _carry_out(self, message: StartRollout, plan: Plan) -> None:
+    async def _carry_out(self, message: StartChange, plan: Plan) -> None:
         policy, reason = plan.policy, "the service is ending"
         log.info("%s", plan.summary)
         try:
@@ -133,21 +144,27 @@ class Changes:
             log.info("the %s has ended: %s", self._kind, outcome)
             self._answer(message, ChangeEnded(len(policy.done), policy.total, reason))
 
-    async def _take_steps(self, message: StartRollout, plan: Plan) -> str:
+    async def _take_steps(self, message: StartChange, plan: Plan) -> str:
         """Return why the change ends early; empty if it doesn't."""
         specs, policy, told = {spec.name: spec for spec in plan.specs}, plan.policy, 0.0
+        if plan.warning:
+            log.warning("%s", plan.warning)
+            self._answer(message, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
         while True:
             now = time.monotonic()
-            step = policy.next({name: self._cluster.replacing(name) for name in specs}, now)
+            step = policy.next({name: self._cluster.replacing(name) for name in plan.names}, now)
             before = self._text
             match step:
                 case Start(name):
+                    self._text = f"starting {'the new ' * self._cluster.has(name)}{name}"
                     self._cluster.start_new(specs[name])
-                    self._text = f"starting the new {name}"
                 case Retire(name):
                     plan.take_over(name)
                     self._cluster.retire(specs[name], plan.drain_timeout)
                     self._text = f"draining the old {name}"
+                case Remove(name):
+                    self._cluster.remove(name, plan.drain_timeout)
+                    self._text = f"draining {name}"
                 case Switch(frontend, instances):
                     for spec in plan.specs:  # no old one is started again
                         self._cluster.promote(spec)
@@ -159,8 +176,7 @@ class Changes:
                 case GiveUp(name, why, undo):
                     how = self._cluster.why_ended(name)
                     await asyncio.gather(*map(self._cluster.keep_old, undo))
-                    kept = f"; {', '.join(undo)} {'stays as it was' if len(undo) == 1 else 'stay as they were'}"
-                    return f"{name}: {why}{': ' + how if how else ''}{kept if undo else ''}"
+                    return f"{name}: {why}{': ' + how if how else ''}{self._kept(undo)}"
                 case Finish():
                     return ""
             if self._text != before or now - told >= PROGRESS_INTERVAL:
@@ -168,7 +184,12 @@ class Changes:
                 self._answer(message, ChangeProgress(self._text, len(policy.done), policy.total))
             await asyncio.sleep(LOOK_INTERVAL)
 
-    def _answer(self, message: StartRollout, answer: ChangeRefused | ChangeProgress | ChangeEnded) -> None:
+    def _kept(self, names: Sequence[str]) -> str:
+        """Return which of these processes still exist, for the end of a message."""
+        kept = [name for name in names if self._cluster.has(name)]
+        return f"; {', '.join(kept)} {'stays as it was' if len(kept) == 1 else 'stay as they were'}" if kept else ""
+
+    def _answer(self, message: StartChange, answer: ChangeRefused | ChangeProgress | ChangeEnded) -> None:
         try:
             self._send(message.reply_to, answer)
         except TriptychError as error:

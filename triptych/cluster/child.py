@@ -43,11 +43,16 @@ class ChildSpec:
     @property
     def groups(self) -> frozenset[str]:
         """What it is needed for, in the words of messages."""
-        names = {"E": "encode instance", "P": "prefill instance", "D": "decode instance"}
-        return frozenset({"frontend"} if self.role is None else (names[stage] for stage in self.role.stages))
+        return groups_of(self.role)
 
     def __str__(self) -> str:
         return f"instance {self.name}" if self.role else "the frontend" if self.name == "frontend" else self.name
+
+
+def groups_of(role: Role | None) -> frozenset[str]:
+    """Return what a process of a role is needed for, in the words of messages; None is a frontend."""
+    names = {"E": "encode instance", "P": "prefill instance", "D": "decode instance"}
+    return frozenset({"frontend"} if role is None else (names[stage] for stage in role.stages))
 
 
 class Child:

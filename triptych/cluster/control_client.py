@@ -20,7 +20,9 @@ from triptych.messages.operations import (
     RoleRefused,
     RoleSet,
     SetRole,
+    StartChange,
     StartRollout,
+    StartScale,
     Status,
 )
 from triptych.topology import Role
@@ -31,7 +33,7 @@ ANSWER_TIMEOUT = 5.0
 SEARCH_TIMEOUT = 2.0
 """The same while several are tried in turn."""
 SUPERVISOR_TIMEOUT = 15.0
-"""Seconds without news of a rollout after which its supervisor counts as gone; it sends some every second."""
+"""Seconds without news of a change after which its supervisor counts as gone; it sends some every second."""
 
 
 class ControlClient:
@@ -79,15 +81,25 @@ class ControlClient:
     def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[ChangeProgress]:
         """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
         Raises ConfigError when it is refused, StartError when it ends early, and FrontendSilent without an answer."""
+        yield from self._change(
+            StartRollout(self._channel.address, dict(settings), surge, model), "rollout", "replaced"
+        )
+
+    def scale(self, counts: Mapping[Role, int]) -> Iterator[ChangeProgress]:
+        """Yield what a change of the number of instances does, until there are as many of each role as ``counts``
+        says. Raises as ``rollout`` does."""
+        yield from self._change(StartScale(self._channel.address, dict(counts)), "scale operation", "added or removed")
+
+    def _change(self, question: StartChange, kind: str, done: str) -> Iterator[ChangeProgress]:
         news = (ChangeProgress, ChangeEnded, ChangeRefused)
-        answer = self._ask(StartRollout(self._channel.address, dict(settings), surge, model), news, ANSWER_TIMEOUT)
+        answer = self._ask(question, news, ANSWER_TIMEOUT)
         while isinstance(answer, ChangeProgress):
             yield answer
-            answer = self._wait_for(news, SUPERVISOR_TIMEOUT, "no news from the supervisor; the rollout may go on")
+            answer = self._wait_for(news, SUPERVISOR_TIMEOUT, f"no news from the supervisor; the {kind} may go on")
         if isinstance(answer, ChangeRefused):
-            raise ConfigError(f"the rollout is refused: {answer.reason}")
+            raise ConfigError(f"the {kind} is refused: {answer.reason}")
         if answer.reason:
-            raise StartError(f"{answer.done} of {answer.total} replaced: {answer.reason}")
+            raise StartError(f"{answer.done} of {answer.total} {done}: {answer.reason}")
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         self._channel.send(self._frontends[0], question)

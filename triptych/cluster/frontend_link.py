@@ -9,7 +9,7 @@ from triptych.cluster.local import LocalCluster
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
-from triptych.messages.operations import LauncherReport, LauncherStatus, StartRollout
+from triptych.messages.operations import LauncherReport, LauncherStatus, StartChange
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ FIRST_INTERVAL = 0.05
 """The same before the service was first ready, so that the start isn't longer than it has to be."""
 
 MAX_TEXT = 1000
-"""Characters of what reports say of a rollout; it may name many processes."""
+"""Characters of what reports say of changes; they may name many processes."""
 
 
 class FrontendLink:
@@ -31,7 +31,7 @@ class FrontendLink:
         cluster: LocalCluster,
         controls: Sequence[str],
         config: ClusterConfig,
-        plan: Callable[[StartRollout], Awaitable[Plan]],
+        plan: Callable[[StartChange], Awaitable[Plan]],
     ) -> None:
         """``controls`` are the frontends' control addresses (HOST:PORT), and ``plan`` is as in ``Changes``. Raises
         StartError when this process can't listen for answers."""
@@ -101,7 +101,7 @@ class FrontendLink:
             for message in self._channel.drain():
                 if isinstance(message, LauncherStatus):
                     self._cluster.set_joined(message.pid, message.joined)
-                elif isinstance(message, StartRollout):
+                elif isinstance(message, StartChange):
                     self._changes.start(message)
             if not self._channel.pending:
                 return

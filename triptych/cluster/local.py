@@ -75,9 +75,9 @@ class LocalCluster:
         self._current = {spec.name: SupervisedProcess(spec, restarts=True) for spec in specs}
         """The process that has each name, as far as restarts are concerned."""
         self._old: dict[str, SupervisedProcess] = {}
-        """Processes that were replaced and finish their work, or have done so."""
+        """Processes that were replaced or removed and finish their work, or have done so."""
         self._new: dict[str, SupervisedProcess] = {}
-        """Processes that replace others in the rollout in progress."""
+        """Processes that replace others, or are added, in the change in progress."""
         self._joined: dict[int, set[tuple[str, int]]] = {}
         """Names and incarnations of the instances that hold a lease, by the process id of their frontend."""
         self._incarnations: dict[str, int] = {}
@@ -100,6 +100,10 @@ class LocalCluster:
             is_frontend = process.spec.role is None and process.child is not None and process.child.pid in self._joined
             process.ready = is_frontend or (process.spec.name, process.incarnation) in held
             process.was_ready |= process.ready
+        for name, new in self._new.items():
+            if new.ready and not new.stopping and not self.has(name):
+                self._current[name] = new
+                self.supervision.add(name, new.spec.groups)
         for name in self._current:
             self._settle(name)
         ready = {name for name, process in self._current.items() if process.ready}
@@ -130,27 +134,38 @@ class LocalCluster:
             for name, current in self._current.items()
         ]
         others = [(one, LaunchState.DRAINING) for one in self._old.values()]
-        others += [(one, LaunchState.STARTING) for one in self._new.values() if self._current[one.spec.name] is not one]
+        others += [(one, LaunchState.STARTING) for one in self._new.values() if not self._is_current(one)]
         return kept + [
             LaunchedInstance(one.spec.name, one.spec.role, state, incarnation=one.incarnation)
             for one, state in others
             if not one.has_ended
         ]
 
-    # ── replacing processes ──────────────────────────────────────────────────────────────────────────────────
+    @property
+    def names(self) -> set[str]:
+        """Names of all processes, those that start or end included."""
+        return {process.spec.name for process in self._all()}
+
+    # ── replacing, adding and removing processes ─────────────────────────────────────────────────────────────
+
+    def has(self, name: str) -> bool:
+        """Return whether a process of that name is kept running: not one that was added and isn't ready yet, nor one
+        that was removed."""
+        return name in self._current
 
     def replacing(self, name: str) -> Replacing:
-        """Return how the replacement of a process stands."""
-        current, new = self._current[name], self._new.get(name)
-        old = self._old.get(name)
+        """Return how the replacement of a process stands, or its start or end where it is added or removed."""
+        current, new, old = self._current.get(name), self._new.get(name), self._old.get(name)
         state = None
         if new is not None and new.task is not None:
             waiting = LaunchState.FAILED if new.has_ended else LaunchState.STARTING
             state = LaunchState.READY if new.ready and not new.has_ended else waiting
-        return Replacing(old_runs=old is None or not old.has_ended, serves=current.ready, new=state)
+        old_runs = not old.has_ended if old is not None else current is not None
+        return Replacing(old_runs, serves=current is not None and current.ready, new=state)
 
     def start_new(self, spec: ChildSpec) -> None:
-        """Start a process that replaces the one of its name; it isn't started again before it has taken its place."""
+        """Start a process that replaces the one of its name, or is added. It isn't started again before it has taken
+        its place."""
         process = self._new.setdefault(spec.name, SupervisedProcess(spec, restarts=False))
         self._begin(process)
         self.changed.set()
@@ -173,7 +188,17 @@ class LocalCluster:
         """Make the process of that name finish its work and end, within ``timeout`` seconds. The one of ``spec``, which
         may run already, takes its place."""
         self.promote(spec)
-        old = self._old[spec.name]
+        self._drain(self._old[spec.name], timeout)
+
+    def remove(self, name: str, timeout: float) -> None:
+        """Make the process of that name finish its work and end, within ``timeout`` seconds. None takes its place."""
+        self._old[name] = self._current.pop(name)
+        self._new.pop(name, None)
+        self.supervision.remove(name)
+        self._drain(self._old[name], timeout)
+        self.changed.set()
+
+    def _drain(self, old: SupervisedProcess, timeout: float) -> None:
         self._stop(old, signal.SIGTERM)
         killing = asyncio.create_task(_kill_after(old, timeout))
         self._killing.add(killing)
@@ -186,7 +211,7 @@ class LocalCluster:
 
     async def keep_old(self, name: str) -> None:
         """End the process that was to replace the one of that name, which is kept, or started again if it was
-        retired."""
+        retired. One that was to be added just ends."""
         new, old = self._new.get(name), self._old.get(name)
         if new is not None:
             self._stop(new, signal.SIGTERM)
@@ -200,9 +225,7 @@ class LocalCluster:
     def end_change(self) -> None:
         """Forget which processes are old and new, but for those that still have to end."""
         self._old = {name: one for name, one in self._old.items() if not one.has_ended}
-        self._new = {
-            name: one for name, one in self._new.items() if one is not self._current[name] and not one.has_ended
-        }
+        self._new = {name: one for name, one in self._new.items() if not self._is_current(one) and not one.has_ended}
         self.changed.set()
 
     def _settle(self, name: str) -> None:
@@ -243,8 +266,11 @@ class LocalCluster:
             process.task.cancel()
 
     def _all(self) -> list[SupervisedProcess]:
-        new = [process for process in self._new.values() if self._current[process.spec.name] is not process]
+        new = [process for process in self._new.values() if not self._is_current(process)]
         return [*self._current.values(), *new, *self._old.values()]
+
+    def _is_current(self, process: SupervisedProcess) -> bool:
+        return self._current.get(process.spec.name) is process
 
     # ── each process ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,7 +302,7 @@ class LocalCluster:
                     process.waits = True
                     await asyncio.sleep(delay)
                     process.waits = False
-                    if self._current[name] is not process:  # another has taken its place meanwhile
+                    if not self._is_current(process):  # another has taken its place meanwhile
                         return
                 case EndService(why, exit_code):
                     self._lose(ChildFailed(f"{who} {ended}{last_words}{'; ' * bool(why)}{why}", exit_code))
@@ -290,7 +316,7 @@ class LocalCluster:
         spec = process.spec
         process.incarnation = self._next_incarnation(spec.name)
         process.ready = process.was_ready = False
-        if self._current[spec.name] is process:
+        if self._is_current(process):
             self.supervision.started(spec.name)
         try:
             child = await self._launcher.start(spec, process.incarnation, self._show)

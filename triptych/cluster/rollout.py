@@ -30,7 +30,7 @@ class Replacing:
 
 @dataclass(frozen=True)
 class Start:
-    """Start the new process."""
+    """Start the new process, beside the old one of its name if there is one."""
 
     name: str
 
@@ -43,27 +43,34 @@ class Retire:
 
 
 @dataclass(frozen=True)
+class Remove:
+    """Let the process finish its work and end. No other takes its place."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Wait:
     """Look again soon."""
 
     name: str
-    """The process that is being replaced."""
+    """The process that is waited for."""
     why: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the rollout, for what has become of one process. Those that were replaced before stay new."""
+    """End the change, for what has become of one process. What was done before stays."""
 
     name: str
     why: str
     undo: tuple[str, ...]
-    """Processes whose old ones are kept, or started again."""
+    """Processes whose new ones end. The old ones are kept, or started again."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Every process was replaced."""
+    """The change is complete."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Switch:
     """The new ones that are ready."""
 
 
-Step = Start | Retire | Switch | Wait | GiveUp | Finish
+Step = Start | Retire | Remove | Switch | Wait | GiveUp | Finish
 
 
 class Rollout:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +15,20 @@ from typing import Any, TypeVar
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.changes import Plan
-from triptych.cluster.child import ChildSpec, Print
+from triptych.cluster.child import ChildSpec, Print, groups_of
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.launcher import LocalLauncher
 from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
+from triptych.cluster.scale import Scale
 from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
-from triptych.messages.operations import LaunchState, StartRollout
+from triptych.messages.operations import LaunchState, StartChange, StartRollout, StartScale
 from triptych.models.registry import family_of, identity_of
 from triptych.server.http_socket import host_port_of, listen, listen_all, reserve, url_of
 from triptych.server.worker_extra import check_installed
-from triptych.topology import Topology
+from triptych.topology import Stage, Topology
 
 T = TypeVar("T")
 
@@ -118,7 +120,7 @@ class LocalService:
                 self._cluster,
                 [*map(host_port_of, self._own_controls.values())],
                 self._config.cluster,
-                self._plan_rollout,
+                self._plan_change,
             )
         except StartError:
             self._stack.close()
@@ -132,7 +134,7 @@ class LocalService:
         await self._announce_end()
         try:
             await self._cluster.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
-            await self._cluster.end(list(self._cluster.supervision.processes), signal.SIGINT, STOP_GRACE)
+            await self._cluster.end(self._cluster.names, signal.SIGINT, STOP_GRACE)
         finally:
             await self._link.close()
             self._stack.close()
@@ -186,11 +188,49 @@ class LocalService:
             self._link.report()
             await asyncio.sleep(REPORT_SECONDS)
 
-    async def _plan_rollout(self, message: StartRollout) -> Plan:
-        """Return what replaces all processes. Raises ConfigError, and CheckpointError for a model that can't be
-        served."""
+    async def _plan_change(self, message: StartChange) -> Plan:
+        """Return how the processes change. Raises ConfigError, and CheckpointError for a model that can't be served."""
         if not self.was_ready or self._link.stopping:
             raise ConfigError("the service isn't ready yet" if not self._link.stopping else "the service is ending")
+        return self._plan_scale(message) if isinstance(message, StartScale) else await self._plan_rollout(message)
+
+    def _plan_scale(self, message: StartScale) -> Plan:
+        """Return how instances are added and removed. Those that stay keep their threads and their KV cache."""
+        before, after = self._topology, self._topology.scaled(message.counts)
+        check_roles(self._config.model, after)
+        self._config.engine.tensor_parallel_size.check(after.roles)
+        specs = {spec.name: spec for spec in self._instances(self._config, after, self._joins)}
+        add = [name for name in after.names if name not in before.names]
+        remove = [name for name in reversed(before.names) if name not in after.names]
+        groups = {name: groups_of(role) for name, role in (before.names | after.names).items()}
+        policy = Scale(
+            {name: groups[name] for name in after.names},
+            add,
+            {name: groups[name] for name in remove},
+            _step_timeout(self._config),
+        )
+
+        def end(_: bool) -> None:
+            counts = Counter(before.roles)
+            counts.update(after.names[name] for name in policy.done if name in add)
+            counts.subtract(before.names[name] for name in policy.removed)
+            self._topology = before.with_counts(counts)
+            self._expects_encoders = Stage.ENCODE in self._topology.stages
+
+        changes = [*(f"adding {name}" for name in add), *(f"removing {name}" for name in remove)]
+        return Plan(
+            specs=[specs[name] for name in add],
+            names=list(groups),
+            policy=policy,
+            drain_timeout=_drain_timeout(self._config),
+            summary=f"scaling {before} to {after}: {', '.join(changes) or 'nothing changes'}",
+            done="added or removed",
+            warning=_too_many_threads(self._config, after) if add else "",
+            end=end,
+        )
+
+    async def _plan_rollout(self, message: StartRollout) -> Plan:
+        """Return what replaces all processes."""
         config = changed(self._config, message.settings)
         config.engine.tensor_parallel_size.check(self._topology.roles)
         if message.model:
@@ -248,8 +288,9 @@ class LocalService:
                 self._link.add(host_port_of(own_controls[name]))
                 self._link.report()
 
-        summary = f"rolling out: replacing {', '.join(one.name for one in specs)}"
-        return Plan(specs, policy, drain_timeout, summary, "replaced", take_over, end)
+        names = [one.name for one in specs]
+        summary = f"rolling out: replacing {', '.join(names)}"
+        return Plan(specs, names, policy, drain_timeout, summary, "replaced", take_over=take_over, end=end)
 
     def _settle(self, own_controls: Mapping[str, socket.socket], replaced: Collection[str]) -> None:
         """After a rollout: forget the frontends that were replaced, and the new ones of those that weren't."""
@@ -273,11 +314,15 @@ class LocalService:
             self._frontend_child(number, name, config, own, joins[number])
             for number, (name, own) in enumerate(own_controls.items())
         ]
-        join = ",".join(map(host_port_of, joins))
-        children = [*frontends, *map(_instance_child, config.instances(self._topology, join))]
+        children = [*frontends, *self._instances(config, self._topology, joins)]
         for child in children:
             child.written(0)  # raises ConfigError now rather than later
         return children, own_controls
+
+    @staticmethod
+    def _instances(config: ServeConfig, topology: Topology, joins: Sequence[socket.socket]) -> list[ChildSpec]:
+        """Return how each instance is started."""
+        return [*map(_instance_child, config.instances(topology, ",".join(map(host_port_of, joins))))]
 
     def _frontend_child(
         self, number: int, name: str, config: ServeConfig, own_control: socket.socket, join: socket.socket
@@ -317,6 +362,13 @@ def _drain_timeout(config: ServeConfig) -> float:
 
 def _step_timeout(config: ServeConfig) -> float:
     return config.lease.start_timeout + _drain_timeout(config)
+
+
+def _too_many_threads(config: ServeConfig, topology: Topology) -> str:
+    """Return a warning when a topology's instances compute with more threads than there are cores."""
+    cores = len(os.sched_getaffinity(0))
+    threads = sum(spec.engine.threads * spec.num_ranks for spec in config.instances(topology, ""))
+    return f"{topology} computes with {threads} threads on {cores} cores" if threads > cores else ""
 
 
 def _is_another_model(served: Path, new: Path, topology: Topology) -> bool:

@@ -118,6 +118,14 @@ class Supervision:
         self._max_restarts = max_restarts
         self._random = random
 
+    def add(self, name: str, groups: frozenset[str]) -> None:
+        """Supervise one more process."""
+        self.processes[name] = ProcessState(groups)
+
+    def remove(self, name: str) -> None:
+        """Forget a process that isn't started again."""
+        del self.processes[name]
+
     def started(self, name: str) -> None:
         """Record that a process was started."""
         process = self.processes[name]

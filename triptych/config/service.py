@@ -72,7 +72,5 @@ class ServeConfig:
         )
         lease = replace(self.lease, health_port=0)  # one port can't be that of several
         return [
-            replace(self, engine=share, lease=lease).instance(role, f"{role.value.lower()}{index}", join)
-            for role, count in topology.groups
-            for index in range(count)
+            replace(self, engine=share, lease=lease).instance(role, name, join) for name, role in topology.names.items()
         ]

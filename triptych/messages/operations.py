@@ -28,7 +28,7 @@ class LaunchState(enum.StrEnum):
     FAILED = "failed"
     """It has ended, and is not started again."""
     DRAINING = "draining"
-    """It is being replaced, and finishes its work."""
+    """It finishes its work, and ends: another one takes its place, or it is one too many."""
 
 
 class LaunchedInstance(Struct, frozen=True):
@@ -101,6 +101,8 @@ class InstanceStatus(Struct, frozen=True):
     load: Load
     next_role: Role | None = None
     """The role that it is changing to, if it is."""
+    draining: bool = False
+    """Whether it gets nothing new, and leaves once it has finished its work."""
 
 
 class Status(Struct, frozen=True, tag=True):
@@ -146,7 +148,7 @@ class RoleRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-# ── operators: triptych rollout ⇄ frontend ⇄ supervisor ────────────────────────────────────────────────────
+# ── operators: triptych rollout, triptych scale ⇄ frontend ⇄ supervisor ────────────────────────────────────
 
 
 class StartRollout(Struct, frozen=True, tag=True):
@@ -159,6 +161,17 @@ class StartRollout(Struct, frozen=True, tag=True):
     """Start each new instance beside the old one; otherwise the old one ends first."""
     model: Text = ""
     """Folder of another checkpoint of the same architecture; empty for the one that is served."""
+
+
+class StartScale(Struct, frozen=True, tag=True):
+    """Operator → frontend → supervisor: add instances, or drain and end some. The supervisor answers the operator."""
+
+    reply_to: Address
+    counts: Annotated[dict[Role, Count], Meta(max_length=len(Role))]
+    """How many instances of each of these roles there are to be."""
+
+
+StartChange = StartRollout | StartScale
 
 
 class ChangeRefused(Struct, frozen=True, tag=True):
@@ -187,5 +200,5 @@ class ChangeEnded(Struct, frozen=True, tag=True):
 
 OperationsMessage = (
     LauncherReport | LauncherStatus | GetStatus | Status | SetRole | RoleSet | RoleRefused
-    | StartRollout | ChangeRefused | ChangeProgress | ChangeEnded
+    | StartRollout | StartScale | ChangeRefused | ChangeProgress | ChangeEnded
 )  # fmt: skip

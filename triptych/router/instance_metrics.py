@@ -1,15 +1,17 @@
 """Prometheus metrics of the instances, from the statistics in their heartbeats."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from triptych.messages.operations import LaunchState
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
 from triptych.router.launcher_view import LauncherView
-from triptych.router.membership import InstanceLease
+from triptych.router.membership import InstanceLease, Membership
 
 Value = tuple[str, float]
 """The value of the series' own label, empty if it has none, and the sample."""
@@ -156,6 +158,36 @@ class InstanceCollector(Collector):
                     metric.add_metric([lease.name, lease.role.value, *([value] if series.label else [])], sample)
             yield metric
 
+
+NUM_INSTANCES = "num_instances"
+NUM_INSTANCES_MEANING = (
+    "instances by role and state: serving, draining (it finishes its work, to leave or to change its role), or as the "
+    "supervisor says: starting, restarting, failed"
+)
+NUM_INSTANCES_LABELS = ("role", "state")
+
+
+class TopologyCollector(Collector):
+    """Collects how many instances there are."""
+
+    def __init__(self, membership: Membership, clock: Callable[[], float]) -> None:
+        self._membership = membership
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        metric = GaugeMetricFamily(PREFIX + NUM_INSTANCES, NUM_INSTANCES_MEANING, labels=NUM_INSTANCES_LABELS)
+        joined = {(lease.name, lease.incarnation) for lease in self._membership}
+        counts = Counter((lease.role, "serving" if lease.takes_work else "draining") for lease in self._membership)
+        for one in self._membership.launched.processes(self._clock()):
+            if one.role is not None and (one.name, one.incarnation) not in joined and one.state not in _JOINED:
+                counts[one.role, str(one.state)] += 1
+        for (role, state), count in counts.items():
+            metric.add_metric([role, state], count)
+        yield metric
+
+
+_JOINED = (LaunchState.READY, LaunchState.DRAINING)
+"""States of instances that have joined, or are about to leave."""
 
 RESTARTS = "instance_restarts"
 RESTARTS_MEANING = "times that the supervisor has started an instance or the frontend again, by why it ended"

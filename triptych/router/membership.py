@@ -113,6 +113,7 @@ class InstanceLease:
             seconds_since_heartbeat=max(0.0, now - self.last_seen),
             load=self.stats.load,
             next_role=self.next_role,
+            draining=self.draining,
         )
 
 

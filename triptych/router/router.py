@@ -18,7 +18,9 @@ from triptych.messages.operations import (
     LauncherStatus,
     RoleRefused,
     SetRole,
+    StartChange,
     StartRollout,
+    StartScale,
     Status,
 )
 from triptych.messages.work import (
@@ -47,7 +49,7 @@ from triptych.messages.work import (
 from triptych.observe.metrics import Metrics
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
-from triptych.router.instance_metrics import InstanceCollector, RestartCollector
+from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import InstanceLease, Membership, is_before, is_same
 from triptych.router.request_state import blamed
@@ -80,6 +82,7 @@ class Router:
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
         self.metrics.registry.register(InstanceCollector(self.membership))
+        self.metrics.registry.register(TopologyCollector(self.membership, clock))
         self.launcher_view = self.membership.launched
         """What supervisors say of the processes that they keep running."""
         self.metrics.registry.register(RestartCollector(self.launcher_view))
@@ -133,7 +136,8 @@ class Router:
             RoleKept: self._role_changes.kept,
             SetRole: self._on_set_role,
             GetStatus: self._on_get_status,
-            StartRollout: self._on_start_rollout,
+            StartRollout: self._on_start_change,
+            StartScale: self._on_start_change,
         }
 
     leaving = False
@@ -322,16 +326,27 @@ class Router:
         else:
             self._role_changes.request_change(message)
 
-    def _on_start_rollout(self, message: StartRollout) -> None:
-        """Pass it on to the supervisor, which answers the operator itself: this frontend is replaced, too."""
+    def _on_start_change(self, message: StartChange) -> None:
+        """Pass it on to the supervisor, which answers the operator itself: this frontend may be replaced, too."""
         launchers = self.launcher_view.launchers(self._clock())
         if self.draining:
             self._reply(message.reply_to, ChangeRefused("the service is shutting down"))
         elif len(launchers) != 1:
-            reason = "one supervisor is needed, which replaces what it has started with triptych serve"
+            reason = "one supervisor is needed, which changes what it has started with triptych serve"
             self._reply(message.reply_to, ChangeRefused(f"{reason}; {len(launchers)} report to this frontend"))
+        elif isinstance(message, StartScale) and (others := self._in_other_roles()):
+            self._reply(message.reply_to, ChangeRefused(f"{others}: set the role back first"))
         else:
             self._notify(launchers[0], message)
+
+    def _in_other_roles(self) -> str:
+        """Return which instances have another role than they were started in; empty if none has."""
+        started = {one.name: one.role for one in self.launcher_view.processes(self._clock())}
+        return ", ".join(
+            f"{lease.name} has been changed to {lease.next_role or lease.role}"
+            for lease in self.membership
+            if started.get(lease.name) not in (None, lease.next_role or lease.role)
+        )
 
     # ── membership and time ──────────────────────────────────────────────────────────────────────────────────
 
