@@ -150,7 +150,7 @@ CHECKS = (
         "recovery of other models",
         "the same" + SLOW,
         "tests/parity/test_families.py",
-        {*families.LOST_ENCODERS}.difference(families.REPRESENTATIVE),
+        {*families.ANSWERED_IMAGES}.difference(families.REPRESENTATIVE),
         columns=("recovery",),
         in_ci=False,
     ),

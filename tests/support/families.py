@@ -12,9 +12,6 @@ from triptych.models.registry import FAMILIES
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
 ANSWERED_IMAGES = [*WITH_IMAGES, *OWN_TOWERS]
 """Answers about images are compared."""
-LOST_ENCODERS = [name for name in ANSWERED_IMAGES if name != "gemma3"]
-"""An encode instance is lost in the middle of an item. Rows of Gemma 3's, which are one span, wait for no step:
-``tests/engine/test_atomic_spans.py`` loses instances in the middle of those."""
 REPRESENTATIVE = (
     *("qwen2_vl", "qwen3_5", "glm4v", "llava_next", "internvl"),
     *("gemma4+gemma4_vision", "minicpmv4_6", "phi4_multimodal", "deepseek_vl_v2"),
