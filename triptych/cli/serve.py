@@ -8,9 +8,13 @@ import logging
 import os
 import shlex
 import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 from triptych.cli import flags
+from triptych.cli.ray_flags import ray_address, ray_resources
+from triptych.cluster.launcher import Launcher
+from triptych.cluster.on_ray.launcher import RayLauncher
 from triptych.cluster.service import LocalService
 from triptych.cluster.service_manager import tell_service_manager
 from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
@@ -47,6 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"any --role but {FRONTEND}",
     )
     parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
+    parser.add_argument(
+        "--on",
+        metavar="ray[://HOST:PORT]",
+        help="start the instances on the nodes of a Ray cluster: the one that this machine is a node of, or the one of "
+        "that GCS address; the frontend runs here (default: instances run here, too)",
+    )
+    parser.add_argument(
+        "--ray-resources",
+        metavar="ROLE=NAME:AMOUNT[,…]",
+        help="Ray resources that each instance of a role asks for besides CPUs and GPUs, as in E=encoder:1,PD=large:1 "
+        "(default: none)",
+    )
     flags.add_settings(parser)
 
 
@@ -66,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
     if arguments.role != FRONTEND and config.lease.leave_instances:
         raise ConfigError(f"--leave-instances is for --role {FRONTEND}")
+    if arguments.ray_resources is not None and arguments.on is None:
+        raise ConfigError("--ray-resources is for --on ray")
+    if arguments.role is not None and arguments.on is not None:
+        raise ConfigError("--on is for a whole service, not for --role")
     if arguments.role is not None and config.frontend.http.frontends > 1:
         raise ConfigError("--frontends is for a whole service; start each frontend of its own with --role frontend")
     if arguments.role == FRONTEND:
@@ -74,17 +94,37 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
         config.engine.tensor_parallel_size.check(topology.roles)
-        return asyncio.run(_serve(config, topology))
+        return asyncio.run(_serve(config, topology, arguments))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 
-async def _serve(config: ServeConfig, topology: Topology) -> int:
+@contextlib.asynccontextmanager
+async def _launcher(
+    config: ServeConfig, arguments: argparse.Namespace
+) -> AsyncIterator[tuple[ServeConfig, Launcher | None]]:
+    """Return what starts the instances, None for this machine, and the settings for it."""
+    if arguments.on is None:
+        yield config, None
+        return
+    if config.engine.cpus.cores:
+        raise ConfigError("--cpus names cores of this machine, and --on ray starts instances on others")
+    address, resources = ray_address(arguments.on), ray_resources(arguments.ray_resources or "")
+    async with RayLauncher(address, identity_of(config.model), resources, _print_line) as launcher:
+        yield dataclasses.replace(config, cluster=launcher.cluster(config.cluster)), launcher
+
+
+async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Namespace) -> int:
     """Supervise the frontend and the instances of the topology until a signal, or until the service can't go on."""
+    async with _launcher(config, arguments) as (for_launcher, launcher):
+        return await _supervise(for_launcher, topology, launcher)
+
+
+async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher | None) -> int:
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    async with LocalService(config, topology, show=_print_line) as service:
+    async with LocalService(config, topology, show=_print_line, launcher=launcher) as service:
         manager = asyncio.create_task(tell_service_manager(service))
         ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated)]
         starting = asyncio.create_task(service.wait_until_ready())

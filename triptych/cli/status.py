@@ -93,25 +93,29 @@ def _summary(status: Status) -> str:
 
 
 def _table(status: Status) -> Table:
-    table = Table("instance", "role", "process", "last heartbeat", "work", "pools", "restarts")
-    restarts = {one.name: str(one.restarts) for one in status.launched}
+    launched = {one.name: one for one in status.launched}
+    remote = any(one.node or one.pending for one in status.launched)
+    table = Table("instance", "role", "process", "last heartbeat", "work", "pools", "restarts", *["node"] * remote)
     for one in status.instances:
         heartbeat = f"{one.seconds_since_heartbeat:.1f} s ago"
         work = f"{'draining: ' * one.draining}{one.load.running} running, {one.load.waiting} waiting"
         pools = "\n".join(map(_pool, one.load.pools))
-        table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, pools, restarts.get(one.name, ""))
+        kept = launched.get(one.name)
+        restarts, node = (str(kept.restarts), kept.node) if kept else ("", "")
+        table.add_row(one.name, _role(one), str(one.pid), heartbeat, work, pools, restarts, *[node] * remote)
     joined = {one.name for one in status.instances}
     for process in status.launched:
         if process.name not in joined:
             role = str(process.role or "frontend")
-            table.add_row(process.name, role, "", "", _state(process), "", str(process.restarts))
+            state, restarts = _state(process), str(process.restarts)
+            table.add_row(process.name, role, "", "", state, "", restarts, *[process.node] * remote)
     return table
 
 
 def _state(process: LaunchedInstance) -> str:
     if process.state is LaunchState.RESTARTING:
         return f"restarts in {process.restart_in:.1f} s"
-    return str(process.state)
+    return f"pending: {process.pending}" if process.pending else str(process.state)
 
 
 def _role(one: InstanceStatus) -> str:

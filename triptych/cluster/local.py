@@ -130,6 +130,8 @@ class LocalCluster:
                 restart_in=max(0.0, process.next_start - now),
                 reasons=dict(process.reasons),
                 incarnation=current.incarnation,
+                node=current.child.node if current.child else "",
+                pending=current.child.pending if current.child else "",
             )
             for name, current in self._current.items()
         ]

@@ -17,7 +17,7 @@ from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cluster.changes import Plan
 from triptych.cluster.child import ChildSpec, Print, groups_of
 from triptych.cluster.frontend_link import FrontendLink
-from triptych.cluster.launcher import LocalLauncher
+from triptych.cluster.launcher import Launcher, LocalLauncher
 from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
@@ -67,8 +67,17 @@ class LocalService:
 
     The HTTP socket is this process's. A frontend inherits it, so that connections wait while it is started again."""
 
-    def __init__(self, config: ServeConfig, topology: Topology, show: Print, *, restart: bool = True) -> None:
-        """``restart`` is False to end the service with any of its processes, whatever the settings say."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        topology: Topology,
+        show: Print,
+        *,
+        restart: bool = True,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """``restart`` is False to end the service with any of its processes, whatever the settings say. ``launcher``
+        starts them; None starts them on this machine."""
         check_installed("an instance")
         check_roles(config.model, topology)
         config.cluster.secret()
@@ -94,7 +103,9 @@ class LocalService:
             children, self._own_controls = self._children(config, self._joins)
             stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
-            self._cluster = LocalCluster(children, show, LocalLauncher(), config.lease.max_restarts if restart else 0)
+            self._cluster = LocalCluster(
+                children, show, launcher or LocalLauncher(), config.lease.max_restarts if restart else 0
+            )
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
         """Done, with an explanation, when the service can't go on."""

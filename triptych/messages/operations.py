@@ -46,6 +46,10 @@ class LaunchedInstance(Struct, frozen=True):
     """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
     incarnation: Count = 0
     """Of the process that runs or, if none does, of the one that has ended."""
+    node: Text = ""
+    """The machine it runs on; empty for the supervisor's own."""
+    pending: Text = ""
+    """Why it has no machine yet; empty if it has one."""
 
 
 class LauncherReport(Struct, frozen=True, tag=True):

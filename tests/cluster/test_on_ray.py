@@ -1,0 +1,168 @@
+"""``triptych serve --on ray``: instances on the nodes of a Ray cluster, some of which end."""
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
+from tests.support.processes import is_gone
+from tests.support.ray_cluster import RayCluster, ray_cluster
+from triptych import exit_codes
+from triptych.cluster.control_client import ControlClient
+from triptych.config import ClusterConfig
+from triptych.messages.operations import LaunchedInstance, LaunchState, Status
+
+pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
+
+NODE = {"CPU": 1.0}
+SAID = 10.0
+"""Seconds within which it is said what has no place."""
+
+
+@contextmanager
+def service(cluster: RayCluster, folder: Path, *more: str) -> Iterator[Command]:
+    with triptych("serve", folder, "--on", f"ray://{cluster.address}", *FAST, *more) as command:
+        yield command
+        assert "Traceback" not in command.text, command.text
+
+
+def status(command: Command) -> Status:
+    pattern = r"triptych status --control (\S+) --cluster-host (\S+) --cluster-secret-file (\S+)$"
+    control, host, secret = command.wait_for_line(pattern).groups()
+    with ControlClient(control, ClusterConfig(cluster_host=host, cluster_secret_file=secret)) as client:
+        return client.status()
+
+
+def launched(command: Command, name: str) -> LaunchedInstance:
+    return next(one for one in status(command).launched if one.name == name)
+
+
+def pid_of(command: Command, name: str) -> int:
+    """Waits until it has joined."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found.extend(one.pid for one in status(command).instances if one.name == name)
+        return bool(found)
+
+    wait_for(look, 60, command)
+    return found[0]
+
+
+def is_whole(command: Command) -> bool:
+    processes = status(command).launched
+    return bool(processes) and all(one.state is LaunchState.READY for one in processes)
+
+
+def test_a_service_on_two_nodes(folder: Path) -> None:
+    """The encode instance goes where its resource is, and at the end nothing is left."""
+    with (
+        ray_cluster([NODE | {"encoder": 1.0}, NODE]) as cluster,
+        service(cluster, folder, "--ray-resources", "E=encoder:1") as command,
+    ):
+        url = command.wait_until_ready()
+        assert picture_answer(url, "tiny")
+        instances = [pid_of(command, "e0"), pid_of(command, "pd0")]
+        assert [cluster.raylet_of(pid) for pid in instances] == cluster.raylets
+        assert launched(command, "e0").node
+        command.send(signal.SIGTERM)
+        assert command.end(40) == 0, command.text
+        assert all(map(is_gone, instances))
+
+
+@pytest.mark.slow
+def test_an_instance_that_is_killed_comes_back(folder: Path) -> None:
+    with ray_cluster([NODE, NODE]) as cluster, service(cluster, folder) as command:
+        url = command.wait_until_ready()
+        for name in ("e0", "pd0"):
+            killed, began = pid_of(command, name), time.monotonic()
+            psutil.Process(killed).kill()
+            command.wait_for_line(rf"instance {name} \(process {killed} on \S+\) was killed by SIGKILL; starting again")
+            wait_for(lambda: is_whole(command), 60, command)
+            print(f"{name} was back {time.monotonic() - began:.1f} s after it was killed")
+            assert launched(command, name).restarts == 1
+            assert picture_answer(url, "tiny")
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_and_its_instance_goes_to_the_spare_one(folder: Path) -> None:
+    with ray_cluster([NODE, NODE, NODE]) as cluster, service(cluster, folder) as command:
+        url = command.wait_until_ready()
+        lost, answer = pid_of(command, "pd0"), picture_answer(url, "tiny")
+        raylet, began = cluster.raylet_of(lost), time.monotonic()
+        cluster.kill_node(raylet)
+        command.wait_for_line(rf"instance pd0 \(process {lost} on \S+\) was lost with its machine; starting again in")
+        noticed = time.monotonic() - began
+        wait_for(lambda: is_whole(command), 60, command)
+        print(f"pd0: noticed after {noticed:.1f} s, back after {time.monotonic() - began:.1f} s")
+        assert cluster.raylet_of(pid_of(command, "pd0")) != raylet
+        assert picture_answer(url, "tiny") == answer
+
+
+@pytest.mark.slow
+def test_an_instance_without_room_is_named_with_what_it_asks_for(folder: Path) -> None:
+    with (
+        ray_cluster([NODE, NODE]) as cluster,
+        service(cluster, folder, "--topology", "1PD", "--ray-resources", "PD=large:2") as command,
+    ):
+        command.wait_for_line(r"\[frontend\] .* serving")
+        began = time.monotonic()
+        command.wait_for_line(r"instance pd0 has no place yet: it asks for 1 CPU, 2 large; free on all nodes: 2 CPU$")
+        assert time.monotonic() - began < SAID
+        command.send(signal.SIGTERM)
+        assert command.end(40) == 0, command.text
+
+
+@pytest.mark.slow
+def test_a_crash_loop_has_delays_and_a_last_time(folder: Path, tmp_path: Path) -> None:
+    """The checkpoint changes after the start: the node refuses to load another model."""
+    copy = tmp_path / "tiny"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    with ray_cluster([NODE, NODE]) as cluster, service(cluster, copy) as command:
+        command.wait_until_ready()
+        weights = copy / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.unlink()  # the others have mapped it
+        weights.write_bytes(content)
+        psutil.Process(pid_of(command, "e0")).kill()
+        assert command.end(60) == exit_codes.CONFIG
+        assert re.search("e0 .* ended with exit code 78: .* is another model than the service's: weights", command.text)
+
+
+@pytest.mark.slow
+def test_rays_process_is_killed_and_nothing_else_ends(folder: Path) -> None:
+    with ray_cluster([NODE, NODE]) as cluster, service(cluster, folder) as command:
+        url = command.wait_until_ready()
+        before = {name: pid_of(command, name) for name in ("e0", "pd0")}
+        command.child("triptych.cluster.on_ray.driver").kill()
+        assert picture_answer(url, "tiny")
+        command.wait_for_line("the process that is connected to Ray was killed by SIGKILL")
+        assert {name: pid_of(command, name) for name in before} == before
+        psutil.Process(before["e0"]).kill()
+        command.wait_for_line(rf"instance e0 \(process {before['e0']} on \S+\) was killed by SIGKILL; starting again")
+        wait_for(lambda: is_whole(command), 60, command)
+        assert picture_answer(url, "tiny")
+
+
+@pytest.mark.slow
+def test_the_operators_process_is_killed_and_the_instances_end(folder: Path) -> None:
+    with ray_cluster([NODE, NODE]) as cluster, service(cluster, folder) as command:
+        command.wait_until_ready()
+        instances = [pid_of(command, "e0"), pid_of(command, "pd0")]
+        command.send(signal.SIGKILL)
+        assert all(is_gone(pid, 20) for pid in instances)
+
+
+@pytest.mark.slow
+def test_no_cluster_is_reached(folder: Path) -> None:
+    with triptych("serve", folder, "--on", "ray://127.0.0.1:1", *FAST) as command:
+        assert "no connection to a Ray cluster by 127.0.0.1:1" in one_line_error(command)

@@ -1,0 +1,130 @@
+"""Messages between the supervisor, the process that is connected to Ray, and the actors. None holds a Ray object."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from triptych.messages.identity import ModelIdentity
+
+MAX_MESSAGE = 2**24
+"""Bytes of the longest message."""
+_LENGTH = struct.Struct("<I")
+
+
+class Connect(Struct, frozen=True):
+    """What the process that is connected to Ray gets at its start, on standard input."""
+
+    address: str
+    """Of the cluster's GCS (HOST:PORT), or ``auto`` for the cluster that this machine is a node of."""
+    namespace: str
+    """Ray's namespace for the actors of this service."""
+    socket: int
+    """File descriptor of the connection to the supervisor."""
+
+
+class PlacedInstance(Struct, frozen=True):
+    """What an actor gets: the instance that it starts."""
+
+    name: str
+    spec: bytes
+    """The ``InstanceSpec`` that a local child process would get."""
+    secret: bytes
+    """The cluster secret."""
+    version: str
+    """Version of Triptych that the service runs."""
+    model: ModelIdentity
+    """The model that the node must have at the path of the spec."""
+
+
+class Place(Struct, frozen=True, tag=True):
+    """Supervisor → Ray process: start this instance, unless its actor exists."""
+
+    key: str
+    """The actor's name: that of the instance, and its incarnation."""
+    assignment: bytes
+    """An ``PlacedInstance``."""
+    resources: Mapping[str, float]
+    """Ray resources that it asks for, ``CPU`` and ``GPU`` among them."""
+    seen: int = 0
+    """Lines of its output that the supervisor has shown."""
+    heard: bool = False
+    """Whether its actor has been heard: it isn't started, but is lost without one."""
+
+
+class Signal(Struct, frozen=True, tag=True):
+    """Supervisor → Ray process: send this instance a signal."""
+
+    key: str
+    number: int
+
+
+class Connected(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: connected to the cluster."""
+
+    node: str
+    """Address of this machine in the cluster."""
+
+
+class Waiting(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: an instance has no place yet."""
+
+    key: str
+    why: str
+
+
+class News(Struct, frozen=True, tag=True):
+    """Actor → Ray process → supervisor: what an instance has done since it was asked last."""
+
+    node: str
+    """Address of its node."""
+    pid: int
+    """Its process id there; 0 before it runs."""
+    seen: int
+    """Lines of its output up to and with those of this message."""
+    lines: list[str]
+    last_line: str
+    """The last line that it wrote, without its name and time."""
+    ended: bool = False
+    code: int = 0
+    """Its exit code once it has ended, negative for a signal."""
+    out_of_memory: bool = False
+    key: str = ""
+    """Of the actor; filled in on the way to the supervisor."""
+
+
+class Gone(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: an actor has ended, and how its instance ended is unknown."""
+
+    key: str
+    why: str
+    killed: bool = False
+    """Whether the supervisor asked for it."""
+    failed: bool = False
+    """Whether the actor couldn't begin."""
+
+
+FromSupervisor = Place | Signal
+FromRay = Connected | Waiting | News | Gone
+
+
+def framed(message: FromSupervisor | FromRay) -> bytes:
+    """Return a message as it travels between supervisor and Ray process."""
+    content = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+async def received(reader: asyncio.StreamReader, kind: Any) -> AsyncIterator[Any]:
+    """Yield messages of a union until the connection ends."""
+    decoder = msgspec.msgpack.Decoder(kind)
+    try:
+        while True:
+            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            if length > MAX_MESSAGE:
+                return
+            yield decoder.decode(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
