@@ -180,6 +180,8 @@ class ItemPlan(msgspec.Struct, frozen=True):
     """A video's audio track, if it is used."""
     atomic: bool = False
     """Whether each run of its rows is an atomic span of the prompt."""
+    second: Count = 0
+    """Leading rows whose tokens the decoder computes with its second weights."""
 
     @property
     def num_parts(self) -> int:
@@ -232,6 +234,8 @@ class Span(msgspec.Struct, frozen=True):
     length: Positive
     atomic: bool = False
     """Whether its tokens attend to each other in both directions, so that one step computes them all."""
+    second: Count = 0
+    """Leading tokens that are computed with the decoder's second weights, at most all."""
 
     @property
     def end(self) -> int:

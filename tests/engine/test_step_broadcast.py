@@ -7,8 +7,8 @@ from torch import Tensor
 from triptych.engine.step_broadcast import receive_step, send_step
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
-from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import SingleRank
+from triptych.layers.token_choice import TokenChoice
 
 WIDTH = 6
 
@@ -54,7 +54,7 @@ def test_a_step_arrives_as_it_was_sent(
         media_embeddings=torch.rand(num_media, WIDTH),
         logits_index=torch.tensor([2, 3]),
         attention=attention,
-        loras=None if loras is None else LoraBatch(loras),
+        choice=None if loras is None else TokenChoice(loras),
     )
     group = Recorded()
     send_step(batch, group, torch.float32)
@@ -63,7 +63,7 @@ def test_a_step_arrives_as_it_was_sent(
     assert not group.sent
     for name in ("tokens", "positions", "media_index", "media_embeddings", "logits_index"):
         assert torch.equal(getattr(received, name), getattr(batch, name))
-    assert received.loras == batch.loras
+    assert received.choice == batch.choice
     for mine, theirs in zip(received.attention, attention, strict=True):
         assert (mine.query_lens, mine.kv_lens) == (theirs.query_lens, theirs.kv_lens)
         assert [one.tolist() for one in mine.page_tables] == [one.tolist() for one in theirs.page_tables]

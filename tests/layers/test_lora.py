@@ -19,9 +19,9 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import LoraSpec
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.rope_config import LENGTH_AXIS
+from triptych.layers.token_choice import TokenChoice
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -115,7 +115,7 @@ def test_without_one_layers_run_in_compiled_calls(folder: Path, tmp_path: Path) 
 
 def test_ranks_have_their_parts(folder: Path) -> None:
     tokens = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
-    loras = LoraBatch([None, 1, 0, 1])
+    loras = TokenChoice([None, 1, 0, 1])
 
     def products(rank: int, size: int) -> tuple[Tensor, Tensor]:
         """Gates and factors, and the MLP's output, which ranks add up."""
@@ -147,9 +147,9 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_rows() -> None:
-    batch = LoraBatch([None, 2, 0, 2])
+    batch = TokenChoice([None, 2, 0, 2])
     assert [(number, None if rows is None else rows.tolist()) for number, rows in batch.rows] == [(0, [2]), (2, [1, 3])]
-    assert batch.of_tokens(torch.tensor([1, 3])) == LoraBatch([2, 2])
-    assert LoraBatch([2, 2]).rows == [(2, None)]
+    assert batch.of_tokens(torch.tensor([1, 3])) == TokenChoice([2, 2])
+    assert TokenChoice([2, 2]).rows == [(2, None)]
     assert batch.of_tokens(torch.tensor([0])) is None
-    assert LoraBatch.of([None, None]) is None
+    assert TokenChoice.of([None, None]) is None

@@ -14,9 +14,9 @@ from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
-from triptych.layers.lora import LoraBatch
 from triptych.layers.state_spec import record_bytes
 from triptych.layers.state_tensors import StateBatch, StateTensors
+from triptych.layers.token_choice import TokenChoice
 from triptych.models.base import EncoderInput
 
 PAGE_SIZE = 4
@@ -177,7 +177,7 @@ def step(pool: Pool, work: Sequence[tuple[Running, int]], logits: Wanted = "all"
         }[logits],
         attention=[attention] * pool.num_groups,
         state=states_of(work, counts, starts) if pool.cache.states else None,
-        loras=LoraBatch.of([sequence.lora for sequence, count in work for _ in range(count)]),
+        choice=TokenChoice.of([sequence.lora for sequence, count in work for _ in range(count)]),
     )
     return pool.decoder(batch, pool.cache)
 

@@ -51,7 +51,7 @@ class DecodeGraphs:
         num_pages = sum(len(table) for table in batch.attention[0].page_tables)
         return (
             only_decodes(batch)
-            and batch.loras is None
+            and batch.choice is None
             and len(batch.tokens) <= self._sizes[-1]
             and num_pages <= self._max_pages - self._sizes[-1]
         )

@@ -38,7 +38,7 @@ def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         [*inputs, *(attention.slots for attention in batch.attention)], device
     )
     attention = [replace(one, slots=own) for one, own in zip(batch.attention, slots, strict=True)]
-    loras = None if batch.loras is None else replace(batch.loras, device=device)
+    choice = None if batch.choice is None else replace(batch.choice, device=device)
     return ForwardBatch(
         tokens,
         positions,
@@ -47,5 +47,5 @@ def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         logits_index,
         attention,
         state=batch.state,
-        loras=loras,
+        choice=choice,
     )

@@ -73,6 +73,8 @@ class EngineCore:
     """As in ``DecoderConfig``."""
     loras: Sequence[str] = ()
     """Names of those of ``DecoderConfig``."""
+    has_second_weights: bool = False
+    """Whether ``DecoderConfig`` has any."""
 
 
 class EngineLoop:
@@ -99,6 +101,7 @@ class EngineLoop:
         self._vocab_size = engine.vocab_size
         self._short_length = engine.short_length
         self._loras = engine.loras
+        self._has_second_weights = engine.has_second_weights
         self._no_media = engine.no_media
         self._embedding_source = embedding_source
         self._kv_source = kv_source
@@ -251,7 +254,9 @@ class EngineLoop:
         try:
             limits = self.context_length, self._vocab_size, self._short_length, self._loras
             step_tokens = self.scheduler.max_num_batched_tokens if self.prefills else None
-            request = make_request(message, generated, *limits, step_tokens=step_tokens)
+            request = make_request(
+                message, generated, *limits, step_tokens=step_tokens, has_second_weights=self._has_second_weights
+            )
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from triptych.engine.history import History
 from triptych.engine.page_tables import PageTables
 from triptych.errors import InvalidRequest, PromptTooLong
+from triptych.layers.decoder_config import SECOND
 from triptych.layers.rope_config import LENGTH_AXIS
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId, Span
@@ -44,6 +45,8 @@ class Request:
     history: History = field(init=False)
     atomic_spans: list[Span] = field(init=False)
     """Of all items, in order."""
+    second_spans: list[Span] = field(init=False)
+    """Those with tokens of second weights, in order."""
 
     # Set by the scheduler.
     arrival: int = 0
@@ -77,7 +80,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
-        self.atomic_spans = [span for item in self.items for span in item.placement.spans if span.atomic]
+        spans = [span for item in self.items for span in item.placement.spans]
+        self.atomic_spans = [span for span in spans if span.atomic]
+        self.second_spans = [span for span in spans if span.second]
 
     @property
     def holds_pages(self) -> bool:
@@ -169,6 +174,15 @@ class Request:
             ends[first - start : last - start] = [last] * (last - first)
         return ends
 
+    def weights_of(self, start: int, count: int) -> list[int | None]:
+        """Return the numbers of the weights of tokens ``[start, start + count)``, as in ``TokenChoice``."""
+        numbers, end = [self.lora] * count, start + count
+        for span in self.second_spans:
+            first, last = max(span.start, start), min(span.start + span.second, end)
+            if first < last:
+                numbers[first - start : last - start] = [SECOND] * (last - first)
+        return numbers
+
     def positions_of(self, start: int, count: int) -> list[list[float]]:
         """Return the rope positions of tokens ``[start, start + count)``: three lists."""
         known = min(max(self.num_prompt - start, 0), count)
@@ -191,9 +205,11 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     loras: Sequence[str] = (),
     *,
     step_tokens: int | None = None,
+    has_second_weights: bool = False,
 ) -> Request:
     """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``, and
-    ``step_tokens`` the largest step's tokens; None where prompts aren't computed. Raises RequestError for an invalid
+    ``step_tokens`` the largest step's tokens; None where prompts aren't computed. ``has_second_weights``: whether the
+    decoder has any. Raises RequestError for an invalid
     one: messages from other processes aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
@@ -218,6 +234,8 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
         for span in item.placement.spans:
             if span.start < end or span.length < 1 or span.end > num_tokens:
                 raise InvalidRequest("an item's span is not in the prompt, or not in order")
+            if span.second > (span.length if has_second_weights else 0):
+                raise InvalidRequest("an item's span has tokens with second weights that the model doesn't have")
             end = span.end
         if not item.placement.spans:
             raise InvalidRequest("an item has no span in the prompt")

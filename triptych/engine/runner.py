@@ -20,8 +20,8 @@ from triptych.errors import TriptychError
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.decoder import AfterLayer, ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
-from triptych.layers.lora import LoraBatch
 from triptych.layers.state_tensors import StateBatch
+from triptych.layers.token_choice import TokenChoice
 from triptych.messages.work import PromptLogprobs
 
 Forward = Callable[[ForwardBatch, KVTensors, AfterLayer | None], Tensor]
@@ -120,7 +120,7 @@ class Runner:
             ],
             state=None if self.states is None else state_batch(chunks),
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
-            loras=lora_batch(chunks),
+            choice=token_choice(chunks),
         )
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
@@ -201,9 +201,9 @@ def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
     return StateBatch(delta, starts, loads, saves)
 
 
-def lora_batch(chunks: Sequence[Chunk]) -> LoraBatch | None:
-    """Return the LoRAs of a step's tokens."""
-    return LoraBatch.of([chunk.request.lora for chunk in chunks for _ in range(chunk.length)])
+def token_choice(chunks: Sequence[Chunk]) -> TokenChoice | None:
+    """Return the LoRAs or second weights of a step's tokens."""
+    return TokenChoice.of([one for chunk in chunks for one in chunk.request.weights_of(chunk.start, chunk.length)])
 
 
 def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:

@@ -6,14 +6,14 @@ from torch import Tensor
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.decoder import ForwardBatch
 from triptych.layers.delta_rule.base import DeltaBatch
-from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import Group
 from triptych.layers.state_tensors import StateBatch
+from triptych.layers.token_choice import TokenChoice
 
 _HEADER = 9
 """Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
-there are states, LoRAs, and ends of keys."""
-_NO_LORA = -1
+there are states, tokens with other weights, and ends of keys."""
+_OWN = -1
 
 
 def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None:
@@ -24,13 +24,13 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     tables = [table for one in attention for table in one.page_tables]
     kv_lens, table_lens = [length for one in attention for length in one.kv_lens], [len(table) for table in tables]
     sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
-    has_states, has_loras = batch.state is not None, batch.loras is not None
+    has_states, has_choice = batch.state is not None, batch.choice is not None
     ends = [one.ends for one in attention if one.ends is not None]
-    group.broadcast(torch.tensor([*sizes, sum(table_lens), has_states, has_loras, len(ends) > 0]))
+    group.broadcast(torch.tensor([*sizes, sum(table_lens), has_states, has_choice, len(ends) > 0]))
     states = [] if batch.state is None else [*batch.state.delta.slots, *batch.state.starts]
-    numbers = [] if batch.loras is None else batch.loras.numbers
-    loras = [_NO_LORA if number is None else number for number in numbers]
-    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *loras])
+    numbers = [] if batch.choice is None else batch.choice.numbers
+    choice = [_OWN if number is None else number for number in numbers]
+    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *choice])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     slots = [one.slots for one in attention]
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *ends, *tables)
@@ -43,14 +43,14 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
     header = _receive(group, _HEADER).tolist()
-    tokens, media, logits, requests, num_groups, pages, has_state, has_loras, has_ends = header
+    tokens, media, logits, requests, num_groups, pages, has_state, has_choice, has_ends = header
     lens, by_group = num_groups * requests, num_groups * tokens
     states = requests * has_state
-    lists = [requests, lens, lens, states, states, has_loras * tokens]
+    lists = [requests, lens, lens, states, states, has_choice * tokens]
     sizes = [tokens, 3 * tokens, media, logits, *lists, by_group, has_ends * by_group, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, *rest = integers
-    state_slots, starts, loras, slots, ends, tables = rest
+    state_slots, starts, choice, slots, ends, tables = rest
     page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
@@ -70,7 +70,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
             for one in range(num_groups)
         ],
         state=_states(query_lens, state_slots, starts) if has_state else None,
-        loras=LoraBatch([None if number == _NO_LORA else number for number in loras.tolist()]) if has_loras else None,
+        choice=TokenChoice([None if number == _OWN else number for number in choice.tolist()]) if has_choice else None,
     )
 
 

@@ -12,11 +12,11 @@ from triptych.layers.delta_net import GatedDeltaNet
 from triptych.layers.ffns import load_ffn
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
-from triptych.layers.lora import with_loras
 from triptych.layers.mixers import Attention, load_mixer
 from triptych.layers.mixture import DenseAndExperts
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.per_layer import PerLayerInput
+from triptych.layers.token_choice import with_choice
 from triptych.layers.weights import WeightReader
 
 
@@ -85,8 +85,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return a new tensor [T, hidden] for ``hidden`` [T, hidden]; with ``rows``, int64 [R], only those tokens',
         [R, hidden]. What all T tokens leave in ``cache``, the layer's parts, is written."""
-        loras = context.loras  # between products, where compiled calls can't add them
-        if loras is None and self.compiled_attend is not None and self.compiled_attend.takes(cache[0].dtype):
+        choice = context.choice  # between products, where compiled calls can't take it
+        if choice is None and self.compiled_attend is not None and self.compiled_attend.takes(cache[0].dtype):
             keys, values = cache
             cos, sin = context.rotations[self.rope_index]
             mixed = self.compiled_attend(hidden, keys, values, cos, sin, context.attention)
@@ -96,19 +96,19 @@ class DecoderLayer(nn.Module):
             hidden, mixed = hidden[rows], mixed[rows]
             if not len(rows):
                 return hidden
-            loras = None if loras is None else loras.of_tokens(rows)
+            choice = None if choice is None else choice.of_tokens(rows)
         per_layer = None if context.per_layer is None else context.per_layer[:, self._index]
         if rows is not None and per_layer is not None:
             per_layer = per_layer[rows]
-        if loras is None and self.compiled_finish is not None:
+        if choice is None and self.compiled_finish is not None:
             return self.compiled_finish(hidden, mixed, per_layer)
-        mixed = with_loras(self.mixer.output, mixed, loras)
+        mixed = with_choice(self.mixer.output, mixed, choice)
         hidden = hidden + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
         normed = self.mlp_norm(hidden)
         if isinstance(self.mlp, DenseAndExperts):
             finished = self.mlp(normed, hidden)
         else:
-            finished = with_loras(self.mlp, normed, loras)
+            finished = with_choice(self.mlp, normed, choice)
         hidden = hidden + (finished if self.finished_norm is None else self.finished_norm(finished))
         if self.per_layer is not None and per_layer is not None:
             hidden = self.per_layer(hidden, per_layer)

@@ -18,6 +18,7 @@ from triptych.layers.linear import LayerNorm, PackedLinear, RMSNorm
 from triptych.layers.lora import LoraLinear
 from triptych.layers.pointwise import Activation
 from triptych.layers.products import CompiledProduct, LinearOperands
+from triptych.layers.second_weights import SecondLinear
 from triptych.layers.specs import ClampedSwiGLU
 
 CLAMPED = 4
@@ -25,9 +26,9 @@ CLAMPED = 4
 
 
 def compiled(linear: nn.Module) -> CompiledProduct | None:
-    """Return a linear layer's product, without LoRAs, if it uses the compiled kernels and needs no all-reduce, else
-    None."""
-    base = linear.linear if isinstance(linear, LoraLinear) else linear
+    """Return a linear layer's product, without LoRAs and second weights, if it uses the compiled kernels and needs no
+    all-reduce, else None."""
+    base = linear.linear if isinstance(linear, LoraLinear | SecondLinear) else linear
     product = base.product if isinstance(base, PackedLinear) else None
     return product if isinstance(product, CompiledProduct) else None
 

@@ -14,11 +14,11 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import WeightFormat, frozen
-from triptych.layers.lora import LoraBatch
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.rope import Rope
 from triptych.layers.state_tensors import StateBatch
+from triptych.layers.token_choice import TokenChoice
 from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch"]
@@ -47,8 +47,8 @@ class ForwardBatch:
 
     state: StateBatch | None = None
     """Slots of the sequences' states; None for a decoder without state."""
-    loras: LoraBatch | None = None
-    """The T tokens' LoRAs; None if none has one."""
+    choice: TokenChoice | None = None
+    """The T tokens' LoRAs or second weights; None if none has any."""
 
     def __post_init__(self) -> None:
         if self.positions.dtype != torch.float64:  # graphs and other ranks copy the bits, whatever the dtype
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the device
         doesn't support or a group size that doesn't divide the decoder.
         """
-        reader = WeightReader(checkpoint, keys, weights, device, group, config.loras)
+        reader = WeightReader(checkpoint, keys, weights, device, group, config.loras, config.second)
         with torch.inference_mode():
             decoder = cls(config, reader, backend or attention_for(device, weights.bf16_attention))
         reader.finish()
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         per_layer = None if self.per_layer is None else self.per_layer(tokens, hidden)
         delta = None if batch.state is None else batch.state.delta
         contexts = [
-            LayerContext(batch.positions, rotations, attention, per_layer, delta, batch.loras)
+            LayerContext(batch.positions, rotations, attention, per_layer, delta, batch.choice)
             for attention in batch.attention
         ]
         wanted, last, kept = batch.logits_index, self.config.last_keeping_layer, self._kept(cache)
@@ -182,7 +182,7 @@ class Decoder(nn.Module):
 
     def _together(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None) -> range:
         """Return the layers that one call can run: those of the compiled kernels without anything in between."""
-        between = after_layer is not None or batch.loras is not None
+        between = after_layer is not None or batch.choice is not None
         if self.run_layers is None or between or not self.run_layers.takes(cache):
             return range(0)
         first = self.config.num_deepstack_layers if len(batch.media_index) else 0

@@ -74,6 +74,21 @@ class LoraSpec:
     """The parts of names, as in ``TensorNames``, of the layers that have them, as stored."""
 
 
+SECOND = 0
+"""The number of second weights in a ``TokenChoice``: a decoder has one kind, and then no LoRAs."""
+
+
+@dataclass(frozen=True)
+class SecondWeights:
+    """Other weights of all linear layers but the head, for some tokens of media items. Norms have none."""
+
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """As in ``TensorNames``, and so is ``renamed``."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    biased: tuple[str, ...] = ()
+    """The parts of names, as stored, of the layers that have biases, whatever the decoder's own have."""
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """The parameters of a ``Decoder``."""
@@ -100,11 +115,15 @@ class DecoderConfig:
     pad_token: int = 0
     loras: tuple[LoraSpec, ...] = ()
     """Which requests may have, each at most one. Served in decoders of attention and dense MLPs."""
+    second: SecondWeights | None = None
+    """Which some tokens of items have (``Span.second``). Served like LoRAs, and not beside them."""
 
     def __post_init__(self) -> None:
         plain = (isinstance(one.mixer, AttentionSpec) and isinstance(one.ffn, GatedMLPSpec) for one in self.layers)
-        if self.loras and not all(plain):
-            raise CheckpointError("LoRAs are served in decoders of attention and dense MLPs alone")
+        if (self.loras or self.second) and not all(plain):
+            raise CheckpointError("LoRAs and second weights are served in decoders of attention and dense MLPs alone")
+        if self.second and (self.loras or self.per_layer):
+            raise CheckpointError("second weights are not served beside LoRAs or embeddings per layer")
 
     @property
     def num_layers(self) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych.layers.attention.base import AttentionBatch
 from triptych.layers.delta_rule.base import DeltaBatch
-from triptych.layers.lora import LoraBatch
+from triptych.layers.token_choice import TokenChoice
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class LayerContext:
     """[T, layers, values]: the tokens' embeddings for each layer, if the decoder has them."""
     delta: DeltaBatch | None = None
     """Slots of the sequences' states; None in a decoder without state."""
-    loras: LoraBatch | None = None
-    """The tokens' LoRAs; None if none has one."""
+    choice: TokenChoice | None = None
+    """The tokens' LoRAs or second weights; None if none has any."""
 
     def of_tokens(self, rows: Tensor) -> "LayerContext":
         """Return the context of some of the T tokens, int64 [R], once the cache holds the keys and values of all."""
@@ -33,5 +33,5 @@ class LayerContext:
             [(cos[rows], sin[rows]) for cos, sin in self.rotations],
             self.attention.of_tokens(rows.tolist()),
             None if self.per_layer is None else self.per_layer[rows],
-            loras=None if self.loras is None else self.loras.of_tokens(rows),
+            choice=None if self.choice is None else self.choice.of_tokens(rows),
         )

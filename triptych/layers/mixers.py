@@ -15,10 +15,10 @@ from triptych.layers.delta_net import GatedDeltaNet
 from triptych.layers.latent import LatentAttention
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import RMSNorm
-from triptych.layers.lora import with_loras
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import rotate
 from triptych.layers.specs import AttentionSpec, DeltaNetSpec, MLASpec, QueryScaling
+from triptych.layers.token_choice import with_choice
 from triptych.layers.weights import WeightReader
 
 
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         keys, values = cache
         heads, kv_heads, _ = self.head_counts
         # a new tensor [T, gates + heads + 2 kv_heads, head_dim], in which queries and keys are rotated in place
-        qkv = with_loras(self.qkv, hidden, context.loras).unflatten(-1, (-1, self.head_dim))
+        qkv = with_choice(self.qkv, hidden, context.choice).unflatten(-1, (-1, self.head_dim))
         gates, qkv = qkv.tensor_split((self.num_gates,), dim=1)
         if self.normalises_values:
             qkv = self.qk_norm(qkv)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from triptych.layers.linear import Linear
-from triptych.layers.lora import LoraBatch, with_loras
 from triptych.layers.parallel import ShardedDimension
 from triptych.layers.pointwise import Activation, gate_and_mul
 from triptych.layers.specs import ClampedSwiGLU, GatedMLPSpec
+from triptych.layers.token_choice import TokenChoice, with_choice
 from triptych.layers.weights import WeightReader
 
 
@@ -23,10 +23,10 @@ class GatedMLP(nn.Module):
         self.down = down
         self.activation = activation
 
-    def forward(self, hidden: Tensor, loras: LoraBatch | None = None) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden]; ``loras`` are those of the T tokens."""
-        gated = gate_and_mul(with_loras(self.gate_up, hidden, loras), self.activation)
-        return with_loras(self.down, gated, loras)
+    def forward(self, hidden: Tensor, choice: TokenChoice | None = None) -> Tensor:
+        """``hidden`` [T, hidden] → [T, hidden]; ``choice`` is that of the T tokens."""
+        gated = gate_and_mul(with_choice(self.gate_up, hidden, choice), self.activation)
+        return with_choice(self.down, gated, choice)
 
 
 class ClampedMLP(nn.Module):

@@ -1,7 +1,7 @@
 """Builds a decoder's modules from a checkpoint's tensors, one at a time, and checks every name and shape."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import OWN_NAMES, LoraSpec, TensorNames
+from triptych.layers.decoder_config import OWN_NAMES, LoraSpec, SecondWeights, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
 from triptych.layers.int4 import grouped_product
 from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.lora import LoraLinear
 from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, ShardedDimension
+from triptych.layers.second_weights import SecondLinear
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
@@ -76,8 +77,9 @@ class WeightReader:
         device: torch.device,
         group: Group,
         loras: Sequence[LoraSpec] = (),
+        second: SecondWeights | None = None,
     ) -> None:
-        """``loras`` are those that the decoder's linear layers may have."""
+        """``loras`` and ``second`` are those that the decoder's linear layers have."""
         self.weights = weights
         self.device = device
         self.group = group
@@ -85,6 +87,17 @@ class WeightReader:
         self._keys = keys
         self._loras = loras
         self._read: set[str] = set()
+        self._biased: tuple[str, ...] = ()
+        """Ends of the names of stored layers that have biases in any case."""
+        self._second = None if second is None else self._of_second(second)
+
+    def _of_second(self, second: SecondWeights) -> "WeightReader":
+        """Return a reader of the same layers' second weights."""
+        names = replace(self._keys.names, fused=second.fused, renamed=second.renamed)
+        keys = replace(self._keys, names=names)
+        reader = WeightReader(self._checkpoint, keys, self.weights, self.device, self.group)
+        reader._read, reader._biased = self._read, second.biased
+        return reader
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint."""
@@ -114,6 +127,7 @@ class WeightReader:
         stored = self._stored(layers)
         if repeats_last:
             stored.append(stored[-1])
+        bias = bias or stored[0][0].endswith(self._biased)
         biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
         vector = concatenate(biases) if bias else None
         if quantization := self._quantization_of([name for name, _, _ in stored]):
@@ -124,7 +138,10 @@ class WeightReader:
         else:
             weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
             linear = self.linear(concatenate(weights), vector)
-        return self._with_loras(linear, stored, slice(None), in_features)
+        linear = self._with_loras(linear, stored, slice(None), in_features)
+        if self._second is None:
+            return linear
+        return SecondLinear(linear, self._second.column_parallel(layers, in_features, repeats_last=repeats_last))
 
     def _stored(self, layers: Mapping[str, ShardedDimension | Segments]) -> list[tuple[str, int, slice | Tensor]]:
         """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
@@ -150,6 +167,7 @@ class WeightReader:
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
         shape, part = (out_features, inputs.size), inputs.part(self.group)
+        bias = bias or name.endswith(self._biased)
         vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
         if self.group.rank != 0:
             vector = None
@@ -158,7 +176,12 @@ class WeightReader:
             linear: Linear = PackedLinear(grouped_product(grouped, vector))
         else:
             linear = self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
-        return self._with_loras(linear, [(name, out_features, slice(None))], part, inputs.size)
+        linear = self._with_loras(linear, [(name, out_features, slice(None))], part, inputs.size)
+        return (
+            linear
+            if self._second is None
+            else SecondLinear(linear, self._second.row_parallel(name, out_features, inputs))
+        )
 
     def _with_loras(
         self, linear: Linear, stored: Sequence[tuple[str, int, slice | Tensor]], inputs: slice, in_features: int

@@ -191,7 +191,7 @@ class PromptBuilder:
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing
         adds_special = self._family.takes_media and not self.template.starts_sequence(text)
         rendered = self._encode(self._with_placeholders(text, media), longest, "messages", adds_special)
-        runs = [(length, plan.atomic) for plan in plans for length in self.planner.runs(plan)]
+        runs = [run for plan in plans for run in _runs(plan, self.planner.runs(plan))]
         if (placed := sum(map(rendered.count, self._placeholder_ids))) != len(runs):
             raise InternalError(f"the prompt has {placed} placeholders for {len(runs)} runs of rows")
         num_tokens = len(rendered) + sum(plan.rows for plan in plans) - len(runs)
@@ -382,9 +382,9 @@ class PromptBuilder:
             copied = place.end()
         return "".join(pieces) + text[copied:]
 
-    def _expand(self, rendered: Sequence[int], runs: Sequence[tuple[int, bool]]) -> tuple[list[int], list[Span]]:
-        """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans. A run is its
-        number of rows and whether they are an atomic span."""
+    def _expand(self, rendered: Sequence[int], runs: Sequence[tuple[int, bool, int]]) -> tuple[list[int], list[Span]]:
+        """Repeat each placeholder once for each row of its run; return the tokens and the runs' spans. A run is the
+        fields of its span but for the first."""
         tokens: list[int] = []
         spans: list[Span] = []
         for token in rendered:
@@ -402,6 +402,14 @@ class PromptBuilder:
         for field in (self.identity.digest.encode(), msgspec.msgpack.encode(plan), data):
             update_with_length(digest, field)
         return digest.hexdigest()
+
+
+def _runs(plan: ItemPlan, lengths: Sequence[int]) -> Iterator[tuple[int, bool, int]]:
+    """Yield each run of an item's rows: its length, whether it is an atomic span, and its rows of second weights."""
+    left = plan.second
+    for length in lengths:
+        yield length, plan.atomic, min(length, left)
+        left = max(0, left - length)
 
 
 def _placements(spans: Sequence[Span], counts: Sequence[int]) -> list[Placement]:

@@ -85,6 +85,7 @@ def build_engine(
             vocab_size=decoder.config.vocab_size,
             short_length=decoder.config.short_length,
             loras=[lora.name for lora in decoder.config.loras],
+            has_second_weights=decoder.config.second is not None,
         ),
         cache=cache.whole,
         kv_rows=model.kv_rows,
