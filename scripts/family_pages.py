@@ -234,6 +234,23 @@ PAGES = {
             "A checkpoint without a chat template gets the plain format of the published code.",
         ),
     ),
+    "cogvlm2": Page(
+        "CogVLM2",
+        ("cogvlm2",),
+        (
+            "A config without `model_type` is known by its `architectures`: `CogVLMForCausalLM`.",
+            "A request takes one image, also in a conversation; the prompt begins with it.",
+            "All images are resized alike, so bounds of their area are refused.",
+            "An image's embeddings but the last are computed with the weights of the visual experts, all other tokens "
+            "with the language model's own; both are loaded, also where requests are decoded alone.",
+            "Prompts have the form of the published code (`template_version: chat`), whatever the tokenizer's files "
+            "have: `Question: … Answer:`.",
+            "It knows no system messages, which are refused.",
+            "A `chat_template.jinja` in the folder replaces it; it writes `<|image|>` for an image.",
+            "CogVLM and CogVLM2-Video aren't served.",
+            "Transformers has no class for CogVLM2, so tests compare it with an implementation of their own.",
+        ),
+    ),
     "internvl": Page(
         "InternVL",
         ("internvl", "internvl_chat"),

@@ -22,7 +22,7 @@ QWEN3_VL = {"qwen3_vl", "qwen3_vl_moe"}
 
 RECORDED_IMAGES = {"llama4", "kimi_k25"}
 """Families whose image processors need torchvision: images are compared with what these made."""
-WRITTEN_IMAGES = {"kimi_vl", "deepseek_vl_v2", "phi4_multimodal"}
+WRITTEN_IMAGES = {"cogvlm2", "kimi_vl", "deepseek_vl_v2", "phi4_multimodal"}
 """Families whose images are compared with those of implementations in the tests."""
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
 WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_section(tiny.config).get("sliding_window")}
@@ -48,7 +48,8 @@ CHECKS = (
     Check(
         "plans and patches of images, written out in the tests",
         "equal bit by bit to those of an implementation in the tests, written from published files or descriptions",
-        "tests/models/test_deepseek_ocr.py, tests/models/test_kimi.py, tests/models/test_phi4mm.py",
+        "tests/models/test_cogvlm2.py, tests/models/test_deepseek_ocr.py, tests/models/test_kimi.py, "
+        "tests/models/test_phi4mm.py",
         WRITTEN_IMAGES,
         columns=("plan", "pixels"),
     ),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
-from tests.support.families import ANSWERED_IMAGES, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
+from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
-from tests.support.image_cases import CASES, TEXTS
+from tests.support.image_cases import CASES, TEXTS, Case
 from tests.support.published_files import internvl_over, make_original_internvl
 from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
 from tests.support.tiny import OWN_TOWERS, TINY, make_tiny
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     two tokens of an answer of Qwen3-Omni's differ by 2e-6."""
     torch.set_num_threads(1)
     return {
-        name: Model(make_tiny(tmp_path_factory.mktemp(name), name, seed=4), TEXTS if name in TEXT_ALONE else CASES)
+        name: Model(make_tiny(tmp_path_factory.mktemp(name), name, seed=4), cases_of(name))
         for name in (*TINY, *OWN_TOWERS)
     }
 
@@ -41,6 +41,13 @@ def cropped(tmp_path_factory: pytest.TempPathFactory) -> Model:
     settings = (tiny.preprocessor or {}) | crops | {"pan_and_scan_min_ratio_to_activate": 1.2}
     folder = make_tiny(tmp_path_factory.mktemp("cropped"), replace(tiny, preprocessor=settings), seed=4)
     return Model(folder, [case for case in CASES if case.name == "large image"])
+
+
+def cases_of(family: str) -> list[Case]:
+    """The prompts that a family takes."""
+    if family in TEXT_ALONE:
+        return TEXTS
+    return [case for case in CASES if len(case.images) <= 1] if family in ONE_IMAGE else CASES
 
 
 def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> list[list[int]]:

@@ -14,11 +14,13 @@ ANSWERED_IMAGES = [*WITH_IMAGES, *OWN_TOWERS]
 """Answers about images are compared."""
 REPRESENTATIVE = (
     *("qwen2_vl", "qwen3_5", "glm4v", "llava_next", "internvl"),
-    *("gemma4+gemma4_vision", "minicpmv4_6", "phi4_multimodal", "deepseek_vl_v2"),
+    *("gemma4+gemma4_vision", "minicpmv4_6", "phi4_multimodal", "deepseek_vl_v2", "cogvlm2"),
 )
 """Of each way to cut media and to pack rows, one. First logits of models that take images are compared, and
 encode instances lost, for these in every run, and for all in the slow suite: in every run, other tests compare their
 towers' rows, their backbones' logits and their answers."""
+ONE_IMAGE = ("cogvlm2",)
+"""Families that take one image per request."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
 """Model types of ``tests/support/backbones.py``."""
 ANSWERED_BACKBONES = (

@@ -5,9 +5,10 @@ from typing import Any
 
 import transformers
 
+from tests.support.cogvlm2 import CogVLM2
 from tests.support.kimi import KimiVL
 
-MODELS: dict[str, Any] = {"KimiVLForConditionalGeneration": KimiVL}
+MODELS: dict[str, Any] = {"CogVLMForCausalLM": CogVLM2, "KimiVLForConditionalGeneration": KimiVL}
 """By ``architectures``. A class has ``config_class``, ``from_pretrained`` and ``generate`` as transformers' have."""
 
 

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor
 
 from tests.support import deepseek_ocr
 from tests.support.checkpoints import load_reference
+from tests.support.cogvlm2 import CogVLM2Pixels
 from tests.support.forward import media_types
 from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
@@ -27,6 +28,7 @@ UNUSED = ("num_patches", "num_soft_tokens_per_image", "num_crops", "num_patches_
 OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "Phi4MultimodalImageProcessor": Phi4Pixels,
     "Llama4ImageProcessor": Llama4Pixels,
+    "CogVLM2ImageProcessor": CogVLM2Pixels,
     "KimiVLImageProcessor": KimiVLPixels,
     "Kimi_K25ImageProcessor": KimiK25Pixels,
 }

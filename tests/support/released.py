@@ -324,6 +324,15 @@ RELEASED = {
         },
         {"size": _square(1024), "tile_size": 768},
     ),
+    "cogvlm2": Released(
+        "cogvlm2-llama3-chat-19B",
+        {
+            "hidden_size": 4096,
+            "vision_config": {"hidden_size": 1792, "intermediate_size": 15360, "num_hidden_layers": 63}
+            | {"num_heads": 16, "image_size": 1344, "num_positions": 9217},
+        },
+        {"size": _square(1344)},
+    ),
     "internvl": Released(
         "InternVL3_5-8B-HF",
         {

@@ -111,6 +111,8 @@ class Tiny:
     """Makes the tensors of published files of the renamed ones."""
     published_as_saved: bool = False
     """Whether ``save_pretrained`` writes the published names."""
+    begin_text: str = ""
+    """The token that begins a prompt. If there is one, the folder has a template in its tokenizer's config alone."""
 
 
 def _as_qwen2_vl(name: str) -> str:
@@ -781,6 +783,19 @@ OWN_TOWERS = {
         },
         published_as_saved=True,
     ),
+    "cogvlm2": Tiny(
+        {"architectures": ["CogVLMForCausalLM"], "model_type": "cogvlm2", "template_version": "chat"}
+        | {name: value for name, value in LLAMA_TEXT.items() if name != "num_key_value_heads"}
+        | {"num_multi_query_heads": 2, "pad_token_id": IDS["<|image_pad|>"], "tie_word_embeddings": False}
+        | {
+            "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_heads": 2}
+            | {"image_size": 84, "patch_size": 14, "num_positions": 37, "in_channels": 3, "hidden_act": "gelu"}
+            | {"layer_norm_eps": 1e-6, "dropout_prob": 0.0}
+        },
+        # the published files have none: for the tests' own implementation
+        preprocessor={"image_processor_type": "CogVLM2ImageProcessor", "size": {"height": 84, "width": 84}},
+        begin_text="<|endoftext|>",
+    ),
     "idefics3": _idefics3("Idefics3", "idefics3"),
     "phi4_multimodal": PHI4,
     "smolvlm": _idefics3("SmolVLM", "smolvlm"),
@@ -882,9 +897,15 @@ def write_settings(folder: Path, tiny: Tiny) -> None:
     end = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end[1]})
     write_tokenizer(folder, VOCABULARY, tiny.ids)
+    if tiny.begin_text:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings |= {"bos_token": tiny.begin_text, "chat_template": "{{ messages[0].content }}"}
+        write_json(folder / "tokenizer_config.json", settings)
     template = folder / "chat_template.jinja"
     texts = template.read_text().replace("<|image_pad|>", tiny.image_text)
     template.write_text(texts.replace("<|video_pad|>", tiny.video_text))
+    if tiny.begin_text:
+        template.unlink()
     for name, settings in (("preprocessor", tiny.preprocessor), ("video_preprocessor", tiny.video_preprocessor)):
         if settings is not None:
             write_json(folder / f"{name}_config.json", settings)

@@ -23,7 +23,7 @@ from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.state_spec import state_bytes
 from triptych.messages.identity import ModelIdentity
-from triptych.models.registry import family_of, identity_of, resolve
+from triptych.models.registry import family_of, identity_of, model_type_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
 from triptych.prompt.hosts import AllowedHosts
 from triptych.prompt.local_files import MediaFolder
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         tensors, stages = _outline(config.model, adapter, has_towers=family.takes_media)
         model = "the folder has no weights; sizes follow from config.json, for weights that aren't quantized"
     console = Console()
-    model_type = checkpoint_config["model_type"]
+    model_type = model_type_of(checkpoint_config)
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
     console.print(model, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))

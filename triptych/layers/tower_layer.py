@@ -128,6 +128,24 @@ class TowerLayer(nn.Module):
         return layer_output
 
 
+class PostNormLayer(nn.Module):
+    """One layer of a tower: attention and MLP, each followed by a norm and then added to the residual stream."""
+
+    def __init__(self, attention: TowerAttention, attention_norm: LayerNorm, mlp: MLP, mlp_norm: LayerNorm) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """As ``TowerLayer.forward``."""
+        attended = self.attention.attended(hidden_states, cu_seqlens, position_embeddings)
+        hidden = hidden_states + self.attention_norm(self.attention.output(attended))
+        layer_output: Tensor = hidden + self.mlp_norm(self.mlp(hidden))
+        return layer_output
+
+
 def gates_with_factors(module: nn.Module, replaced: Collection[str]) -> dict[str, str]:
     """Return the names of the gates' linear layers in ``module``, and those of their factors, for all MLPs of the
     classes ``replaced`` that ``GatedMLP`` can replace."""

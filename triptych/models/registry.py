@@ -33,6 +33,8 @@ class Family:
     """Modalities a request may contain."""
     template: str | None = None
     """Import string of the chat template's text for checkpoints without one; None: these can't be served."""
+    ignores_tokenizers_template: bool = False
+    """Whether ``template`` is used although the tokenizer's files have another one."""
 
     @property
     def adapter_name(self) -> str:
@@ -196,6 +198,16 @@ DEEPSEEK_OCR = Family(
     modalities=("text", "image"),
     template="triptych.models.deepseek_ocr.template:TEMPLATE",
 )
+COGVLM2 = Family(
+    name="CogVLM2 (images)",
+    backbone=f"{BACKBONES}.cogvlm2:COGVLM2",
+    planner="triptych.models.cogvlm2.plan:CogVLM2Planner",
+    preprocessor="triptych.models.cogvlm2.preprocess:CogVLM2Preprocessor",
+    adapter="triptych.models.cogvlm2.encoder:CogVLM2",
+    modalities=("text", "image"),
+    template="triptych.models.cogvlm2.template:TEMPLATE",
+    ignores_tokenizers_template=True,
+)
 GEMMA4 = Family(
     name="Gemma 4: E2B, E4B, 26B-A4B, 31B",
     backbone=f"{BACKBONES}.gemma4:GEMMA4",
@@ -297,6 +309,7 @@ FAMILIES = {
     ),
     "deepseek_vl_v2": DEEPSEEK_OCR,
     "deepseek_ocr2": replace(DEEPSEEK_OCR, name="DeepSeek-OCR-2 (Transformers)"),
+    "cogvlm2": COGVLM2,
     "internvl": INTERNVL,
     "phi4_multimodal": replace(PHI4MM, name="Phi-4-multimodal (transformers' files)"),
     "phi4mm": PHI4MM,
@@ -310,9 +323,21 @@ FAMILIES = {
 their own."""
 
 
+MODEL_TYPES = {"CogVLMForCausalLM": "cogvlm2"}
+"""Of configs without ``model_type``, by their ``architectures``."""
+
+
+def model_type_of(config: ModelConfig) -> Any:
+    """Return a config's model type, of whatever kind it is; None if there is none."""
+    match config.get("architectures"):
+        case [str(architecture), *_] if config.get("model_type") is None:
+            return MODEL_TYPES.get(architecture)
+    return config.get("model_type")
+
+
 def family_of(config: ModelConfig) -> Family:
     """Return the family of a checkpoint's config. Raises CheckpointError for an unsupported model type."""
-    model_type, vision = config.get("model_type"), config.get("vision_config")
+    model_type, vision = model_type_of(config), config.get("vision_config")
     if not isinstance(model_type, str) or model_type not in FAMILIES or WITH_TOWER in model_type:
         served = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not served; served are {served}")

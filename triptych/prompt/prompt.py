@@ -124,7 +124,11 @@ class PromptBuilder:
         )
         self._caps = caps or MediaCaps()
         template = self._family.template
-        self.template = ChatTemplate(folder, None if template is None else resolve(template))
+        self.template = ChatTemplate(
+            folder,
+            None if template is None else resolve(template),
+            ignores_tokenizers=self._family.ignores_tokenizers_template,
+        )
         self.tokenizer = Tokenizer(folder)
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self.short_length = short_length(text_section(config))

@@ -27,12 +27,14 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Ar
 
 class ChatTemplate:
     """A checkpoint's template: ``chat_template.jinja``, else ``chat_template`` of tokenizer_config.json, else that of
-    chat_template.json, else ``default``. Raises CheckpointError when there is none or it doesn't parse.
+    chat_template.json, else ``default``, which those two don't precede if ``ignores_tokenizers`` is set. Raises
+    CheckpointError when there is none or it doesn't parse.
     """
 
-    def __init__(self, folder: Path, default: str | None = None) -> None:
+    def __init__(self, folder: Path, default: str | None = None, *, ignores_tokenizers: bool = False) -> None:
         tokenizer_config = _read_if_there(folder / _TOKENIZER_CONFIG_FILE)
-        source = _template_source(folder, tokenizer_config, default)
+        configs = [] if ignores_tokenizers else [tokenizer_config, _read_if_there(folder / _LEGACY_TEMPLATE_FILE)]
+        source = _template_source(folder, configs, default)
         # transformers defines these two for every template, and some test them against none.
         self._variables: dict[str, Any] = {"tools": None, "documents": None, **_special_tokens(tokenizer_config)}
         self._environment = environment = _environment()
@@ -141,14 +143,14 @@ def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def _template_source(folder: Path, tokenizer_config: dict[str, Any], default: str | None) -> str:
+def _template_source(folder: Path, configs: Sequence[dict[str, Any]], default: str | None) -> str:
     path = folder / _TEMPLATE_FILE
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: can't be read as UTF-8") from error
-    for config in (tokenizer_config, _read_if_there(folder / _LEGACY_TEMPLATE_FILE)):
+    for config in configs:
         source = _default_template(config.get("chat_template"))
         if source is not None:
             return source

@@ -14,7 +14,7 @@ from triptych.errors import PlanMismatch
 from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.pinned import to_device
-from triptych.layers.tower_layer import TowerLayer
+from triptych.layers.tower_layer import PostNormLayer, TowerLayer
 
 MAX_STATES = 4096
 """Of the images that go through the layers together, unless one has more. Bounds the memory for activations."""
@@ -29,7 +29,7 @@ class VisionTransformer(nn.Module):
         class_embedding: Tensor | None,
         positions: Tensor,
         first_norm: LayerNorm | None,
-        layers: Sequence[TowerLayer],
+        layers: Sequence[TowerLayer | PostNormLayer],
         *,
         rotations: Tensor | None = None,
     ) -> None:
