@@ -86,7 +86,9 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Kimi:
     return Kimi(make_tiny(tmp_path_factory.mktemp("kimi"), "kimi_k25"))
 
 
-@pytest.mark.parametrize(("topology", "chunk"), [("1EPD", 4096), ("1E1PD", 7), ("1E1P1D", 7)])
+@pytest.mark.parametrize(
+    ("topology", "chunk"), [("1EPD", 4096), pytest.param("1E1PD", 7, marks=pytest.mark.slow), ("1E1P1D", 7)]
+)
 def test_answers(kimi: Kimi, topology: str, chunk: int) -> None:
     async def run() -> list[list[int]]:
         async with running(kimi.folder, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) as service:

@@ -129,7 +129,7 @@ def test_rows_of_a_warm_encoder_cache(models: dict[float, OldModel]) -> None:
     assert sum(seen) == encoded > 0
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
+@pytest.mark.parametrize("topology", ["1EPD", pytest.param("1E1PD", marks=pytest.mark.slow), "1E1P1D"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_videos(models: dict[float, OldModel], version: float, topology: str) -> None:
     """In chunks of 7 tokens, unless all roles are in one instance."""
