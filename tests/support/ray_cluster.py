@@ -91,7 +91,8 @@ def main() -> None:
         raylets += [info.process.pid for info in node.all_processes["raylet"]]
     cluster.wait_for_nodes()
     print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
-    sys.stdin.read()
+    sys.stdin.read()  # ends with the test, also with one that is killed
+    cluster.shutdown()
 
 
 if __name__ == "__main__":
