@@ -248,6 +248,7 @@ PAGES = {
             "It knows no system messages, which are refused.",
             "A `chat_template.jinja` in the folder replaces it; it writes `<|image|>` for an image.",
             "CogVLM and CogVLM2-Video aren't served.",
+            "The tower follows descriptions and ports of the published code; no published weights were loaded.",
             "Transformers has no class for CogVLM2, so tests compare it with an implementation of their own.",
         ),
     ),
