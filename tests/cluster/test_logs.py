@@ -62,6 +62,7 @@ def test_every_process_writes_objects(folder: Path) -> None:
     assert any("e0 joined as E" in message for message in of(command.lines, "frontend"))
 
 
+@pytest.mark.slow
 def test_text_has_times_too(folder: Path) -> None:
     arguments = ("serve", folder, *FAST, "--topology", "1EPD", "--tensor-parallel-size", "2")
     with triptych(*arguments, CC="") as command:
@@ -156,6 +157,7 @@ def test_a_program_with_handlers_of_its_own_keeps_them() -> None:
     assert done.stderr == "mine: x\n"
 
 
+@pytest.mark.slow
 def test_the_request_log_stays_what_it_was(folder: Path, tmp_path: Path) -> None:
     written = tmp_path / "requests.jsonl"
     arguments = ("--topology", "1EPD", "--enable-log-requests", "--request-log-file", str(written))

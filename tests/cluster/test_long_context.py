@@ -36,7 +36,7 @@ def ask(url: str, num_characters: int) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body | {"ignore_eos": True}, trust_env=False, timeout=120)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype: str) -> None:
     folder = make_checkpoint(tmp_path / "long", sizes=replace(DENSE, context=CONTEXT, layers=2, heads=2, kv_heads=1))
     settings = ("--dtype", dtype, "--kv-cache-tokens", str(CONTEXT), "--max-num-seqs", "4", "--port", "0")

@@ -87,7 +87,7 @@ def url_of(command: Command) -> str:
     return command.wait_for_line(r"^ready: .* on (https?://\S+)/v1$")[1]
 
 
-@pytest.mark.parametrize("name", ["e0", "pd0"])
+@pytest.mark.parametrize("name", ["e0", pytest.param("pd0", marks=pytest.mark.slow)])
 def test_an_instance_that_is_killed_comes_back_while_the_frontend_serves(service: Command, name: str) -> None:
     url = url_of(service)
     frontend, seen = child(service, "frontend").pid, len(service.lines)
@@ -209,6 +209,7 @@ def own_copy(folder: Path, tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_an_instance_whose_checkpoint_is_broken_is_not_started_again(own_copy: Path) -> None:
     with triptych("serve", own_copy, *FAST, "--topology", "2E1PD", "--lease-expiry", "60") as command:
         url = command.wait_until_ready()

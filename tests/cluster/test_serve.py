@@ -38,6 +38,7 @@ def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
         assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 def test_without_restarts_a_child_that_is_killed_takes_the_rest_down(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--restart", "never") as command:
         url = command.wait_until_ready()
@@ -52,6 +53,7 @@ def test_without_restarts_a_child_that_is_killed_takes_the_rest_down(folder: Pat
         assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 def test_sigint_stops_at_once(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--topology", "1EPD") as command:
         url = command.wait_until_ready()

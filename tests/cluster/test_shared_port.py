@@ -103,6 +103,7 @@ def test_one_that_is_killed_is_started_again_and_no_connection_is_refused(servic
     assert next(one.restarts for one in status(controls(service)).launched if one.name == "frontend0") == 1
 
 
+@pytest.mark.slow
 def test_an_instance_that_is_killed_joins_both_again(service: Command) -> None:
     process_of(service, "pd0").kill()
     service.wait_for_line(r"instance pd0 .* was killed by SIGKILL; starting again in")

@@ -80,6 +80,7 @@ def test_rows_travel_from_host_to_host(
         assert there.num_sent() - sent_before >= ROW_BYTES
 
 
+@pytest.mark.slow
 def test_an_instance_without_the_secret_is_rejected_and_logs_likely_causes(folder: Path, tmp_path: Path) -> None:
     ours, theirs = (("--cluster-secret-file", secret_in(tmp_path / name)) for name in ("ours", "theirs"))
     with triptych("serve", folder, "--role", "frontend", "--port", "0", *ours) as door:
