@@ -72,6 +72,7 @@ def test_an_image_waits_for_at_most_one_time_slice_of_long_videos(folder: Path) 
         assert max(len(turns.log), 1) > 10
 
 
+@pytest.mark.slow
 def test_long_videos_of_different_clients_share_the_encoder(folder: Path) -> None:
     with served(folder) as service, ThreadPoolExecutor(8) as pool:
         turns = Turns(service)
@@ -95,6 +96,7 @@ def test_long_videos_of_different_clients_share_the_encoder(folder: Path) -> Non
         assert [answer.result(60) for answer in answers] == [200] * len(answers)
 
 
+@pytest.mark.slow
 def test_time_slices_of_long_items_are_short(folder: Path) -> None:
     with served(folder) as service:
         turns = Turns(service)

@@ -105,6 +105,7 @@ def set_role(whole: Cluster, name: str, role: Role) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_an_answer_is_let_finish_before_a_change(whole: Cluster) -> None:
     name, asking = begin(whole, SEEDED)
     assert set_role(whole, name, Role.PD) == ""
@@ -115,6 +116,7 @@ def test_an_answer_is_let_finish_before_a_change(whole: Cluster) -> None:
     assert set_role(whole, name, Role.D) == ""
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_while_it_drains_is_named(whole: Cluster) -> None:
     name, asking = begin(whole, GREEDY)
     with ThreadPoolExecutor(1) as executor:

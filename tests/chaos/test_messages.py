@@ -51,6 +51,7 @@ def test_no_answer_is_lost_or_wrong(service: Served, questions: Questions, share
     wait_for(service.everything_is_back, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "number"),
     [

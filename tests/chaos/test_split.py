@@ -81,6 +81,7 @@ def test_a_prefill_that_is_lost_once_all_is_written_is_not_missed(whole: Cluster
     assert whole.is_right(asking), asking.answer
 
 
+@pytest.mark.slow
 def test_without_a_prefill_instance_there_is_an_answer_too(whole: Cluster) -> None:
     _, asking = reach(whole, "transferring")
     for name in ("p0", "p1"):

@@ -36,6 +36,7 @@ def ask(url: str, num_characters: int) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body | {"ignore_eos": True}, trust_env=False, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype: str) -> None:
     folder = make_checkpoint(tmp_path / "long", sizes=replace(DENSE, context=CONTEXT, layers=2, heads=2, kv_heads=1))
@@ -76,6 +77,7 @@ def test_a_kv_cache_that_does_not_fit_is_refused_at_start(folder: Path, settings
             assert words in service.text
 
 
+@pytest.mark.slow
 def test_the_context_is_what_the_kv_cache_holds(folder: Path) -> None:
     with triptych("serve", folder, "--topology", "1EPD", "--served-model-name", "long", *SMALL) as service:
         url = service.wait_until_ready()

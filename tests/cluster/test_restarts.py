@@ -150,6 +150,7 @@ def test_a_frontend_that_drains_leaves_new_requests_to_its_successor(service: Co
     wait_for(lambda: is_whole(service), 60, service)
 
 
+@pytest.mark.slow
 def test_an_instance_that_is_told_to_end_drains_and_comes_back(service: Command) -> None:
     url = url_of(service)
     with stream_of(url, "tiny", 200) as lines:
@@ -249,6 +250,7 @@ def test_a_crash_loop_ends_the_service_with_the_reason(folder: Path, tmp_path: P
     assert "no decode instance is left that could be started; stopping the others" in ends[-1]
 
 
+@pytest.mark.slow
 def test_what_a_service_manager_is_told(folder: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

@@ -179,6 +179,7 @@ def service(folder: Path) -> Iterator[Command]:
         assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--no-surge",), marks=pytest.mark.slow)])
 def test_a_replacement_that_cannot_start_leaves_the_old_one(service: Command, arguments: tuple[str, ...]) -> None:
     before = incarnations(service)

@@ -74,6 +74,7 @@ def served_requests(url: str) -> float:
     )
 
 
+@pytest.mark.slow
 def test_both_answer_and_each_has_a_port_of_its_own(service: Command) -> None:
     url, own = url_of(service), own_urls(service)
     assert len({url, *own}) == 3
@@ -88,6 +89,7 @@ def test_both_answer_and_each_has_a_port_of_its_own(service: Command) -> None:
     assert {httpx.get(f"{one}/ready", trust_env=False).status_code for one in own} == {200}
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_started_again_and_no_connection_is_refused(service: Command) -> None:
     url, own = url_of(service), own_urls(service)
     instances = {one.pid for one in status(controls(service)).instances}
@@ -112,6 +114,7 @@ def test_an_instance_that_is_killed_joins_both_again(service: Command) -> None:
     assert {picture_answer(one, "tiny") for one in own_urls(service)} == {picture_answer(url_of(service), "tiny")}
 
 
+@pytest.mark.slow
 def test_operators_may_ask_any(service: Command) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -47,6 +47,7 @@ class Service:
             return scrape(client).total("mm_items_total") == self.pictures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "busy"),
     [

@@ -51,6 +51,7 @@ def ask(host: Host, url: str) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fabric", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("nixl", "mooncake")), "auto"]
 )

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.walkthroughs import APPEND, PAGES, copy_repository, follow, run_ruff, steps
 
-EVERY_RUN = ("model-family", "placement-policy")
-"""Pages that are followed in every run; the others are in the slow suite."""
+EVERY_RUN = ("model-family",)
+"""The pages that are followed in every run; the others are in the slow suite."""
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ short source takes the kernels' place, because compiling those takes seconds."""
 import logging
 import platform
 import shutil
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ BASE = variants(platform.machine())[-1]
 
 
 @pytest.fixture(autouse=True)
-def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Load the library again, which is otherwise cached per process, with temporary folders."""
+def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Load the library with temporary folders and a cache of its own: what other tests have loaded is the process's."""
     for name in ("cache", "prebuilt", "sources"):
         (tmp_path / name).mkdir()
     (tmp_path / "sources" / "answer.c").write_text("int answer(void) { return 42; }")
@@ -28,9 +28,7 @@ def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest
     monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO)
-    native.kernels.cache_clear()
-    yield
-    native.kernels.cache_clear()
+    monkeypatch.setattr(native, "kernels", cache(native.kernels.__wrapped__))
 
 
 def answer() -> int:

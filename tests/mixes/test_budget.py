@@ -229,7 +229,11 @@ def test_the_budget_scales_with_the_core_but_has_a_minimum() -> None:
     assert (budget_for(LOOP_SECONDS / 10), budget_for(3 * LOOP_SECONDS)) == pytest.approx((BUDGET, 3 * BUDGET))
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name",
+    # each third in every run
+    [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(REQUESTS)],
+)
 def test_a_request_does_not_block_others(shared: tuple[Served, Longest], budget: float, name: str) -> None:
     service, longest = shared
     wait_for(service.everything_is_back, 30.0)  # what the one before left behind isn't this one's

@@ -225,7 +225,10 @@ def test_failures_count_for_clients_that_would_have_disconnected() -> None:
             server.shutdown()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+FIRST, *OTHERS = TOPOLOGIES
+
+
+@pytest.mark.parametrize("topology", [FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def test_a_few_mixes(folder: Path, topology: str) -> None:
     with service(folder, topology) as running:
         check_served(check(running, 60))

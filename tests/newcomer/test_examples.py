@@ -22,6 +22,7 @@ def test_help_and_version(installed: Environment, tmp_path: Path) -> None:
         assert done.stdout.startswith("usage: triptych" if words[-1] == "--help" else "triptych "), words
 
 
+@pytest.mark.slow
 def test_the_demo_beside_modules_of_the_users(installed: Environment, tmp_path: Path) -> None:
     """The working folder has modules with names that Python and Triptych use, too."""
     marker = tmp_path / "marker"

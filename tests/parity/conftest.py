@@ -43,6 +43,7 @@ class Model:
 
 
 DENSE_ALONE = (
+    "test_tokens",
     "test_split",
     "test_wide_split",
     "test_lost_generator",

@@ -32,12 +32,12 @@ def answered(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
-@pytest.mark.parametrize("topology", ["1E1P1D", "1EP1D"])
+@pytest.mark.parametrize("topology", ["1E1P1D", pytest.param("1EP1D", marks=pytest.mark.slow)])
 def test_prefill_chunks(model: Model, topology: str, chunk: int) -> None:
     assert answered(model, topology, replace(FLOAT32, max_num_batched_tokens=chunk)) == model.answers
 
 
-@pytest.mark.parametrize("block_rows", [1, 8, 100])
+@pytest.mark.parametrize("block_rows", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (8, 100))])
 def test_kv_through_a_receive_pool_of_one_block(model: Model, block_rows: int) -> None:
     engine = replace(FLOAT32, kv_receive_blocks=1, receive_blocks=1, receive_block_rows=block_rows)
     short = [answer[:4] for answer in model.answers]

@@ -16,7 +16,14 @@ from triptych.server.instance import Instance
 REQUESTS = [case.messages for case in CASES]
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD", "1E2PD", "1E1P1D", "1EP1D", "2E1P2D", "1E2P1D1PD"])
+MORE = ("2E1PD", "1E2PD", "2E1P2D")
+"""Topologies of the slow suite."""
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["1EPD", "1E1PD", "1E1P1D", "1EP1D", "1E2P1D1PD", *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+)
 def test_topologies(model: Model, topology: str) -> None:
     async def answers() -> list[list[int]]:
         async with running(model.folder, topology) as service:
@@ -43,8 +50,8 @@ def test_one_at_a_time(model: Model) -> None:
     assert asyncio.run(answers()) == model.answers
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "2E1PD"])
-@pytest.mark.parametrize("block_rows", [1, 8])
+@pytest.mark.parametrize("topology", ["1E1PD", pytest.param("1EPD", marks=pytest.mark.slow), "2E1PD"])
+@pytest.mark.parametrize("block_rows", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int) -> None:
     async def answers() -> list[list[int]]:
         engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=block_rows)
