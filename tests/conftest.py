@@ -1,6 +1,6 @@
 """Settings of all tests. Triton's kernels run for real on a GPU, elsewhere in its interpreter, on CPU tensors.
 
-A run of several folders ends with a table of what each took, by which ``scripts/test`` divides them in halves."""
+A run of several folders ends with a table of what each took, by which ``scripts/test`` divides them in three."""
 
 import os
 import time
