@@ -60,6 +60,7 @@ def is_whole(command: Command) -> bool:
     return bool(processes) and all(one.state is LaunchState.READY for one in processes)
 
 
+@pytest.mark.slow
 def test_a_service_on_two_nodes(folder: Path) -> None:
     """The encode instance goes where its resource is, and at the end nothing is left."""
     with (
