@@ -6,10 +6,11 @@ import os
 import signal
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triptych import children
 from triptych.cluster.supervision import Ended
+from triptych.config import InstanceSpec
 from triptych.observe import logs
 from triptych.observe.machine import oom_kills
 from triptych.topology import Role
@@ -39,6 +40,16 @@ class ChildSpec:
     """Added to its environment."""
     pass_fds: tuple[int, ...] = ()
     """File descriptors that it inherits."""
+
+    @classmethod
+    def of_instance(cls, spec: InstanceSpec) -> "ChildSpec":
+        """Return how an instance is started by this process, which it ends with."""
+
+        def written(incarnation: int) -> bytes:
+            return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
+
+        variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
+        return cls(spec.name, spec.role, "triptych.server.instance_main", written, variables)
 
     @property
     def groups(self) -> frozenset[str]:

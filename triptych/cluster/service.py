@@ -22,7 +22,7 @@ from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.scale import Scale
-from triptych.config import FrontendSpec, InstanceSpec, ServeConfig, changed
+from triptych.config import FrontendSpec, ServeConfig, changed
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartChange, StartRollout, StartScale
 from triptych.models.registry import family_of, identity_of
@@ -333,7 +333,7 @@ class LocalService:
     @staticmethod
     def _instances(config: ServeConfig, topology: Topology, joins: Sequence[socket.socket]) -> list[ChildSpec]:
         """Return how each instance is started."""
-        return [*map(_instance_child, config.instances(topology, ",".join(map(host_port_of, joins))))]
+        return [*map(ChildSpec.of_instance, config.instances(topology, ",".join(map(host_port_of, joins))))]
 
     def _frontend_child(
         self, number: int, name: str, config: ServeConfig, own_control: socket.socket, join: socket.socket
@@ -357,14 +357,6 @@ class LocalService:
 
         fds = (listener,) if own is None else (listener, own)
         return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=fds)
-
-
-def _instance_child(spec: InstanceSpec) -> ChildSpec:
-    def written(incarnation: int) -> bytes:
-        return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
-
-    variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-    return ChildSpec(spec.name, spec.role, "triptych.server.instance_main", written, variables)
 
 
 def _drain_timeout(config: ServeConfig) -> float:

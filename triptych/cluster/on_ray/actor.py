@@ -112,20 +112,16 @@ class InstanceActor:
         spec = InstanceSpec.from_bytes(task.spec)
         logs.set_up(logs.LogSettings(spec.observe.log_format))
         await asyncio.to_thread(_check, task, spec)
-        for number in self._early:
-            return Ended(-number)
+        if self._early:
+            return Ended(-self._early[0])
         folder = Path(tempfile.mkdtemp(prefix="triptych-"))  # its owner's alone
         try:
             secret = folder / "secret"
             secret.touch(0o600)
             secret.write_bytes(task.secret)
             cluster = replace(spec.cluster, cluster_host=self._node, cluster_secret_file=str(secret))
-            here = replace(spec, cluster=cluster, supervisor=os.getpid())
-            variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-            child_spec = ChildSpec(
-                spec.name, spec.role, "triptych.server.instance_main", lambda _: here.to_bytes(), variables
-            )
-            child = await Child.start(child_spec, spec.incarnation, self._show)
+            here = ChildSpec.of_instance(replace(spec, cluster=cluster))
+            child = await Child.start(here, spec.incarnation, self._show)
             with self._changed:
                 self._child = child
                 self._changed.notify_all()

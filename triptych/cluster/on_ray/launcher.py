@@ -156,7 +156,6 @@ class RayLauncher:
         """The address of this machine in the cluster."""
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")  # mode 0700
         self._closing = False
-        self._secret = b""
 
     async def __aenter__(self) -> "RayLauncher":
         if importlib.util.find_spec("ray") is None:
@@ -200,7 +199,6 @@ class RayLauncher:
             config = replace(config, cluster_secret_file=str(path))
         if config.cluster_host == ClusterConfig().cluster_host:
             config = replace(config, cluster_host=self._connected.result())
-        self._secret = config.secret() or b""
         return config
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
@@ -208,11 +206,13 @@ class RayLauncher:
         if spec.role is None:
             return await self._local.start(spec, incarnation, show)
         written = spec.written(incarnation)
-        assignment = PlacedInstance(spec.name, written, self._secret, triptych.__version__, self._model)
+        instance = InstanceSpec.from_bytes(written)
+        secret = instance.cluster.secret() or b""
+        assignment = PlacedInstance(written, secret, triptych.__version__, self._model)
         place = Place(
             key=f"{spec.name}-{incarnation}",
             assignment=msgspec.msgpack.encode(assignment),
-            resources=self._asked(InstanceSpec.from_bytes(written)),
+            resources=self._asked(instance),
         )
         process = self._processes[place.key] = RemoteProcess(spec.name, place, show, self._send)
         self._send(place)

@@ -29,7 +29,6 @@ class Connect(Struct, frozen=True):
 class PlacedInstance(Struct, frozen=True):
     """What an actor gets: the instance that it starts."""
 
-    name: str
     spec: bytes
     """The ``InstanceSpec`` that a local child process would get."""
     secret: bytes
@@ -46,7 +45,7 @@ class Place(Struct, frozen=True, tag=True):
     key: str
     """The actor's name: that of the instance, and its incarnation."""
     assignment: bytes
-    """An ``PlacedInstance``."""
+    """A ``PlacedInstance``."""
     resources: Mapping[str, float]
     """Ray resources that it asks for, ``CPU`` and ``GPU`` among them."""
     seen: int = 0
