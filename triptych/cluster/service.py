@@ -84,7 +84,6 @@ class LocalService:
         config.frontend.tls.check_files()
         self._config = config
         self._topology = topology
-        self._expects_encoders = any(role.encodes for role in topology.roles)
         with contextlib.ExitStack() as stack:
             http = config.frontend.http
             self._listeners = [stack.enter_context(one) for one in listen_all(http)]
@@ -226,7 +225,6 @@ class LocalService:
             counts.update(after.names[name] for name in policy.done if name in add)
             counts.subtract(before.names[name] for name in policy.removed)
             self._topology = before.with_counts(counts)
-            self._expects_encoders = Stage.ENCODE in self._topology.stages
 
         changes = [*(f"adding {name}" for name in add), *(f"removing {name}" for name in remove)]
         return Plan(
@@ -347,7 +345,7 @@ class LocalService:
             return FrontendSpec(
                 name=name,
                 config=config,
-                expects_encoders=self._expects_encoders,
+                expects_encoders=Stage.ENCODE in self._topology.stages,
                 listener=listener,
                 own_listener=own,
                 supervisor=os.getpid(),
