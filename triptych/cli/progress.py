@@ -3,19 +3,19 @@
 import sys
 from collections.abc import Iterable
 
-from triptych.messages.operations import ChangeProgress
+from triptych.messages.operations import ChangeProgress, StartChange
 
 
-def show(news: Iterable[ChangeProgress], kind: str, done: str) -> None:
-    """Print each step once. ``kind`` names the change, and ``done`` is what becomes of a process."""
+def show(news: Iterable[ChangeProgress], change: type[StartChange]) -> None:
+    """Print each step of a change once."""
     before = ""
     try:
         for progress in news:
-            counts = f"{progress.done} of {progress.total} {done}: " if progress.total else ""
+            counts = f"{progress.done} of {progress.total} {change.outcome}: " if progress.total else ""
             if (line := counts + progress.text) != before:
                 before = line
                 print(line, flush=True)
     except KeyboardInterrupt:
         if before:
-            print(f"interrupted; the {kind} goes on: triptych status shows it", file=sys.stderr)
+            print(f"interrupted; the {change.kind} goes on: triptych status shows it", file=sys.stderr)
         raise

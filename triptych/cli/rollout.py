@@ -7,6 +7,7 @@ from triptych.cli.progress import show
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
+from triptych.messages.operations import StartRollout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes = _changes(arguments.changes)
     model = str(flags.model_folder(arguments.model)) if arguments.model else ""
     with ControlClient(arguments.control, cluster) as client:
-        show(client.rollout(changes, surge=not arguments.no_surge, model=model), "rollout", "replaced")
+        show(client.rollout(changes, surge=not arguments.no_surge, model=model), StartRollout)
     print("all processes were replaced")
     return 0
 

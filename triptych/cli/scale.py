@@ -7,6 +7,7 @@ from triptych.cli.progress import show
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
+from triptych.messages.operations import StartScale
 from triptych.topology import MAX_INSTANCES, Role
 
 
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     flags.check_controls("--control", arguments.control, cluster)
     counts = _counts(arguments.counts)
     with ControlClient(arguments.control, cluster) as client:
-        show(client.scale(counts), "scale operation", "added or removed")
+        show(client.scale(counts), StartScale)
     print("now", " ".join(f"{role}={count}" for role, count in counts.items()))
     return 0
 

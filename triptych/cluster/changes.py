@@ -18,8 +18,6 @@ from triptych.messages.operations import (
     ChangeProgress,
     ChangeRefused,
     StartChange,
-    StartRollout,
-    StartScale,
 )
 from triptych.types import Address
 
@@ -56,18 +54,12 @@ class Plan:
     """Seconds after which an old process is killed."""
     summary: str
     """What is done, for the log."""
-    done: str
-    """What has become of processes whose part is complete: ``replaced``."""
     warning: str = ""
     """What the operator should know, even if the change is complete."""
     take_over: Callable[[str], object] = lambda _: None
     """Called with the name of a process when the new one takes over, before the old one ends."""
     end: Callable[[bool], object] = lambda _: None
     """Called at the end, with whether the change is complete."""
-
-
-KINDS: dict[type[StartChange], str] = {StartRollout: "rollout", StartScale: "scale operation"}
-"""What messages call a change, by how operators ask for it."""
 
 
 class Changes:
@@ -100,11 +92,11 @@ class Changes:
         if self._task is not None:
             self._refuse(message, f"a {self._kind} is in progress: {self._text}")
         else:
-            self._kind, self._text = KINDS[type(message)], "checking what it would change"
+            self._kind, self._text = message.kind, "checking what it would change"
             self._task = asyncio.create_task(self._run(message))
 
     def _refuse(self, message: StartChange, reason: str) -> None:
-        log.warning("refused a %s: %s", KINDS[type(message)], reason)
+        log.warning("refused a %s: %s", message.kind, reason)
         self._answer(message, ChangeRefused(reason))
 
     async def close(self) -> None:
@@ -140,7 +132,7 @@ class Changes:
         finally:
             self._cluster.end_change()
             plan.end(not reason)
-            outcome = f"{len(policy.done)} of {policy.total} {plan.done}{'; ' * bool(reason)}{reason}"
+            outcome = f"{len(policy.done)} of {policy.total} {message.outcome}{'; ' * bool(reason)}{reason}"
             log.info("the %s has ended: %s", self._kind, outcome)
             self._answer(message, ChangeEnded(len(policy.done), policy.total, reason))
 

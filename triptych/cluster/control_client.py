@@ -81,25 +81,25 @@ class ControlClient:
     def rollout(self, settings: Mapping[str, str], *, surge: bool, model: str = "") -> Iterator[ChangeProgress]:
         """Yield what a rollout does, until all processes were replaced. The arguments are as in ``StartRollout``.
         Raises ConfigError when it is refused, StartError when it ends early, and FrontendSilent without an answer."""
-        yield from self._change(
-            StartRollout(self._channel.address, dict(settings), surge, model), "rollout", "replaced"
-        )
+        yield from self._change(StartRollout(self._channel.address, dict(settings), surge, model))
 
     def scale(self, counts: Mapping[Role, int]) -> Iterator[ChangeProgress]:
         """Yield what a change of the number of instances does, until there are as many of each role as ``counts``
         says. Raises as ``rollout`` does."""
-        yield from self._change(StartScale(self._channel.address, dict(counts)), "scale operation", "added or removed")
+        yield from self._change(StartScale(self._channel.address, dict(counts)))
 
-    def _change(self, question: StartChange, kind: str, done: str) -> Iterator[ChangeProgress]:
+    def _change(self, question: StartChange) -> Iterator[ChangeProgress]:
         news = (ChangeProgress, ChangeEnded, ChangeRefused)
         answer = self._ask(question, news, ANSWER_TIMEOUT)
         while isinstance(answer, ChangeProgress):
             yield answer
-            answer = self._wait_for(news, SUPERVISOR_TIMEOUT, f"no news from the supervisor; the {kind} may go on")
+            answer = self._wait_for(
+                news, SUPERVISOR_TIMEOUT, f"no news from the supervisor; the {question.kind} may go on"
+            )
         if isinstance(answer, ChangeRefused):
-            raise ConfigError(f"the {kind} is refused: {answer.reason}")
+            raise ConfigError(f"the {question.kind} is refused: {answer.reason}")
         if answer.reason:
-            raise StartError(f"{answer.done} of {answer.total} {done}: {answer.reason}")
+            raise StartError(f"{answer.done} of {answer.total} {question.outcome}: {answer.reason}")
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         self._channel.send(self._frontends[0], question)

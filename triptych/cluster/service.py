@@ -233,7 +233,6 @@ class LocalService:
             policy=policy,
             drain_timeout=_drain_timeout(self._config),
             summary=f"scaling {before} to {after}: {', '.join(changes) or 'nothing changes'}",
-            done="added or removed",
             warning=_too_many_threads(self._config, after) if add else "",
             end=end,
         )
@@ -299,7 +298,7 @@ class LocalService:
 
         names = [one.name for one in specs]
         summary = f"rolling out: replacing {', '.join(names)}"
-        return Plan(specs, names, policy, drain_timeout, summary, "replaced", take_over=take_over, end=end)
+        return Plan(specs, names, policy, drain_timeout, summary, take_over=take_over, end=end)
 
     def _settle(self, own_controls: Mapping[str, socket.socket], replaced: Collection[str]) -> None:
         """After a rollout: forget the frontends that were replaced, and the new ones of those that weren't."""

@@ -1,7 +1,7 @@
 """Messages of supervisors and operators: what runs, what is asked of a service, and rollouts."""
 
 import enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
@@ -158,6 +158,10 @@ class RoleRefused(Struct, frozen=True, tag=True):
 class StartRollout(Struct, frozen=True, tag=True):
     """Operator → frontend → supervisor: replace all processes one by one. The supervisor answers the operator."""
 
+    kind: ClassVar[str] = "rollout"
+    """What messages call it."""
+    outcome: ClassVar[str] = "replaced"
+    """What becomes of a process."""
     reply_to: Address
     settings: Annotated[dict[Text, Text], Meta(max_length=100)] = {}
     """Settings that change, by their own names, as text."""
@@ -170,6 +174,8 @@ class StartRollout(Struct, frozen=True, tag=True):
 class StartScale(Struct, frozen=True, tag=True):
     """Operator → frontend → supervisor: add instances, or drain and end some. The supervisor answers the operator."""
 
+    kind: ClassVar[str] = "scale operation"
+    outcome: ClassVar[str] = "added or removed"
     reply_to: Address
     counts: Annotated[dict[Role, Count], Meta(max_length=len(Role))]
     """How many instances of each of these roles there are to be."""
