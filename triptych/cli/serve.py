@@ -115,8 +115,8 @@ async def _launcher(
 
 async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Namespace) -> int:
     """Supervise the frontend and the instances of the topology until a signal, or until the service can't go on."""
-    async with _launcher(config, arguments) as (for_launcher, launcher):
-        return await _supervise(for_launcher, topology, launcher)
+    async with _launcher(config, arguments) as (settings, launcher):
+        return await _supervise(settings, topology, launcher)
 
 
 async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher | None) -> int:

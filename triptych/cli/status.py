@@ -15,7 +15,7 @@ from triptych.config import ClusterConfig
 from triptych.errors import ConfigError
 from triptych.messages.operations import InstanceStatus, LaunchedInstance, LaunchState, Status
 from triptych.messages.stats import PoolUsage
-from triptych.topology import Role
+from triptych.topology import Role, Topology
 
 _ORDER = (Role.E, Role.EP, Role.EPD, Role.P, Role.PD, Role.D)
 """The order of roles in a topology."""
@@ -88,7 +88,7 @@ def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     change = f"\n{status.change}" if status.change else ""
     counts = Counter(one.role for one in status.instances if not one.draining)
-    topology = "".join(f"{counts[role]}{role}" for role in _ORDER if counts[role]) or "no instances"
+    topology = str(Topology(tuple((role, counts[role]) for role in _ORDER if counts[role]))) or "no instances"
     return f"{state}, {topology}, {status.requests} requests, model {status.model.digest}{change}"
 
 

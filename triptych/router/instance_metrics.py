@@ -165,6 +165,8 @@ NUM_INSTANCES_MEANING = (
     "supervisor says: starting, restarting, failed"
 )
 NUM_INSTANCES_LABELS = ("role", "state")
+_JOINED = (LaunchState.READY, LaunchState.DRAINING)
+"""States of instances that have joined, or are about to leave."""
 
 
 class TopologyCollector(Collector):
@@ -185,9 +187,6 @@ class TopologyCollector(Collector):
             metric.add_metric([role, state], count)
         yield metric
 
-
-_JOINED = (LaunchState.READY, LaunchState.DRAINING)
-"""States of instances that have joined, or are about to leave."""
 
 RESTARTS = "instance_restarts"
 RESTARTS_MEANING = "times that the supervisor has started an instance or the frontend again, by why it ended"
