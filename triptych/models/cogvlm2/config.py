@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
-from triptych.models.shared.clip_config import MAX_LAYERS, MAX_SIDE
+from triptych.models.shared.clip_config import MAX_SIDE
 from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import check_heads, check_layers
 
 IMAGE_TOKEN = 128_002
 """The published code's ``pad_token_id``, which stands for the rows of an image."""
@@ -50,14 +51,12 @@ def eva_config(config: ModelConfig) -> EvaConfig:
     for name, served in (("hidden_act", "gelu"), ("in_channels", 3)):
         if vision.get(name, served) != served:
             raise CheckpointError(f"config.json: vision_config.{name} must be {served!r}, not {vision[name]!r}")
-    if hidden % heads:
-        raise CheckpointError(f"config.json: {heads} heads don't divide vision_config.hidden_size")
+    check_heads(hidden, heads)
     if not 2 * patch <= size <= MAX_SIDE or size % (2 * patch):
         raise CheckpointError(
             f"config.json: vision_config.image_size must be an even number of patches, up to {MAX_SIDE} pixels"
         )
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    check_layers(layers)
     found = EvaConfig(size, patch, hidden, intermediate, layers, heads, positive_number(vision, "layer_norm_eps"))
     if setting(config, "vision_config.num_positions", int) != found.side**2 + 1:
         raise CheckpointError(f"config.json: vision_config.num_positions must be {found.side**2 + 1}, one per patch")

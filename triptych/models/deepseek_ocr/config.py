@@ -10,9 +10,10 @@ from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.models.base import MediaToken, ModelConfig
-from triptych.models.shared.clip_config import CLIP, MAX_LAYERS, MAX_SIDE, ClipConfig, clip_config
+from triptych.models.shared.clip_config import CLIP, MAX_SIDE, ClipConfig, clip_config
 from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import check_heads, check_layers
 
 PUBLISHED = "deepseek_vl_v2"
 IMAGE = "<image>"
@@ -272,12 +273,9 @@ def _size(section: dict[str, Any], name: str, key: str) -> int:
 
 
 def _check_heads(sizes: Mapping[str, int], section: str) -> None:
-    if sizes["num_hidden_layers"] > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.{section}.num_hidden_layers must be at most {MAX_LAYERS}")
-    if sizes["hidden_size"] % sizes["num_attention_heads"]:
-        raise CheckpointError(
-            f"config.json: {sizes['num_attention_heads']} heads don't divide vision_config.{section}.hidden_size"
-        )
+    where = f"vision_config.{section}"
+    check_layers(sizes["num_hidden_layers"], where)
+    check_heads(sizes["hidden_size"], sizes["num_attention_heads"], where)
 
 
 def _layers(value: Any, count: int) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
-from triptych.models.gemma4.config import MAX_LAYERS
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import MAX_LAYERS
 
 AUDIO_TOWER = "gemma4_audio"
 INVALID = -1e6

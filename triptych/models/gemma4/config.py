@@ -8,11 +8,11 @@ from triptych.errors import CheckpointError
 from triptych.models.backbones.gemma4 import VISION_SPANS
 from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import check_layers
 
 VISION_TOWER = "gemma4_vision"
-MAX_LAYERS = 1000
 MAX_SIDE = 8192
-"""Bound what a damaged config can make a process allocate."""
+"""Bounds what a damaged config can make a process allocate."""
 PLACEHOLDERS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
 """Settings with the ids of the tokens in the place of media, and their defaults."""
 MARKERS = {"boi_token_id": 255_999, "eoi_token_id": 258_882}
@@ -96,8 +96,7 @@ def vision_config(config: ModelConfig) -> Gemma4VisionConfig:
         )
     if found.head_dim % 4:
         raise CheckpointError(f"config.json: vision_config.head_dim must be a multiple of 4, not {found.head_dim}")
-    if found.num_layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    check_layers(found.num_layers)
     if found.patch_size * found.pool_size > MAX_SIDE:
         raise CheckpointError(
             f"config.json: vision_config: an embedding of {found.pool_size} patches of {found.patch_size} pixels a side"

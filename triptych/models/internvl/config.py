@@ -15,14 +15,14 @@ from triptych.models.base import MediaToken, ModelConfig
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import positive_number, setting
 from triptych.models.shared.tile_grids import TileGrids
+from triptych.models.shared.tower_limits import check_heads, check_layers
 
 TOWER = "internvl_vision"
 ORIGINAL = "internvl_chat"
 IMAGE_CONTEXT = "<IMG_CONTEXT>"
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-MAX_LAYERS = 1000
 MAX_SIDE = 4096
-"""Bound what a damaged config can make a process allocate."""
+"""Bounds what a damaged config can make a process allocate."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,8 @@ def _check_fixed(config: ModelConfig, vision: Mapping[str, Any]) -> None:
 
 
 def _checked(vision: TileTowerConfig, config: ModelConfig) -> TileTowerConfig:
-    if vision.hidden_size % vision.num_heads:
-        raise CheckpointError(f"config.json: {vision.num_heads} heads don't divide vision_config.hidden_size")
-    if vision.num_layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    check_heads(vision.hidden_size, vision.num_heads)
+    check_layers(vision.num_layers)
     if not vision.patch_size <= vision.tile_size <= MAX_SIDE:
         raise CheckpointError(
             f"config.json: vision_config.image_size must be from patch_size to {MAX_SIDE}, not {vision.tile_size}"

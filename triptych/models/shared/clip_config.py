@@ -8,6 +8,7 @@ from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.shared.planner import VisionCostModel
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import check_heads, check_layers
 
 CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -15,9 +16,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     SIGLIP: {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
 """As in transformers, by ``model_type``."""
-MAX_LAYERS = 1000
 MAX_SIDE = 4096
-"""Bound what a damaged config can make a process allocate."""
+"""Bounds what a damaged config can make a process allocate."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,12 @@ def clip_config(config: ModelConfig, default: str) -> ClipConfig:
         for name in ("image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     }
     heads, layers = setting(config, "vision_config.num_attention_heads", int), sizes["num_hidden_layers"]
-    if sizes["hidden_size"] % heads:
-        raise CheckpointError(f"config.json: {heads} heads don't divide vision_config.hidden_size")
+    check_heads(sizes["hidden_size"], heads)
     if not sizes["patch_size"] <= sizes["image_size"] <= MAX_SIDE:
         raise CheckpointError(
             f"config.json: vision_config.image_size must be from patch_size to {MAX_SIDE}, not {sizes['image_size']}"
         )
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    check_layers(layers)
     if setting(config, "vision_config.num_channels", int, default=3) != 3:
         raise CheckpointError("config.json: vision_config.num_channels must be 3")
     return ClipConfig(

@@ -7,11 +7,11 @@ from typing import Any
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.tower_limits import check_layers
 
 TOWER = "pixtral"
-MAX_LAYERS = 1000
 MAX_SIDE = 8192
-"""Bound what a damaged config can make a process allocate."""
+"""Bounds what a damaged config can make a process allocate."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def pixtral_config(config: ModelConfig, merge_size: int) -> PixtralConfig:
     )
     if found.hidden_size % found.num_heads or found.head_dim % 4:
         raise CheckpointError(f"config.json: vision_config has {found.num_heads} heads of {found.hidden_size} values")
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: vision_config.num_hidden_layers must be at most {MAX_LAYERS}")
+    check_layers(layers)
     if found.patch_size * found.merge_size > MAX_SIDE:
         raise CheckpointError(f"config.json: an embedding's side of {found.patch_size} patches of {found.merge_size}")
     return found
