@@ -21,7 +21,7 @@ LORA_SETTINGS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
     **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
 }
-"""The values that are served of settings in ``LORA_CONFIG``, of which the first is taken for a missing one."""
+"""Settings in ``LORA_CONFIG``, each with the values that are served. A missing setting has the first of them."""
 TEXT_CONFIG_NAMES = ("llm_config", "language_config")
 """What original files of InternVL and of DeepSeek-OCR call ``text_config``."""
 

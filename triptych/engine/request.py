@@ -208,9 +208,8 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     has_second_weights: bool = False,
 ) -> Request:
     """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``, and
-    ``step_tokens`` the largest step's tokens; None where prompts aren't computed. ``has_second_weights``: whether the
-    decoder has any. Raises RequestError for an invalid
-    one: messages from other processes aren't trusted."""
+    ``step_tokens`` the largest step's tokens; None where prompts aren't computed. ``has_second_weights`` says whether
+    the decoder has any. Raises RequestError for an invalid message: other processes aren't trusted."""
     num_tokens = len(message.tokens)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")

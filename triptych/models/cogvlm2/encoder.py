@@ -1,5 +1,6 @@
-"""Adapter of CogVLM2: tower, projector, decoder parameters and tensor names, which are those of the published files.
+"""Adapter of CogVLM2: tower, projector, decoder parameters and tensor names.
 
+They follow the published ``modeling_cogvlm.py`` and, for the tower, descriptions and ports of the published code.
 Transformers has no class for it, so there are no files of its own.
 """
 

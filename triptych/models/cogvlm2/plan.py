@@ -1,6 +1,6 @@
 """Plans the images and prompts of CogVLM2. Frontend; numpy only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ class CogVLM2Planner(PlainPlanner):
     """``Planner`` of model type ``cogvlm2``. Raises CheckpointError for a missing key or a value of the wrong type."""
 
     options: frozenset[str] = frozenset()
-    template_texts = {"image": IMAGE}  # noqa: RUF012 - the protocol declares it so
+    template_texts: Mapping[str, str] = {"image": IMAGE}
 
     def __init__(
         self,

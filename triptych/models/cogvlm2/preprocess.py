@@ -1,7 +1,7 @@
 """Turns an image's bytes into patches for CogVLM2's tower, as planned. Runs in encode workers; numpy and Pillow only.
 
-Bit-exact with ``build_conversation_input_ids`` of the published code: torchvision resizes Pillow's images by Pillow's
-own filter.
+As ``build_conversation_input_ids`` of the published code does: torchvision, which that uses, resizes Pillow's images
+by Pillow's own filter.
 """
 
 from collections.abc import Iterator
