@@ -1,21 +1,19 @@
 """``triptych status``: what it refuses before it connects, who gets an answer, and what it shows."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.supervisors import Question, answering
 from triptych import exit_codes
 from triptych.cli import main
-from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
-    GetStatus,
     InstanceStatus,
     LaunchedInstance,
     LaunchState,
@@ -51,31 +49,18 @@ def answer(message: Message) -> Message:
     return STATUS
 
 
-@contextmanager
 def frontend(
     secret: bytes | None = None, launched: Sequence[LaunchedInstance] = ()
-) -> Iterator[tuple[str, list[Message]]]:
+) -> AbstractContextManager[tuple[str, list[Question]]]:
     """Its control address, and what it has been asked; the answers are above."""
-    channel, asked, over = Channel(secret=secret), list[Message](), threading.Event()
 
-    def serve() -> None:
-        while not over.is_set():
-            for message in channel.receive(0.05):
-                assert isinstance(message, GetStatus | SetRole)
-                asked.append(message)
-                reply = answer(message)
-                if isinstance(reply, Status):
-                    reply = msgspec.structs.replace(reply, launched=list(launched))
-                channel.send(message.reply_to, reply)
+    def answers(message: Question) -> list[Message]:
+        reply = answer(message)
+        if isinstance(reply, Status):
+            reply = msgspec.structs.replace(reply, launched=list(launched))
+        return [reply]
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield channel.address.removeprefix("tcp://"), asked
-    finally:
-        over.set()
-        thread.join(10)
-        channel.close(linger=0)
+    return answering(answers, secret)
 
 
 @pytest.fixture

@@ -12,14 +12,20 @@ Render = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def render() -> Render:
-    """Renders the chart with files of values, and with ``name=value`` words. Raises CalledProcessError."""
+def helm() -> Path:
+    """The program, which ``scripts/test-deploy`` installs."""
     if not HELM.exists():
         pytest.skip("no helm: scripts/setup-deploy")
+    return HELM
+
+
+@pytest.fixture(scope="session")
+def render(helm: Path) -> Render:
+    """Renders the chart with files of values, and with ``name=value`` words. Raises CalledProcessError."""
 
     def template(*values: Path | str, chart: Path = CHART, release: str = "triptych") -> str:
         flags = [word for one in values for word in ("--set-json" if isinstance(one, str) else "--values", str(one))]
-        command = [str(HELM), "template", release, str(chart), "--namespace", "serving", *flags]
+        command = [str(helm), "template", release, str(chart), "--namespace", "serving", *flags]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
     return template

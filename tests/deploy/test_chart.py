@@ -144,9 +144,8 @@ def test_the_secret_is_random_and_long(render: Render) -> None:
 
 
 @pytest.mark.parametrize("values", values_files(), ids=lambda path: path.name)
+@pytest.mark.usefixtures("helm")
 def test_the_plain_manifests_are_what_helm_makes(values: Path) -> None:
-    if not HELM.exists():
-        pytest.skip("no helm: scripts/setup-deploy")
     made = manifests_of(values).read_text()
     assert made == render_plain(values)
     assert check(made, *VERSIONS) == []

@@ -8,16 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.audio_cases import CASES, Hears, audio_part, cases_of, noise
 from tests.support.harness import FLOAT32, running
 from tests.support.sounds import sound
-from tests.support.stage_loops import Recording, count_parts, engine_loop
+from tests.support.stage_loops import count_parts, first_logits
 from tests.support.tiny import HEARING, OMNI, make_tiny
 from tests.support.video_cases import answered, user
 from triptych.config import EncodeConfig
-from triptych.server.instance import Instance
 
 slow = pytest.mark.slow
 WINDOWS = {"qwen2_audio": (1, 2), "qwen2_5_omni": (5, 8), "qwen3_omni_moe": (3, 5)}
@@ -62,20 +60,7 @@ def test_batches(model: Hears, patches: int) -> None:
 
 def test_first_token_logits(model: Hears) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD."""
-    recorded: list[Tensor] = []
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def run() -> None:
-        async with running(model.folder, "1E1PD", prepare=record) as service:
-            for messages in model.cases.values():
-                await service.answer(messages, max_tokens=1)
-
-    asyncio.run(run())
-    assert len(recorded) == len(model.cases)
+    recorded = first_logits(model.folder, model.cases.values())
     for name, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
         with torch.inference_mode():
             expected = model.reference(**model.reference_inputs(prompt)).logits[0, -1]

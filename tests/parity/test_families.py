@@ -8,7 +8,6 @@ from threading import Event
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
@@ -16,10 +15,9 @@ from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE, SLIDING_WINDOWS, 
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS, Case
 from tests.support.published_files import internvl_over, make_original_internvl
-from tests.support.stage_loops import Recording, count_parts, encode_loops, engine_loop, hold_steps
+from tests.support.stage_loops import count_parts, encode_loops, first_logits, hold_steps
 from tests.support.tiny import OWN_TOWERS, TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
-from triptych.server.instance import Instance
 
 
 @pytest.fixture(scope="module")
@@ -141,21 +139,8 @@ def test_sliding_windows(models: dict[str, Model], tmp_path: Path, family: str) 
 @pytest.mark.parametrize("family", [*TINY, *OWN_TOWERS])
 def test_first_token_logits(models: dict[str, Model], family: str) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD where there is one."""
-    model, recorded = models[family], list[Tensor]()
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def run() -> None:
-        topology = "1PD" if family in TEXT_ALONE else "1E1PD"
-        async with running(model.folder, topology, prepare=record) as service:
-            for case in model.cases:
-                await service.answer(case.messages, max_tokens=1)
-
-    asyncio.run(run())
-    assert len(recorded) == len(model.cases)
+    model, topology = models[family], "1PD" if family in TEXT_ALONE else "1E1PD"
+    recorded = first_logits(model.folder, [case.messages for case in model.cases], topology)
     for case, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
         assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name
 

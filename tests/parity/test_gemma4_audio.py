@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.audio_cases import CASES
 from tests.support.checkpoints import load_reference
-from tests.support.harness import FLOAT32, running
-from tests.support.stage_loops import Recording, engine_loop
+from tests.support.harness import FLOAT32
+from tests.support.stage_loops import first_logits
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, Model, answered
-from triptych.server.instance import Instance
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +34,7 @@ def test_as_the_reference(model: Model, topology: str, chunk: int, pool: dict[st
 
 def test_first_token_logits(model: Model) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD."""
-    recorded: list[Tensor] = []
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def run() -> None:
-        async with running(model.folder, "1E1PD", prepare=record) as service:
-            for messages in CASES.values():
-                await service.answer(messages, max_tokens=1)
-
-    asyncio.run(run())
+    recorded = first_logits(model.folder, CASES.values())
     reference = load_reference(model.folder)
     for name, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
         with torch.inference_mode():

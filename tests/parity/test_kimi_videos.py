@@ -18,12 +18,11 @@ from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture, png
 from tests.support.kimi import kimi_k25_pixels, kimi_k25_video
-from tests.support.stage_loops import Recording, engine_loop
+from tests.support.stage_loops import first_logits
 from tests.support.tiny import OWN_TOWERS, make_tiny
 from tests.support.video_cases import user, video_part
 from triptych.models.shared.video import sampled_frames
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
-from triptych.server.instance import Instance
 from triptych.types import FrameSampling
 
 TINY = OWN_TOWERS["kimi_k25"]
@@ -98,19 +97,7 @@ def test_answers(kimi: Kimi, topology: str, chunk: int) -> None:
 
 
 def test_first_token_logits(kimi: Kimi) -> None:
-    recorded: list[Tensor] = []
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def run() -> None:
-        async with running(kimi.folder, "1E1PD", prepare=record) as service:
-            for messages in CASES.values():
-                await service.answer(messages, max_tokens=1)
-
-    asyncio.run(run())
+    recorded = first_logits(kimi.folder, CASES.values())
     for name, prompt, logits in zip(CASES, kimi.prompts, recorded, strict=True):
         with torch.inference_mode():
             expected = kimi.reference(**kimi.inputs(prompt)).logits[0, -1]

@@ -10,17 +10,15 @@ from pathlib import Path
 import av
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import CASES, picture, png
 from tests.support.minicpm import LANGUAGE_MODELS, Clip, MiniCPMReference, Shown, config_of, grouped, make_minicpm
-from tests.support.stage_loops import Recording, count_parts, engine_loop
+from tests.support.stage_loops import count_parts, first_logits
 from tests.support.video_cases import user, video_part
 from triptych.config import EngineConfig
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
-from triptych.server.instance import Instance
 from triptych.types import FrameSampling
 
 VERSIONS = list(LANGUAGE_MODELS)
@@ -142,18 +140,7 @@ def test_videos(models: dict[float, OldModel], version: float, topology: str) ->
 @pytest.mark.parametrize("version", VERSIONS)
 def test_first_token_logits(models: dict[float, OldModel], version: float, videos: bool) -> None:
     """Within 1e-4 in float32, through the transfer of E to PD."""
-    model, recorded = seeing(models[version]) if videos else models[version], list[Tensor]()
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def run() -> None:
-        async with running(model.folder, "1E1PD", prepare=record) as service:
-            for messages, _ in model.cases.values():
-                await service.answer(messages, max_tokens=1)
-
-    asyncio.run(run())
+    model = seeing(models[version]) if videos else models[version]
+    recorded = first_logits(model.folder, [messages for messages, _ in model.cases.values()])
     for (name, (_, shown)), prompt, logits in zip(model.cases.items(), model.prompts, recorded, strict=True):
         assert (logits - model.reference.first_logits(prompt.tokens, shown)).abs().max() < 1e-4, name

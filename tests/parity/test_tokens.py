@@ -5,16 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.parity.conftest import Model
-from tests.support.harness import FLOAT32, Running, running, together
+from tests.support.harness import FLOAT32, running, together
 from tests.support.image_cases import CASES
-from tests.support.stage_loops import Recording, engine_loop
-from triptych.server.instance import Instance
+from tests.support.stage_loops import first_logits
 
 REQUESTS = [case.messages for case in CASES]
-
 
 MORE = ("2E1PD", "1E2PD", "2E1P2D")
 """Topologies of the slow suite."""
@@ -90,23 +87,7 @@ def test_many_requests_on_a_tiny_pool(model: Model) -> None:
 
 def test_first_token_logits(model: Model) -> None:
     """Within 1e-4 in float32, one case at a time and through the transfer of E to PD."""
-    recorded: list[Tensor] = []
-
-    def record(instance: Instance) -> None:
-        if instance.role.has_decoder:
-            runner = engine_loop(instance).runner
-            runner.decoder = Recording(runner.decoder, recorded)
-
-    async def ask(service: Running) -> None:
-        for messages in REQUESTS:
-            await service.answer(messages, max_tokens=1)
-
-    async def run() -> None:
-        async with running(model.folder, "1E1PD", prepare=record) as service:
-            await ask(service)
-
-    asyncio.run(run())
-    assert len(recorded) == len(CASES)
+    recorded = first_logits(model.folder, REQUESTS)
     for case, prompt, logits in zip(CASES, model.prompts, recorded, strict=True):
         expected = model.reference.first_logits(prompt, case.images)
         assert (logits - expected).abs().max() < 1e-4, case.name

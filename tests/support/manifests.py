@@ -47,6 +47,14 @@ class Workload:
         (container,) = self.pod["containers"]
         return container
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the program knows the container's arguments."""
+        try:
+            return self.settings is not None
+        except SystemExit:
+            return False
+
     @cached_property
     def settings(self) -> Any:
         """What the program reads from the container's arguments. Raises SystemExit when it can't."""
@@ -83,9 +91,7 @@ def problems(documents: Sequence[Document], given: Sequence[str] = ()) -> list[s
     pods = workloads(documents)
     found = [*_selectors(documents, pods)]
     for workload in pods:
-        try:
-            workload.settings  # noqa: B018  # whether it can be read
-        except SystemExit:
+        if not workload.is_known:
             found.append(f"{workload.name}: serve does not know these arguments: {workload.container['args']}")
             continue
         for check in (_ports, _probes, _grace, _joins, _volumes, _rights, _sizes):

@@ -1,14 +1,16 @@
 """Looks into the stage loops of a service's instances."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.harness import Running
+from tests.support.harness import Messages, Running, running
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
@@ -33,6 +35,27 @@ class Recording:
         logits: Tensor = self._decoder(replace(batch, num_largest=()), *arguments)
         self._recorded += list(torch.unbind(logits.clone()))
         return logits
+
+
+def first_logits(folder: Path, conversations: Iterable[Messages], topology: str = "1E1PD") -> list[Tensor]:
+    """The logits of each conversation's first token, in float32, asked one at a time."""
+    recorded: list[Tensor] = []
+
+    def record(instance: Instance) -> None:
+        if instance.role.has_decoder:
+            runner = engine_loop(instance).runner
+            runner.decoder = Recording(runner.decoder, recorded)
+
+    async def run() -> int:
+        asked = 0
+        async with running(folder, topology, prepare=record) as service:
+            for messages in conversations:
+                await service.answer(messages, max_tokens=1)
+                asked += 1
+        return asked
+
+    assert asyncio.run(run()) == len(recorded)
+    return recorded
 
 
 def encode_loops(service: Running) -> list[EncodeLoop]:
