@@ -24,6 +24,10 @@ RECORDED_IMAGES = {"llama4", "kimi_k25"}
 """Families whose image processors need torchvision: images are compared with what these made."""
 WRITTEN_IMAGES = {"cogvlm2", "kimi_vl", "deepseek_vl_v2", "phi4_multimodal"}
 """Families whose images are compared with those of implementations in the tests."""
+ANSWERED_FAMILIES = {*TINY, "qwen3_vl", *OWN_TOWERS, *HEARING}.difference(families.SLOW_ANSWERS)
+"""Families whose answers are compared in every run."""
+FIRST_LOGITS = {*families.REPRESENTATIVE, *families.TEXT_ALONE, *HEARING, "qwen3_vl"}
+"""Families whose first logits are compared in every run, after a transfer of embeddings if they take media."""
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
 WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_section(tiny.config).get("sliding_window")}
 SLOW = "; only in the slow suite (`scripts/test --slow`)"
@@ -93,11 +97,45 @@ CHECKS = (
     ),
     Check(
         "answers",
-        "32 greedy tokens equal: in one instance, with each stage on its own, in chunks of 7 and whole, and through a "
-        "receive pool of one block; first logits within 1e-4",
+        "32 greedy tokens equal: with each stage on its own, and in chunks of 7 through a receive pool of one block",
         "tests/parity",
-        {*TINY, *QWEN3_VL, *OWN_TOWERS, *HEARING}.difference(families.SLOW_ANSWERS),
-        columns=("logits", "answers", "split", "split P/D"),
+        ANSWERED_FAMILIES,
+        columns=("answers", "split", "split P/D"),
+    ),
+    Check(
+        "answers of one instance",
+        "the same tokens from `1EPD`, and from `1E1PD` with whole prompts",
+        "tests/parity",
+        ANSWERED_FAMILIES - {*OWN_TOWERS},
+    ),
+    Check(
+        "answers of one instance of other models",
+        "the same" + SLOW,
+        "tests/parity/test_families.py",
+        ANSWERED_FAMILIES & {*OWN_TOWERS},
+        in_ci=False,
+    ),
+    Check(
+        "answers of Qwen3-VL's mixture",
+        "the same tokens from two ranks, with each stage on its own; the rest only in the slow suite",
+        "tests/parity/test_tensor_parallel.py",
+        {"qwen3_vl_moe"},
+        columns=("answers", "split", "split P/D"),
+    ),
+    Check(
+        "first logits",
+        "within 1e-4, from embeddings that an encode instance sent",
+        "tests/parity",
+        FIRST_LOGITS,
+        columns=("logits",),
+    ),
+    Check(
+        "first logits of other models",
+        "the same" + SLOW,
+        "tests/parity",
+        ANSWERED_FAMILIES - FIRST_LOGITS | {"qwen3_vl_moe"},
+        columns=("logits",),
+        in_ci=False,
     ),
     Check(
         "models of images and videos that Transformers lacks",
