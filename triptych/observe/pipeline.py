@@ -1,0 +1,203 @@
+"""Snapshots of a service at work, as the page at ``/ui`` and ``triptych top`` show them. They hold no content of
+requests.
+
+Times are in seconds since the epoch, durations in seconds, shares from 0 to 1.
+"""
+
+from msgspec import Struct
+
+from triptych.observe.timeline import Interval
+
+
+class ServiceView(Struct, frozen=True):
+    """What is served, and whether it can be."""
+
+    model: str
+    version: str
+    topology: str
+    """Of the instances that have joined, like ``1E1PD``; empty without any."""
+    ready: bool
+    why_not: str
+    """Why it isn't ready; empty if it is."""
+    began: float
+    """When the frontend started."""
+    num_requests: int
+    """Requests in flight: queued or dispatched."""
+
+
+class StageView(Struct, frozen=True):
+    """One stage: encode, prefill or decode."""
+
+    name: str
+    queued: int
+    """Items (encode) or requests that wait for an instance of the stage."""
+    oldest_wait: float
+    """Seconds that the first of them has waited."""
+    saturation: float
+    """As the metric ``triptych:stage_saturation``."""
+    busy: float
+    """Mean busy share of the instances that have the stage."""
+
+
+class PoolView(Struct, frozen=True):
+    """Use of one of an instance's pools."""
+
+    name: str
+    size: int
+    used: int
+    cached: int
+
+
+class InstanceView(Struct, frozen=True):
+    """One instance, or a process that the supervisor starts, restarts or has given up."""
+
+    name: str
+    role: str
+    state: str
+    """``serving``, ``draining``, or a ``LaunchState``."""
+    busy: float
+    """Share of the last seconds in which its compute thread worked."""
+    running: int
+    waiting: int
+    step_seconds: float
+    """Mean time of a step or of an item in the last seconds; 0 without one."""
+    pools: list[PoolView]
+    received_rate: float
+    """Bytes per second, like ``sent_rate``, as a mean of the last seconds."""
+    sent_rate: float
+    cache_hit_rate: float | None
+    """Of the encoder cache or the prefix cache in the last minute; None without a query."""
+    restarts: int = 0
+    node: str = ""
+    """The machine it runs on; empty for the supervisor's."""
+    pending: str = ""
+    """Why it has no place yet."""
+    next_role: str = ""
+
+
+class RequestMark(Struct, frozen=True):
+    """A request in flight."""
+
+    id: str
+    """Of its HTTP request."""
+    phase: str
+    """A ``RequestPhase``."""
+    instances: list[str]
+    """Names of those that work on it now."""
+    since: float
+    """Seconds in this phase."""
+    num_items: int
+    num_tokens: int
+    """Tokens generated so far."""
+
+
+class EventView(Struct, frozen=True):
+    """Something that happened to an instance or a request: a loss, a restart, a recovery, a change."""
+
+    number: int
+    """Grows by one with each event of this frontend."""
+    time: float
+    kind: str
+    """``joined``, ``lost``, ``left``, ``recovered``, ``failed``, ``restarting`` or ``changed``."""
+    text: str
+
+
+class Verdict(Struct, frozen=True):
+    """Which stage binds now and why."""
+
+    stage: str
+    """``encode``, ``prefill`` or ``decode``; ``client`` if one client's load binds; empty if nothing does."""
+    sentence: str
+    """With the figures that it rests on."""
+    advice: str
+    """What would help; empty if nothing binds."""
+
+
+class Pipeline(Struct, frozen=True):
+    """A service at one time."""
+
+    time: float
+    service: ServiceView
+    stages: list[StageView]
+    instances: list[InstanceView]
+    requests: list[RequestMark]
+    """At most 200, the oldest first."""
+    events: list[EventView]
+    """The last 50."""
+    verdict: Verdict
+
+
+class RequestView(Struct, frozen=True):
+    """An HTTP request that generates, in flight or among the last that ended."""
+
+    id: str
+    client: str
+    """As in ``RequestRecord``: no key."""
+    endpoint: str
+    began: float
+    seconds: float
+    """So far, or in all."""
+    status: int
+    """HTTP status; 0 without one."""
+    error: str
+    """Name of the error; empty if none."""
+    finish_reason: str
+    num_prompt: int
+    num_items: int
+    num_tokens: int
+    num_reused: int
+    """Prompt tokens found in a prefix cache."""
+    time_to_first_token: float | None
+    time_per_token: float | None
+    """Mean after the first."""
+    slowest: str
+    """The stage of the timeline that took longest."""
+    trace_id: str
+    timeline: list[Interval] = []
+    """Empty in lists."""
+
+
+class FiguresBucket(Struct, frozen=True):
+    """What was measured in one span of ``Figures.step`` seconds."""
+
+    time: float
+    """When it began."""
+    num_ended: int
+    num_failed: int
+    num_good: int
+    """Those that ended within the objective."""
+    num_tokens: int
+    time_to_first_token: list[float]
+    """Median and 90th percentile; empty without requests, as is ``time_per_token``."""
+    time_per_token: list[float]
+    prefix_hit_rate: float | None
+    encode_hit_rate: float | None
+
+
+class Figures(Struct, frozen=True):
+    """The last hour."""
+
+    step: float
+    buckets: list[FiguresBucket]
+    """The oldest first; spans without any request are left out."""
+
+
+class ItemPlan(Struct, frozen=True):
+    """What becomes of a media item, known before it is decoded."""
+
+    modality: str
+    size: str
+    """Like ``448 × 448`` or ``10.2 s``."""
+    parts: str
+    """Like ``5 tiles`` or ``16 frames``; empty if it stays whole."""
+    num_tokens: int
+    cost: float
+    """Of encoding, as the plan states it."""
+
+
+class PromptPlan(Struct, frozen=True):
+    """What becomes of a conversation."""
+
+    num_tokens: int
+    """Of the whole prompt, those of its items included."""
+    items: list[ItemPlan]
