@@ -182,7 +182,7 @@ class Figures(Struct, frozen=True):
     """The oldest first; spans without any request are left out."""
 
 
-class ItemPlan(Struct, frozen=True):
+class ItemPreview(Struct, frozen=True):
     """What becomes of a media item, known before it is decoded."""
 
     modality: str
@@ -200,4 +200,4 @@ class PromptPlan(Struct, frozen=True):
 
     num_tokens: int
     """Of the whole prompt, those of its items included."""
-    items: list[ItemPlan]
+    items: list[ItemPreview]
