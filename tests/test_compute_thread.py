@@ -37,6 +37,18 @@ def test_submit_does_not_wait_for_a_job_behind_another(thread: ComputeThread, mo
     assert second.result(10)
 
 
+def test_a_job_counts_as_busy_while_it_runs(thread: ComputeThread) -> None:
+    end = threading.Event()
+    future = thread.submit(end.wait)
+    times = [thread.busy_seconds for _ in range(1000)]
+    assert times == sorted(times)
+    assert times[-1] > times[0]
+    end.set()
+    assert future.result(10)
+    thread.close()
+    assert thread.busy_seconds == thread.busy_seconds >= times[-1]
+
+
 def test_the_threads_of_an_executor_run_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = started_executor(3, "early")
 

@@ -32,11 +32,18 @@ class ComputeThread:
 
     def __init__(self, on_done: Callable[[], None]) -> None:
         """``on_done`` is called on the compute thread after every job."""
-        self.busy_seconds = 0.0
-        """Total run time of all jobs so far."""
+        self._worked: tuple[float, float | None] = 0.0, None
+        """Run time of the jobs that have ended, and when the running one began. Replaced as a whole, since another
+        thread reads it."""
         self._on_done = on_done
         self._num_submitted = self._num_ended = 0  # each counted by one thread
         self._executor = started_executor(1, "compute")
+
+    @property
+    def busy_seconds(self) -> float:
+        """Total run time of all jobs so far, the running one included: one may take seconds."""
+        ended, began = self._worked
+        return ended if began is None else ended + time.monotonic() - began
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         """Queue a job, and wait until it has started if no other job is queued. Without the wait, the calling thread
@@ -45,12 +52,13 @@ class ComputeThread:
         self._num_submitted += 1
 
         def timed() -> T:
-            began = time.monotonic()
+            ended, began = self._worked[0], time.monotonic()
+            self._worked = ended, began
             begun.set()
             try:
                 return job(*args, **kwargs)
             finally:
-                self.busy_seconds += time.monotonic() - began
+                self._worked = ended + time.monotonic() - began, None
                 self._num_ended += 1
 
         future = self._executor.submit(timed)
