@@ -9,6 +9,9 @@ import msgspec
 
 from triptych.observe.timeline import Interval
 
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths of the endpoints that generate."""
+
 
 @dataclass(eq=False)
 class ChoiceRecord:
@@ -78,7 +81,7 @@ class RequestRecord:
     @property
     def generates(self) -> bool:
         """Whether it is a generation request, admitted or not."""
-        return self.method == "POST" and self.handler.startswith("/v1/")
+        return self.method == "POST" and self.handler in GENERATING
 
     @property
     def seconds_spent(self) -> float:
