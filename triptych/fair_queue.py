@@ -132,6 +132,10 @@ class FairQueue(Generic[T]):
                 return ticket
         return None
 
+    def heads(self) -> Iterator[Ticket[T]]:
+        """Yield the first ticket of each client, priority and kind."""
+        return (flow.head for flow in self._flows.values())
+
     def remove(self, ticket: Ticket[T], charge: float = 0.0) -> None:
         """Remove a queued ticket. ``charge`` is what its client is charged for it."""
         key = ticket.priority, ticket.client, ticket.kind

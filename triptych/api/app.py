@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
-from triptych.api import chat, completions, objects, responses, tokens
+from triptych.api import chat, completions, objects, responses, tokens, ui
 from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
@@ -25,11 +25,14 @@ from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import add_openapi, json_responses, request_body, stream_responses
 from triptych.api.readiness import Readiness
-from triptych.api.request_records import RequestRecordMiddleware
+from triptych.api.request_records import Observer, RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
+from triptych.api.ui_access import refusal
+from triptych.api.ui_files import PAGE
+from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
@@ -48,10 +51,15 @@ CLIENT_CLOSED_REQUEST = 499
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     app.state.service = service
-    app.add_middleware(RequestRecordMiddleware, observers=(service.router.metrics.answered, *service.observers))
+    # the history last, since traces give a request its trace id
+    observers: tuple[Observer, ...] = (service.router.metrics.answered, *service.observers, service.history)
+    app.add_middleware(RequestRecordMiddleware, observers=observers)
     _add_generation_endpoints(app, service)
     _add_token_endpoints(app, service)
     _add_service_endpoints(app, service)
+    if service.frontend.http.ui:
+        ui.add_endpoints(app, service)
+        _add_plan_endpoint(app, service)
     add_openapi(app)
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
@@ -102,6 +110,19 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
         return await _stream(request, service, prepared.stream_response(), prepared.on_error)
+
+
+def _add_plan_endpoint(app: FastAPI, service: Service) -> None:
+    @app.post(f"{PAGE}/plan", include_in_schema=False)
+    async def plan(request: Request) -> Response:
+        """What becomes of a conversation (``PromptPlan``), which isn't answered."""
+        if (refused := refusal(request)) is not None:
+            return refused
+        text, context = await _read_request(request, service)
+        parsed = parse_request(ChatCompletionRequest, text)
+        context = context.with_timeout(parsed.timeout)
+        prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(service, parsed, context))
+        return JsonResponse(prompt_plan(prompt))
 
 
 def _add_token_endpoints(app: FastAPI, service: Service) -> None:
@@ -194,6 +215,8 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
 
     Raises what ``read_body`` raises, and InvalidRequest for an invalid header."""
     record: RequestRecord = request.state.record
+    record.handler = request.scope["route"].path
+    service.history.begin(record)
     charge = service.memory_budget.for_request(record)
     body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(

@@ -23,18 +23,15 @@ from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
+from triptych.observe.timeline import Interval
+from triptych.prompt.prompt import PlannedPrompt
 from triptych.prompt.tool_calls import ToolCallArguments, ToolCallStart
 
 
 async def prepare(service: Service, request: ChatCompletionRequest, context: RequestContext) -> PreparedChat:
     """Plan the request's prompt and fix its sampling and its answer's grammar. Raises RequestError and ServiceError."""
     context = context.with_timeout(request.timeout)
-    check_model(service, request.model)
-    has_media = bool(media_parts(request.messages))
-    with service.lifecycle.preparing(
-        context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
-    ):
-        prompt, intervals = await plan_conversation(service, request, context)
+    prompt, intervals = await plan_prompt(service, request, context)
     generation = Generation(
         service=service,
         prompts=[prompt],
@@ -55,6 +52,19 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
         intervals=intervals,
     )
     return PreparedChat(generation, request, [tool.function.name for tool in request.callable_tools])
+
+
+async def plan_prompt(
+    service: Service, request: ChatCompletionRequest, context: RequestContext
+) -> tuple[PlannedPrompt, list[Interval]]:
+    """Plan the request's prompt while it holds an admission slot; return it and the intervals spent. Raises
+    RequestError and ServiceError."""
+    check_model(service, request.model)
+    has_media = bool(media_parts(request.messages))
+    with service.lifecycle.preparing(
+        context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
+    ):
+        return await plan_conversation(service, request, context)
 
 
 # ── the answer as one object ─────────────────────────────────────────────────────────────────────────────────────

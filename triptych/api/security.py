@@ -11,11 +11,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api.errors import error_body
+from triptych.api.ui_access import UiHeaders
+from triptych.api.ui_files import ui_files
 from triptych.config import FrontendConfig
 from triptych.errors import ConfigError
 
-UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready"})
-"""Paths that probes may request without a key."""
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", *ui_files()})
+"""Paths that need no key: those of probes, and of the page at ``/ui``, which asks for one."""
 EXPOSED_HEADERS = ("Retry-After", "X-Correlation-ID", "X-Request-ID")
 """Response headers that web pages may read: OpenAI's client obeys the first and reports the last."""
 MAX_KEY = 512
@@ -64,7 +66,8 @@ class RequireKey:
 
 
 def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
-    """Wrap the app in the configured key check and CORS rules. Raises ConfigError for malformed keys."""
+    """Wrap the app in the configured key check and CORS rules, and in the headers of ``/ui``. Raises ConfigError for
+    malformed keys."""
     if keys := config.auth.api_keys():
         app = RequireKey(app, ApiKeys(keys))
     if config.cors.allowed_origins:
@@ -77,7 +80,7 @@ def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
             allow_credentials=config.cors.allow_credentials,
         )
-    return app
+    return UiHeaders(app) if config.http.ui else app
 
 
 def _checked(key: str) -> bytes:

@@ -10,13 +10,16 @@ from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from triptych.api.memory_budget import MemoryBudget
 from triptych.api.request_records import Observer
 from triptych.api.uuid_cache import UuidMediaCache
+from triptych.api.viewers import Viewers
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.config import FrontendConfig
 from triptych.errors import CheckpointError
+from triptych.observe.request_history import RequestHistory
 from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.lifecycle import RequestLifecycle
+from triptych.router.pipeline_view import PipelineView
 from triptych.router.router import Router
 
 
@@ -78,11 +81,19 @@ class Service:
     observers: tuple[Observer, ...] = ()
     """Called with the record of every request that has ended."""
     memory_budget: MemoryBudget = field(init=False)
+    pipeline: PipelineView = field(init=False)
+    """What the page at ``/ui`` shows of the router."""
+    viewers: Viewers = field(init=False)
+    """Of that page."""
+    history: RequestHistory = field(default_factory=RequestHistory)
+    """The requests that it shows."""
     executor: FairExecutor = field(default_factory=FairExecutor)
     """Runs what would block the event loop: planning of prompts, formatting of log probabilities."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
+        object.__setattr__(self, "pipeline", PipelineView(self.router, self.model_name))
+        object.__setattr__(self, "viewers", Viewers(self.pipeline.snapshot))
 
     @property
     def lifecycle(self) -> RequestLifecycle:

@@ -32,32 +32,41 @@ def error_event(error: TriptychError) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+LAST_EVENT = 0.2
+"""Seconds for the rest of a stream that its source has ended."""
 
 
 class EventStream(Response):
     """Sends events one at a time, so that a slow client only slows down its own stream.
 
-    Ends the stream when a send blocks for ``send_timeout`` seconds: the client is then considered disconnected."""
+    Ends the stream when a send blocks for ``send_timeout`` seconds: the client is then considered disconnected. A
+    source that ends at once when ``ended`` is set may give it, so that a client that reads nothing can't hold it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], send_timeout: float, ended: asyncio.Event | None = None
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._send_timeout = send_timeout
+        self._ended = ended or asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
         disconnect = asyncio.create_task(disconnected(receive))
+        ended = asyncio.create_task(self._ended.wait())
         try:
-            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, disconnect, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await asyncio.wait({sending, disconnect}, timeout=LAST_EVENT, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and not disconnect.done():
                 sending.result()
         finally:
-            sending.cancel()
-            disconnect.cancel()
-            await asyncio.gather(sending, disconnect, return_exceptions=True)
+            for task in (sending, disconnect, ended):
+                task.cancel()
+            await asyncio.gather(sending, disconnect, ended, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:

@@ -31,6 +31,11 @@ class HttpConfig(Settings):
     )
     served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
     max_body_mb: int = setting(64, "largest request body, in MiB", ge=1)
+    ui: bool = setting(
+        True,
+        "serve the page at /ui, which shows the service at work: to holders of an API key or, without keys, to this "
+        "machine",
+    )
     client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)
 
     def check_together(self) -> None:

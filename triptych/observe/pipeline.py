@@ -132,11 +132,12 @@ class RequestView(Struct, frozen=True):
 
     id: str
     client: str
-    """As in ``RequestRecord``: no key."""
+    """A digest, as in ``key 1a2b3c4d`` or ``address 5e6f7a8b``."""
     endpoint: str
     began: float
     seconds: float
     """So far, or in all."""
+    ended: bool
     status: int
     """HTTP status; 0 without one."""
     error: str
@@ -187,9 +188,9 @@ class ItemPreview(Struct, frozen=True):
 
     modality: str
     size: str
-    """Like ``448 × 448`` or ``10.2 s``."""
+    """Like ``448 × 448``, ``1920 × 1080 → 896 × 504``, or ``10.2 s``."""
     parts: str
-    """Like ``5 tiles`` or ``16 frames``; empty if it stays whole."""
+    """Like ``5 tiles`` or ``16 steps in time``; empty if it stays whole."""
     num_tokens: int
     cost: float
     """Of encoding, as the plan states it."""

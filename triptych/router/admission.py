@@ -162,6 +162,10 @@ class Admission:
         """Return the queued requests, in no particular order."""
         return [ticket.work for ticket in self._queue]
 
+    def oldest(self) -> float | None:
+        """Return when the first of the queued requests was queued, by the router's clock; None if none is queued."""
+        return min((ticket.work.entered for ticket in self._queue.heads()), default=None)
+
     @property
     def has_queued_items(self) -> bool:
         """Whether a queued request has media items."""

@@ -58,6 +58,8 @@ class EncodeTask:
     client: str
     priority: int
     cache_salt: str = ""
+    since: float = 0.0
+    """When it was queued, by the router's clock, in seconds."""
 
     @property
     def cache_name(self) -> bytes:
@@ -347,6 +349,15 @@ class EncodeDispatcher:
             pending=frozenset(filter(self.is_pending, self._requests)),
             queue=self._queue.debug_state(),
         )
+
+    def oldest(self) -> float | None:
+        """Return when the first of the queued items was queued, by the router's clock; None if none is queued."""
+        return min((ticket.work.since for ticket in self._queue.heads()), default=None)
+
+    def working_on(self, request: RequestId) -> list[str]:
+        """Return the names of the encode instances that have items of a request."""
+        items = self._requests.get(request)
+        return list(dict.fromkeys(one.instance.name for one in items.in_flight.values())) if items else []
 
     def num_at(self, instance: InstanceLease) -> int:
         """Return the number of items that an encode instance was assigned."""

@@ -25,12 +25,16 @@ class LauncherView:
     _reports: dict[Address, tuple[LauncherReport, float]] = field(default_factory=dict)
     """With the time at which it came, the latest last."""
 
-    def update(self, report: LauncherReport, now: float) -> None:
-        """Take a report, which replaces the supervisor's earlier one."""
-        self._reports.pop(report.launcher, None)
+    def update(self, report: LauncherReport, now: float) -> list[LaunchedInstance]:
+        """Take a report, which replaces the supervisor's earlier one. Return the processes whose end it is the first to
+        tell: they are started again, or have been given up."""
+        earlier, _ = self._reports.pop(report.launcher, (None, 0.0))
+        known = {(one.name, one.incarnation, one.state) for one in (earlier.instances if earlier else ())}
         self._reports[report.launcher] = report, now
         if len(self._reports) > MAX_LAUNCHERS:
             del self._reports[next(iter(self._reports))]
+        ended = [one for one in report.instances if one.state in (LaunchState.RESTARTING, LaunchState.FAILED)]
+        return [one for one in ended if (one.name, one.incarnation, one.state) not in known]
 
     @property
     def stopping(self) -> bool:

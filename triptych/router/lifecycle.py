@@ -139,6 +139,8 @@ class RequestLifecycle:
             expected=expected,
             cost=cost,
             items_cost=items_cost,
+            http_id=record.id,
+            entered=now,
         )
         self.requests.add(state)
         self.admission.add(state)
@@ -274,8 +276,14 @@ class RequestLifecycle:
             phase = RequestPhase.DECODING
         else:
             phase = RequestPhase.PREFILLING
-        self.requests.enter(state, phase)
-        self.admission.phase_changed(self._clock())
+        self._enter(state, phase)
+
+    def _enter(self, state: RequestState, phase: RequestPhase) -> None:
+        now = self._clock()
+        if state.phase is not phase:
+            state.entered = now
+            self.requests.enter(state, phase)
+        self.admission.phase_changed(now)
 
     def prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
         """Send a request's prompt to a prefill instance, for the decode instance that asks for it. Without one, the
@@ -314,8 +322,7 @@ class RequestLifecycle:
         self.cancel_prefill(state)
         self.requests.unassign(state)
         self.encodes.release(state.id)
-        self.requests.enter(state, RequestPhase.QUEUED)
-        self.admission.phase_changed(self._clock())
+        self._enter(state, RequestPhase.QUEUED)
         self.admission.add(state)
 
     def instance_lost(self, state: RequestState, why: str) -> bool:

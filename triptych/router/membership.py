@@ -10,6 +10,7 @@ from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Credit, Heartbeat, Register
 from triptych.router.caches import EncodedItems
 from triptych.router.launcher_view import LauncherView
+from triptych.router.stats_history import StatsHistory
 from triptych.topology import Role, Stage
 from triptych.types import Address
 
@@ -59,6 +60,8 @@ class InstanceLease:
     """What this frontend may have there at a time."""
     stats: InstanceStats = field(default_factory=InstanceStats)
     """From its last heartbeat."""
+    history: StatsHistory = field(default_factory=StatsHistory)
+    """The statistics of its heartbeats in the last minute."""
     resets: int = 0
     """As in Register."""
     next_role: Role | None = None
@@ -153,6 +156,7 @@ class Membership:
             stats=message.stats,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )
+        lease.history.add(message.stats, now)
         self._leases[lease.address] = lease
         return lease
 
@@ -161,6 +165,7 @@ class Membership:
         if lease := self._leases.get(message.address):
             lease.last_seen, lease.stats = now, message.stats
             lease.credit = message.credit or lease.capacity.whole
+            lease.history.add(message.stats, now)
         return lease
 
     def remove(self, lease: InstanceLease, now: float) -> None:
@@ -262,6 +267,12 @@ def is_same(lease: InstanceLease, message: Register) -> bool:
         message.role,
         message.resets,
     )
+
+
+def has_new_role(lease: InstanceLease, message: Register) -> bool:
+    """Return whether a registration is from the process of the lease that is held, in another role."""
+    same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
+    return same_process and lease.role is not message.role
 
 
 def is_before(lease: InstanceLease, message: Register) -> bool:

@@ -75,6 +75,10 @@ class RequestState:
     """Forecast cost, in prompt tokens."""
     items_cost: float
     """Cost of encoding its items, as their plans state it."""
+    http_id: str = ""
+    """Id of its HTTP request."""
+    entered: float = 0.0
+    """When its phase began, by the router's clock."""
     phase: RequestPhase = RequestPhase.QUEUED
     decode: Assignment | None = None
     """At the language instance that answers it."""

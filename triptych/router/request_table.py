@@ -113,6 +113,16 @@ class RequestTable:
         return self._num_of_client[client]
 
     @property
+    def num_clients(self) -> int:
+        """Clients with requests in flight."""
+        return len(self._num_of_client)
+
+    def largest_client(self) -> tuple[str, int]:
+        """Return the client with most requests in flight, and how many; "", 0 without any. Takes time in proportion to
+        the number of clients."""
+        return max(self._num_of_client.items(), key=lambda item: item[1], default=("", 0))
+
+    @property
     def num_computing(self) -> int:
         """Requests that language instances can compute now."""
         return sum(self._num_in_phase[phase] for phase in COMPUTING)

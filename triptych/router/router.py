@@ -16,6 +16,7 @@ from triptych.messages.operations import (
     JoinedInstance,
     LauncherReport,
     LauncherStatus,
+    LaunchState,
     RoleRefused,
     SetRole,
     StartChange,
@@ -46,17 +47,19 @@ from triptych.messages.work import (
     Stop,
     Tokens,
 )
+from triptych.observe.events import EventLog
 from triptych.observe.metrics import Metrics
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
 from triptych.router.lifecycle import RequestLifecycle
-from triptych.router.membership import InstanceLease, Membership, is_before, is_same
+from triptych.router.load_window import LoadWindow
+from triptych.router.membership import InstanceLease, Membership, has_new_role, is_before, is_same
 from triptych.router.request_state import blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
 from triptych.topology import Stage
-from triptych.types import Address
+from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class Router:
         instances, which serves text only."""
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
+        self.events = EventLog()
         self.metrics.registry.register(InstanceCollector(self.membership))
         self.metrics.registry.register(TopologyCollector(self.membership, clock))
         self.launcher_view = self.membership.launched
@@ -92,7 +96,7 @@ class Router:
         self._disconnect = disconnect
         self._identity = identity
         self._lease = lease
-        self._clock = clock
+        self.clock = self._clock = clock
         self._ticked = clock()
         self.last_token = float("-inf")
         """When an instance last produced a token, by the router's clock."""
@@ -112,6 +116,8 @@ class Router:
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
         self.metrics.watch("num_items_queued", "media items queued at the frontend", lambda: len(self._encodes))
+        self.load = LoadWindow(self.membership, self.lifecycle)
+        """The load of the last seconds, by ``tick``."""
         stages = StageCollector(self.membership, self.lifecycle, expects_encoders=expects_encoders)
         self.metrics.registry.register(stages)
         self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
@@ -157,6 +163,11 @@ class Router:
         for state in [*self.lifecycle.admission.queued(), *self._requests]:
             if self._requests.get(state.id):
                 self.lifecycle.fail(state, error)
+
+    @property
+    def control(self) -> str:
+        """``HOST:PORT`` where operators and instances reach it."""
+        return self._address.removeprefix("tcp://")
 
     @property
     def num_requests(self) -> int:
@@ -227,6 +238,7 @@ class Router:
                 client=state.client,
                 priority=state.priority,
                 cache_salt=state.generate.cache_salt,
+                since=self._clock(),
             )
             if self._encodes.enqueue(task):
                 self.metrics.reencoded()
@@ -354,9 +366,14 @@ class Router:
         held = self.membership.get(message.address)
         if held is not None and is_before(held, message):
             return  # connections of one instance may overtake each other
+        changed = held is not None and has_new_role(held, message)
         if held is not None and not is_same(held, message):
             self._role_changes.registered(message)
-            self._remove_instance(held, "was replaced by another at its address, gave up its work or changed its role")
+            self._remove_instance(
+                held,
+                "was replaced by another at its address, gave up its work or changed its role",
+                kind="changed" if changed else "lost",
+            )
         if self._is_outdated(message):
             log.warning("told %s (process %d) to stop: a newer one of its name has joined", message.name, message.pid)
             self._notify(message.address, Stop())
@@ -369,6 +386,8 @@ class Router:
             return
         lease = self.membership.add(message, self._clock())
         log.info("%s joined as %s", lease.name, lease.role)
+        if lease is not held:
+            self.events.add("changed" if changed else "joined", f"{lease.name} joined as {lease.role}")
         registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
         self._notify(lease.address, registered)
         if lease.role.prefills:
@@ -423,11 +442,16 @@ class Router:
         lease = self.membership.get(message.address)
         if lease is not None and lease.resets <= message.resets:
             log.info("%s is leaving", lease.name)
-            self._remove_instance(lease, "has left", suspect=message.suspect)
+            kind = "lost" if message.suspect else "left"
+            self._remove_instance(lease, "has left", kind=kind, suspect=message.suspect)
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self._clock()
-        self.launcher_view.update(message, now)
+        for one in self.launcher_view.update(message, now):
+            if one.state is LaunchState.FAILED:
+                self.events.add("failed", f"{one.name} has ended, and isn't started again")
+            else:
+                self.events.add("restarting", f"{one.name} has ended, and is started again in {one.restart_in:.1f} s")
         for lease in self.membership:
             if self.launcher_view.has_ended(lease.name, lease.incarnation, now):
                 log.warning("%s has ended", lease.name)
@@ -458,13 +482,14 @@ class Router:
         self.lifecycle.fail_unservable()
         self._encodes.dispatch()
         self.lifecycle.dispatch_queued()
+        self.load.tick(now)
 
-    def _remove_instance(self, lease: InstanceLease, why: str, *, suspect: bool = True) -> None:
+    def _remove_instance(self, lease: InstanceLease, why: str, *, kind: str = "lost", suspect: bool = True) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
-        language instances that lack rows of it as an encode instance ask for the items again. ``suspect`` as in
-        Deregister."""
+        language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
+        event. ``suspect`` as in Deregister."""
         self.membership.remove(lease, self._clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
@@ -478,6 +503,8 @@ class Router:
                 self.metrics.recovered("prefill")
         for other in self.membership:
             self._notify(other.address, PeerLost(lease.address, transfers, self._address))
+        if kind != "changed":  # it is back at once, which is the event
+            self.events.add(kind, f"{lease.name} {why}")
         suspects = blamed(affected.values()) if suspect else set()
         for state in affected.values():
             state.interrupted = True
@@ -491,10 +518,19 @@ class Router:
             elif state.id in encoding:
                 self.metrics.recovered("encode")
                 self.lifecycle.update_phase(state)
+        self._report_recovery(lease, list(affected))
         self._encodes.dispatch()
         self.lifecycle.dispatch_queued()
         self.lifecycle.fail_unservable()
         self._disconnect(lease.address)
+
+    def _report_recovery(self, lease: InstanceLease, affected: list[RequestId]) -> None:
+        """Add events of what has become of the requests that an instance worked on when it was lost."""
+        continued = sum(self._requests.get(one) is not None for one in affected)
+        if continued:
+            self.events.add("recovered", f"{_requests(continued)} of {lease.name} continue")
+        if failed := len(affected) - continued:
+            self.events.add("failed", f"{_requests(failed)} of {lease.name} failed")
 
     def _notify(self, to: Address, message: Message) -> None:
         """Send a message, and only log a failure: an unreachable peer loses its lease soon."""
@@ -502,3 +538,7 @@ class Router:
             self._send(to, message)
         except TriptychError as error:
             log.warning("couldn't send %s: %s", type(message).__name__, error)
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count > 1)}"

@@ -161,6 +161,7 @@ class Frontend:
         self._take_messages()  # a supervisor may just have reported that the service ends
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
+        self.service.viewers.end()
         if not self._server.started:
             serving.cancel()
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
@@ -192,6 +193,7 @@ class Frontend:
         rejects none, and ends the connections that it has. It accepts no others where its supervisor keeps the socket
         open; elsewhere it does, since a balancer may still send some."""
         self._take_messages()  # a supervisor may just have reported that the service ends
+        self.service.viewers.end()
         if self._supervised and not self.router.launcher_view.stopping and self._server.started:
             log.info("SIGTERM: leaving new connections to the next frontend; finishing the requests that are running")
             ending = self._hand_over()

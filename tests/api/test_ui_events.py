@@ -1,0 +1,181 @@
+"""Snapshots of the service, for many viewers, slow ones and such that leave."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.support.frontends import Alone, alone
+from tests.support.serving import Served, image, image_part, text_part, wait_for
+from triptych.api.viewers import MAX_VIEWERS
+from triptych.observe.pipeline import Pipeline
+
+HELLO = b"GET /ui/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def snapshots(client: httpx.Client, path: str = "/ui/events") -> Iterator[Pipeline]:
+    with client.stream("GET", path) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                yield msgspec.json.decode(line.removeprefix("data: "), type=Pipeline, strict=True)
+
+
+@pytest.fixture(scope="module")
+def frontend(folder: Path) -> Iterator[Alone]:
+    with alone(folder) as frontend:
+        yield frontend
+
+
+def test_a_snapshot_says_what_is_served_and_by_whom(service: Served) -> None:
+    with service.client() as client:
+        first = next(snapshots(client))
+    assert (first.service.model, first.service.topology, first.service.ready) == (service.model, "1E1PD", True)
+    assert [(one.name, one.role, one.state) for one in first.instances] == [
+        ("e0", "E", "serving"), ("pd1", "PD", "serving"),
+    ]  # fmt: skip
+    assert [stage.name for stage in first.stages] == ["encode", "prefill", "decode"]
+    assert {"e0 joined as E", "pd1 joined as PD"} <= {event.text for event in first.events}
+    assert "kv_pages" in [pool.name for pool in first.instances[1].pools]
+
+
+def test_requests_in_flight_are_shown_where_they_are(service: Served) -> None:
+    service.encoder.close()
+    body = service.body([image_part(), text_part("what is here?")])
+    with service.client() as client, ExitStack() as stack:
+        ids = [f"request-{n}" for n in range(3)]
+        for one in ids:
+            asking = threading.Thread(target=ask, args=[service, body, one])
+            asking.start()
+            stack.callback(asking.join)
+        stack.callback(service.encoder.opened.set)
+        found = until(snapshots(client), lambda one: len(one.requests) == len(ids) and phases(one) == {"encoding"})
+        assert [mark.id for mark in sorted(found.requests, key=lambda mark: mark.id)] == ids
+        assert all(mark.instances[-1] == "pd1" and mark.num_items == 1 for mark in found.requests)
+        assert any("e0" in mark.instances for mark in found.requests)
+        assert found.service.num_requests == len(ids)
+        assert "what is here" not in msgspec.json.encode(found).decode()
+
+
+def ask(service: Served, body: dict[str, Any], name: str) -> None:
+    with service.client() as client:
+        assert client.post("/v1/chat/completions", json=body, headers={"X-Request-ID": name}).status_code == 200
+
+
+def phases(one: Pipeline) -> set[str]:
+    return {mark.phase for mark in one.requests}
+
+
+def until(stream: Iterator[Pipeline], condition: Any) -> Pipeline:
+    deadline = time.monotonic() + 15
+    for one in stream:
+        if condition(one):
+            return one
+        assert time.monotonic() < deadline, one
+    raise AssertionError("the stream has ended")
+
+
+def test_the_verdict_of_a_service_whose_encoder_is_slow(service: Served) -> None:
+    service.encoder.delay = 1.0
+    with service.client() as client, ExitStack() as stack:
+        for n in range(30):  # in batches of a few
+            body = service.body([image_part(image(448, 448, seed=300 + n)), text_part("x")], max_tokens=1)
+            asking = threading.Thread(target=ask, args=[service, body, f"slow-{n}"])
+            asking.start()
+            stack.callback(asking.join)
+        stack.callback(setattr, service.encoder, "delay", 0.0)
+        found = until(snapshots(client, "/ui/events?rate=2"), lambda one: one.verdict.stage == "encode")
+    assert found.verdict.sentence.startswith("Encode binds: e0 is ")
+    assert " % busy, " in found.verdict.sentence
+    assert "items wait" in found.verdict.sentence
+    assert "prefill waits for embeddings" in found.verdict.sentence
+    assert found.verdict.advice.endswith(f"--control {service.running.frontend.control} E=2.")
+
+
+def test_without_viewers_nothing_is_made_and_all_see_the_same(frontend: Alone) -> None:
+    viewers = frontend.frontend.service.viewers
+    wait_for(lambda: not len(viewers))
+    made = viewers.num_made
+    time.sleep(0.3)
+    assert viewers.num_made <= made + 1  # one that was under way
+    with frontend.client() as one, frontend.client() as other:
+        pairs = zip(snapshots(one), snapshots(other), strict=False)
+        times = [pair for pair, _ in zip(pairs, range(5), strict=False)]
+    seen = [{snapshot.time for snapshot in column} for column in zip(*times, strict=True)]
+    assert seen[0] & seen[1], "each viewer got snapshots of its own"
+    wait_for(lambda: not len(viewers))
+
+
+def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
+    with frontend.client() as client:
+        for rate, least, most in ((10, 0.08, 2.0), (2, 0.45, 3.0)):
+            stream = snapshots(client, f"/ui/events?rate={rate}")
+            first, second = next(stream), next(stream)
+            stream.close()  # type: ignore[attr-defined]
+            assert least <= second.time - first.time <= most
+        for wrong in ("0", "-1", "nan", "inf", "x", "1e400"):
+            assert client.get(f"/ui/events?rate={wrong}").status_code == 400
+
+
+def test_there_is_a_limit_to_viewers_and_those_that_leave_make_room(frontend: Alone) -> None:
+    viewers = frontend.frontend.service.viewers
+    with ExitStack() as stack:
+        streams = [stack.enter_context(open_stream(frontend)) for _ in range(MAX_VIEWERS)]
+        wait_for(lambda: len(viewers) == MAX_VIEWERS)
+        with frontend.client() as late:
+            answer = late.get("/ui/events")
+            assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+            assert late.get("/ui").status_code == 200
+            for one in streams:
+                one.close()
+            wait_for(lambda: not len(viewers))
+            assert next(snapshots(late)).service.version
+
+
+def open_stream(frontend: Alone) -> socket.socket:
+    """A viewer that has asked for snapshots, and reads none."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.connect(("127.0.0.1", int(frontend.url.rpartition(":")[2])))
+    one.sendall(HELLO)
+    return one
+
+
+def test_a_viewer_that_reads_nothing_delays_no_other_and_no_end(folder: Path) -> None:
+    with alone(folder) as frontend:
+        service = frontend.frontend.service
+        for number in range(200):  # so that a snapshot is larger than what sockets hold
+            service.router.events.add("joined", f"e{number} " + "x" * 20_000)
+        with open_stream(frontend) as stuck, frontend.client() as client:
+            wait_for(lambda: len(service.viewers) == 1)
+            reading = snapshots(client)
+            times = [next(reading).time for _ in range(8)]
+            assert times == sorted(set(times))
+            began = time.monotonic()
+            frontend.run(frontend.frontend.drain())
+            assert time.monotonic() - began < 5, "viewers held the end of the frontend"
+            assert list(reading) is not None  # the stream has ended as a whole answer
+            assert stuck.fileno() >= 0
+
+
+def test_a_stream_ends_when_the_frontend_does_and_its_viewer_hears_it(folder: Path) -> None:
+    with alone(folder) as frontend, frontend.client() as client:
+        stream = snapshots(client)
+        next(stream)
+        draining = threading.Thread(target=lambda: frontend.run(frontend.frontend.drain()))
+        draining.start()
+        for _ in stream:
+            pass
+        draining.join(10)
+        assert not draining.is_alive()
+        answer = client.get("/ui/events")
+        assert answer.status_code == 503
+        assert json.loads(answer.content)["error"]["code"] == "overloaded"

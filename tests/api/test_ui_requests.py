@@ -1,0 +1,146 @@
+"""What the page shows of requests, and of prompts before they are sent."""
+
+import json
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.frontends import alone
+from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
+from triptych.observe.pipeline import Figures, PromptPlan, RequestView
+
+SECRET = "the-content-of-a-request"
+
+
+def get(service: Served, path: str, kind: Any) -> Any:
+    with service.client() as client:
+        answer = client.get(path)
+        assert answer.status_code == 200, answer.text
+        assert SECRET not in answer.text
+        assert answer.headers["cache-control"] == "no-store"
+        return msgspec.json.decode(answer.content, type=kind)
+
+
+def ask(service: Served, name: str, content: Any, **settings: Any) -> int:
+    with service.client() as client:
+        body = service.body(content, **settings)
+        return client.post(CHAT, json=body, headers={"X-Request-ID": name}).status_code
+
+
+def test_a_request_is_listed_and_shown_with_its_timeline(service: Served) -> None:
+    content = [image_part(image(seed=901)), text_part(SECRET)]
+    assert ask(service, "org/model:1", content) == 200
+    assert ask(service, "refused", SECRET, max_tokens=10**6) == 400
+    listed = get(service, "/ui/requests?limit=2", list[RequestView])
+    assert [(view.id, view.status, view.error) for view in listed] == [
+        ("refused", 400, "PromptTooLong"), ("org/model:1", 200, ""),
+    ]  # fmt: skip
+    assert all(view.client.startswith("address ") and not view.timeline for view in listed)
+    assert "127.0.0.1" not in listed[0].client
+    [ok] = get(service, "/ui/requests?status=ok&limit=1", list[RequestView])
+    assert ok.id == "org/model:1"
+    assert get(service, f"/ui/requests?client={ok.client}&stage={ok.slowest}&status=200&limit=1", list[RequestView])
+    assert get(service, "/ui/requests?client=another", list[RequestView]) == []
+    one = get(service, "/ui/requests/org/model:1", RequestView)
+    assert {"fetch", "plan", "preprocess", "encode", "prefill", "decode"} <= {part.stage for part in one.timeline}
+    assert (one.num_items, one.num_tokens, one.finish_reason) == (1, 8, "length")
+    assert one.time_to_first_token is not None and 0 < one.time_to_first_token < one.seconds
+    trace = get(service, "/ui/requests/org/model:1/perfetto", dict[str, Any])
+    assert {"encode", "decode"} <= {event["name"] for event in trace["traceEvents"]}
+    figures = get(service, "/ui/figures?ttft_ms=1e6&tpt_ms=1e6", Figures)
+    assert sum(bucket.num_good for bucket in figures.buckets) >= 1
+    assert sum(bucket.num_good for bucket in get(service, "/ui/figures?ttft_ms=0.001", Figures).buckets) == 0
+
+
+def test_a_request_in_flight_is_shown_with_what_is_done_now(service: Served) -> None:
+    service.encoder.close()
+    with ExitStack() as stack:
+        asking = threading.Thread(target=ask, args=[service, "in-flight", [image_part(image(seed=902))]])
+        asking.start()
+        stack.callback(asking.join)
+        stack.callback(service.encoder.opened.set)
+        wait_for(service.encoder.entered.is_set)
+        one = get(service, "/ui/requests/in-flight", RequestView)
+        assert (one.ended, one.status, one.timeline[-1].stage, one.timeline[-1].engine) == (False, 0, "encode", "e0")
+        assert one.seconds > 0
+        running = get(service, "/ui/requests?status=running", list[RequestView])
+        assert [view.id for view in running] == ["in-flight"]
+
+
+@pytest.mark.parametrize("path", ["requests/nothing", "requests/nothing/perfetto", "requests/%3Cscript%3E"])
+def test_an_unknown_request_is_not_found(service: Served, path: str) -> None:
+    with service.client() as client:
+        answer = client.get(f"/ui/{path}")
+        assert answer.status_code == 404
+        assert answer.headers["content-type"] == "application/json"
+        assert "<script>" not in answer.text
+
+
+@pytest.mark.parametrize("query", ["requests?limit=x", "requests?limit=-1", "figures?ttft_ms=nan", "figures?tpt_ms=x"])
+def test_a_query_that_means_nothing_is_refused(service: Served, query: str) -> None:
+    with service.client() as client:
+        assert client.get(f"/ui/{query}").status_code == 400
+
+
+def test_names_that_clients_choose_are_data(service: Served) -> None:
+    """What comes back is JSON, or an answer that says its type and may not be sniffed."""
+    evil = "<img src=x onerror=alert(1)>"
+    with service.client() as client:
+        client.post(CHAT, json=service.body("x", model=evil), headers={"X-Request-ID": evil})
+        for path in ("/ui/requests", "/ui/figures", f"/ui/requests/{evil}", f"/ui/{evil}", f"/ui/events?rate={evil}"):
+            answer = client.get(path)
+            assert answer.headers["content-type"] == "application/json", path
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert evil not in answer.text
+
+
+# ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_is_what_becomes_of_the_prompt_that_is_sent(service: Served) -> None:
+    content = [image_part(image(96, 64)), text_part(SECRET)]
+    with service.client() as client:
+        answer = client.post("/ui/plan", json=service.body(content))
+        assert answer.status_code == 200, answer.text
+        plan = msgspec.json.decode(answer.content, type=PromptPlan)
+    assert plan.num_tokens == service.post(content).json()["usage"]["prompt_tokens"]
+    [item] = plan.items
+    assert (item.modality, item.size.split(" → ")[0], item.parts) == ("image", "96 × 64", "")
+    assert 0 < item.num_tokens < plan.num_tokens
+    assert item.cost > 0
+    assert not [view for view in get(service, "/ui/requests", list[RequestView]) if view.endpoint == "/ui/plan"]
+    assert SECRET not in answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"[" * 100_000, b'{"messages": []}',
+        b'{"messages": [{"role": "user", "content": "x"}], "y": 1}',
+        b"\xff\xfe", json.dumps({"model": "another", "messages": [{"role": "user", "content": "x"}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": [image_part(b"no image")]}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x " * 200_000}]}).encode(),
+    ],
+)  # fmt: skip
+def test_a_plan_is_refused_as_the_request_would_be(service: Served, body: bytes) -> None:
+    with service.client() as client:
+        headers = {"Content-Type": "application/json"}
+        plan, chat = (client.post(path, content=body, headers=headers) for path in ("/ui/plan", CHAT))
+    assert plan.status_code == chat.status_code >= 400
+    assert plan.json()["error"]["code"] == chat.json()["error"]["code"]
+
+
+def test_a_plan_needs_what_the_data_needs(folder: Any) -> None:
+    body = json.dumps({"model": folder.name, "messages": [{"role": "user", "content": "x"}]}).encode()
+    with alone(folder, api_key=("sk",), max_body_mb=1, max_media_mb=1) as frontend, frontend.client() as client:
+        assert client.post("/ui/plan", content=body).status_code == 401
+        key = {"Authorization": "Bearer sk"}
+        assert client.post("/ui/plan", content=body, headers=key).status_code == 503  # no instance
+        assert client.post("/ui/plan", content=b"x" * 2**21, headers=key).status_code == 413
+    with alone(folder) as frontend:
+        assert frontend.ask_as("192.0.2.7", "/ui/plan", {}, "POST").status_code == 403

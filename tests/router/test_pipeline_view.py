@@ -1,0 +1,155 @@
+"""Snapshots of a router, and the events of what happens to its instances."""
+
+import pytest
+
+from tests.support.router_harness import D0, E0, E1, P0, PD0, PD1, RouterHarness
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
+from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, ReceiverCounters
+from triptych.messages.work import Deregister, Encode, Heartbeat, Register, Tokens
+from triptych.observe.pipeline import InstanceView, Pipeline
+from triptych.router.pipeline_view import MAX_MARKS, PipelineView
+from triptych.topology import Role
+from triptych.types import Address
+
+
+def snapshot(harness: RouterHarness) -> Pipeline:
+    return PipelineView(harness.router, "model").snapshot()
+
+
+def instance(harness: RouterHarness, name: str) -> InstanceView:
+    return next(one for one in snapshot(harness).instances if one.name == name)
+
+
+def language(steps: int, busy: float, queries: int = 0, hits: int = 0, received: int = 0) -> InstanceStats:
+    pool = ReceivePool("media", 8, 3, ReceiverCounters(bytes=received))
+    pages = [PageUsage("full", 10, 4, 2)]
+    return InstanceStats(
+        language=LanguageStats(1, 2, 3, pages, queries, hits, 0, steps, 0), received=pool, busy_seconds=busy
+    )
+
+
+def texts(harness: RouterHarness, *kinds: str) -> list[str]:
+    return [event.text for event in harness.router.events if not kinds or event.kind in kinds]
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    harness = RouterHarness(E0, PD0)
+    for tick in range(12):
+        harness.now += 0.5
+        half = 0.25 * tick
+        harness.router.handle(
+            Heartbeat(PD0, language(steps=5 * tick, busy=half, queries=10 * tick, hits=9 * tick, received=10**6 * tick))
+        )
+        harness.router.handle(
+            Heartbeat(E0, InstanceStats(EncodeStats(1, 1, tick, 4 * tick, tick, 0, 0), busy_seconds=0.5 * tick))
+        )
+    pd0, e0 = instance(harness, "pd0"), instance(harness, "e0")
+    assert (pd0.busy, pd0.step_seconds, pd0.received_rate) == pytest.approx((0.5, 0.05, 2e6))
+    assert (pd0.running, pd0.waiting, pd0.cache_hit_rate) == (5, 1, 0.9)
+    assert [(pool.name, pool.size, pool.used, pool.cached) for pool in pd0.pools] == [
+        ("kv_pages", 10, 4, 2), ("media_blocks", 8, 3, 0),
+    ]  # fmt: skip
+    assert (e0.busy, e0.step_seconds, e0.cache_hit_rate) == pytest.approx((1.0, 0.5, 0.25))
+    assert [stage.busy for stage in snapshot(harness).stages] == pytest.approx([1.0, 0.5, 0.5])
+
+
+def test_queues_are_between_the_stages_that_wait_for_each_other() -> None:
+    harness = RouterHarness(E0, PD0, max_num_seqs=1, encode_batch_patches=1, max_queue=100)
+    streams = [harness.submit(*[1.0] * 12) for _ in range(9)]
+    harness.need(streams[0], *range(12))
+    harness.wait(2.0, E0, PD0)
+    shown = snapshot(harness)
+    encode, prefill, decode = shown.stages
+    assert (encode.queued, prefill.queued, decode.queued) == (12 - len(harness.of(Encode)), 6, 0)
+    assert encode.oldest_wait == prefill.oldest_wait == 2.0
+    assert [mark.phase for mark in shown.requests] == ["encoding"] + ["prefilling"] * 2 + ["queued"] * 6
+    assert shown.requests[0].instances == ["e0", "pd0"]
+    assert shown.requests[0].since == 2.0
+    harness.router.handle(Tokens(streams[1].request, [7, 8], 0))
+    mark = snapshot(harness).requests[1]
+    assert (mark.phase, mark.since, mark.num_tokens) == ("decoding", 0.0, 2)
+
+
+def test_where_prefill_is_apart_requests_wait_for_decode_first() -> None:
+    harness = RouterHarness(P0, D0, max_num_seqs=1, max_queue=100)
+    for _ in range(9):
+        harness.submit()
+    assert [stage.queued for stage in snapshot(harness).stages] == [0, 0, 6]
+
+
+def test_marks_are_bounded_and_probes_are_none() -> None:
+    harness = RouterHarness(PD0, max_queue=1000)
+    for _ in range(MAX_MARKS + 20):
+        harness.submit()
+    shown = snapshot(harness)
+    assert len(shown.requests) == MAX_MARKS
+    assert shown.service.num_requests == MAX_MARKS + 20
+
+
+def test_processes_that_have_not_joined_are_shown_as_their_supervisor_sees_them() -> None:
+    harness = RouterHarness(PD0)
+    processes = [
+        LaunchedInstance("frontend", None, LaunchState.READY),
+        LaunchedInstance("pd0", Role.PD, LaunchState.READY, restarts=2, incarnation=1, node="rack-1"),
+        LaunchedInstance("e0", Role.E, LaunchState.STARTING, incarnation=5, pending="no machine has 8 cores"),
+    ]
+    harness.router.handle(LauncherReport(Address("launcher"), processes))
+    pd0, e0 = snapshot(harness).instances
+    assert (pd0.name, pd0.state, pd0.restarts, pd0.node) == ("pd0", "serving", 2, "rack-1")
+    assert (e0.name, e0.role, e0.state, e0.pending) == ("e0", "E", "starting", "no machine has 8 cores")
+    service = snapshot(harness).service
+    assert (service.topology, service.ready) == ("1PD", False)
+    assert "no encode instance: e0 is starting" in service.why_not
+
+
+# ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_joins_and_losses_are_events_and_so_is_what_became_of_the_requests() -> None:
+    harness = RouterHarness(PD0, PD1)
+    assert texts(harness) == ["pd0 joined as PD", "pd1 joined as PD"]
+    for _ in range(4):
+        harness.submit()
+    harness.router.handle(Deregister(PD0, suspect=True))
+    assert texts(harness)[2:] == ["pd0 has left", "2 requests of pd0 continue"]
+    assert [event.kind for event in harness.router.events][2:] == ["lost", "recovered"]
+    harness.wait(11.0)
+    assert texts(harness, "lost")[-1] == "pd1 sent no heartbeat for 10 s"
+    assert [event.number for event in harness.router.events] == list(range(1, len(texts(harness)) + 1))
+
+
+def test_an_instance_that_is_told_to_end_has_left() -> None:
+    harness = RouterHarness(E0, E1)
+    harness.router.handle(Deregister(E0, suspect=False))
+    assert texts(harness, "left") == ["e0 has left"]
+    harness.register(E1)
+    assert len(texts(harness, "joined")) == 2, "a repeated registration is no event"
+
+
+def test_a_change_of_role_is_one_event() -> None:
+    harness = RouterHarness(PD0, PD1)
+    lease = harness.lease(PD1)
+    again = Register(
+        "pd1", Role.P, PD1, lease.layouts, lease.pid, lease.incarnation, lease.capacity, 100, lease.stats, resets=1
+    )
+    harness.router.handle(again)
+    assert [(event.kind, event.text) for event in harness.router.events][2:] == [("changed", "pd1 joined as P")]
+
+
+def test_the_end_of_a_process_is_told_once() -> None:
+    harness = RouterHarness()
+    for state, restart_in in ((LaunchState.RESTARTING, 2.0), (LaunchState.RESTARTING, 1.5), (LaunchState.FAILED, 0.0)):
+        one = LaunchedInstance("e0", Role.E, state, incarnation=3, restart_in=restart_in)
+        harness.router.handle(LauncherReport(Address("launcher"), [one]))
+    assert [(event.kind, event.text) for event in harness.router.events] == [
+        ("restarting", "e0 has ended, and is started again in 2.0 s"),
+        ("failed", "e0 has ended, and isn't started again"),
+    ]
+
+
+def test_events_are_bounded() -> None:
+    harness = RouterHarness()
+    for pid in range(1, 200):
+        harness.register(PD0, pid=pid)
+    assert len(snapshot(harness).events) == 50
+    assert snapshot(harness).events[-1].number > 200

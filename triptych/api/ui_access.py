@@ -1,0 +1,80 @@
+"""Who may see the data of ``/ui``, and the headers of its answers."""
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triptych.api.ui_files import PAGE
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of every answer under ``/ui``."""
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+"""Headers by which a proxy shows that the request isn't from this machine."""
+REFUSAL = """\
+Without API keys, only this machine can see the pipeline.
+Open it there as http://127.0.0.1:PORT/ui (from elsewhere: ssh -L PORT:127.0.0.1:PORT HOST),
+or start the service with --api-key-file FILE, and give the page one of the file's keys.
+"""
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:@/\\\s]+)(:[0-9]{1,5})?")
+
+
+def is_local(request: Request) -> bool:
+    """Return whether a request comes from this machine, and from a page of this service if from any.
+
+    The name in ``Host`` must be of this machine, too. A page of another site whose name has come to mean 127.0.0.1
+    (DNS rebinding) is same-origin for the browser, and only ``Host`` tells."""
+    headers, client = request.headers, request.client
+    if client is None or not _is_loopback(client.host) or any(name in headers for name in FORWARDED):
+        return False
+    host = headers.get("host", "")
+    if (match := _HOST.fullmatch(host)) is None or not _is_loopback(match[1]):
+        return False
+    origin = headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == host
+
+
+def refusal(request: Request) -> Response | None:
+    """Return the answer to a request that may not see the service; None if it may: it has a valid key, or is local."""
+    if hasattr(request.state, "api_key") or is_local(request):
+        return None
+    return PlainTextResponse(REFUSAL, 403, {"Cache-Control": "no-store"})
+
+
+class UiHeaders:
+    """ASGI middleware. Adds ``HEADERS`` to every answer under ``/ui``, errors included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        under = scope["type"] == "http" and (scope["path"] == PAGE or scope["path"].startswith(f"{PAGE}/"))
+        await self._app(scope, receive, send_with_headers if under else send)
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether an address, maybe in brackets, or a name is certainly of this machine."""
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return host.lower() == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

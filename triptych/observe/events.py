@@ -1,0 +1,26 @@
+"""What happened to a service's instances of late."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from triptych.observe.pipeline import EventView
+
+MAX_EVENTS = 50
+
+
+class EventLog:
+    """The last ``MAX_EVENTS`` events. Texts have names of instances, never content of requests."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: deque[EventView] = deque(maxlen=MAX_EVENTS)
+        self._number = 0
+
+    def add(self, kind: str, text: str) -> None:
+        """Add an event that happened now. ``kind`` is as in ``EventView``."""
+        self._number += 1
+        self._events.append(EventView(self._number, self._clock(), kind, text))
+
+    def __iter__(self) -> Iterator[EventView]:
+        return iter(self._events)

@@ -1,0 +1,108 @@
+"""Samples of a service's load over the last seconds."""
+
+from collections import deque
+
+from triptych.messages.stats import InstanceStats
+from triptych.observe.request_history import client_name
+from triptych.router.lifecycle import RequestLifecycle
+from triptych.router.load_sample import InstanceSample, LoadSample, StageQueue
+from triptych.router.membership import InstanceLease, Membership
+from triptych.router.request_state import RequestPhase
+from triptych.topology import Stage
+
+INTERVAL = 0.5
+"""Seconds between two samples."""
+WINDOW = 3.0
+"""Seconds that a window spans, as long as those that rates are means of."""
+PREEMPTION_SECONDS = 10.0
+"""Seconds in which preemptions are counted."""
+
+
+def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float) -> LoadSample:
+    """Return the load now. ``now`` is by the router's clock. Takes time in proportion to instances and clients."""
+    requests = lifecycle.requests
+    client, num_of_client = requests.largest_client()
+    return LoadSample(
+        instances=tuple(_instance(lease) for lease in membership if lease.takes_work),
+        queues={stage: stage_queue(membership, lifecycle, stage, now) for stage in Stage},
+        num_in={phase: requests.num_in(phase) for phase in RequestPhase},
+        num_clients=requests.num_clients,
+        largest_client=client_name(client),
+        largest_share=num_of_client / len(requests) if len(requests) else 0.0,
+    )
+
+
+def stage_queue(membership: Membership, lifecycle: RequestLifecycle, stage: Stage, now: float) -> StageQueue:
+    """Return what waits for an instance of a stage. Requests wait for one that decodes; where that also prefills,
+    prefill is the next that they need."""
+    since: float | None
+    if stage is Stage.ENCODE:
+        length, since = len(lifecycle.encodes), lifecycle.encodes.oldest()
+    elif any(lease.role.takes_kv for lease in membership) is (stage is Stage.DECODE):
+        length, since = len(lifecycle.admission), lifecycle.admission.oldest()
+    elif stage is Stage.DECODE:
+        length, since = 0, None
+    else:
+        waiting = lifecycle.waiting_for_prefill()
+        length, since = len(waiting), min((one.entered for one in waiting), default=None)
+    return StageQueue(length, 0.0 if since is None else max(0.0, now - since))
+
+
+def busy_share(lease: InstanceLease) -> float:
+    """Return the share of the last seconds in which an instance's compute thread worked, 0 to 1."""
+    return min(1.0, lease.history.rate(lambda stats: stats.busy_seconds))
+
+
+def step_seconds(lease: InstanceLease) -> float:
+    """Return the mean time of an instance's steps or items in the last seconds; 0 without one."""
+    return lease.history.ratio(lambda stats: stats.busy_seconds, _steps) or 0.0
+
+
+class LoadWindow:
+    """Samples of the last seconds, taken by ``tick``."""
+
+    def __init__(self, membership: Membership, lifecycle: RequestLifecycle) -> None:
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._samples: deque[LoadSample] = deque(maxlen=round(WINDOW / INTERVAL))
+        self._due = float("-inf")
+        self.number = 0
+        """Samples taken so far."""
+
+    def tick(self, now: float) -> None:
+        """Take a sample if one is due. ``now`` is by the router's clock."""
+        if now >= self._due:
+            self._due = now + INTERVAL
+            self._samples.append(take_sample(self._membership, self._lifecycle, now))
+            self.number += 1
+
+    @property
+    def samples(self) -> list[LoadSample]:
+        """The latest last."""
+        return list(self._samples)
+
+
+def _instance(lease: InstanceLease) -> InstanceSample:
+    encode, language = lease.stats.encode, lease.stats.language
+    return InstanceSample(
+        name=lease.name,
+        role=lease.role,
+        busy=busy_share(lease),
+        encode_waiting=encode.waiting if encode else 0,
+        waiting=language.waiting if language else 0,
+        running=language.prefilling + language.decoding if language else 0,
+        max_running=lease.capacity.max_num_seqs if lease.role.has_decoder else 0,
+        kv_fill=max((pages.used / pages.pages for pages in language.kv_cache if pages.pages), default=0.0)
+        if language
+        else 0.0,
+        preemptions=round(lease.history.growth(_preemptions, PREEMPTION_SECONDS)[0]),
+        step_seconds=step_seconds(lease),
+    )
+
+
+def _steps(stats: InstanceStats) -> float:
+    return (stats.language.steps if stats.language else 0) + (stats.encode.encoded if stats.encode else 0)
+
+
+def _preemptions(stats: InstanceStats) -> float:
+    return stats.language.preemptions if stats.language else 0
