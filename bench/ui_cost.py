@@ -1,0 +1,118 @@
+"""Processor time that viewers of ``/ui`` cost a frontend, beside requests in flight.
+
+    python -m bench.ui_cost --out bench/results/ui-cost.json
+
+The frontend runs in its own process, with the peer of ``bench.frontend`` in place of an instance. Spans with and
+without viewers alternate, so that what else changes on the machine is in both.
+"""
+
+import argparse
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.frontend import CHAT, Peer, body, cpu, joined, start_frontend
+from bench.measuring import report
+from triptych.transfer_bench.measure import machine
+
+SETTLE = 2.0
+"""Seconds between two spans."""
+
+
+async def follow(client: httpx.AsyncClient, sizes: list[int]) -> None:
+    """Read snapshots until cancelled, and note their sizes in bytes."""
+    async with client.stream("GET", "/ui/events") as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line:
+                sizes.append(len(line))
+
+
+async def generate(client: httpx.AsyncClient, request: bytes) -> None:
+    """Keep one request in flight until cancelled."""
+    while True:
+        async with client.stream("POST", CHAT, content=request) as response:
+            response.raise_for_status()
+            async for _ in response.aiter_raw():
+                pass
+
+
+@asynccontextmanager
+async def running(*work: Any) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+        if failed := [task for task in tasks if task.done()]:
+            failed[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def share(frontend: psutil.Process, seconds: float) -> float:
+    """Return the share of a core that the frontend uses in that time."""
+    before, began = cpu(frontend), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (cpu(frontend) - before) / (time.monotonic() - began)
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    process, url, control = start_frontend(max(options.requests + 16, 32))
+    threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True).start()
+    frontend, sizes = psutil.Process(process.pid), list[int]()
+    without, viewed = list[float](), list[float]()
+    limits = httpx.Limits(max_connections=None)
+    peer = Peer(control, options.gap)
+    try:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
+            while not await joined(client):
+                await asyncio.sleep(0.05)
+            request = body("Tell me something long.", options.tokens, stream=True)
+            async with running(*(generate(client, request) for _ in range(options.requests))):
+                for _ in range(options.rounds):
+                    await asyncio.sleep(SETTLE)
+                    without.append(await share(frontend, options.seconds))
+                    async with running(*(follow(client, sizes) for _ in range(options.viewers))):
+                        await asyncio.sleep(SETTLE)
+                        viewed.append(await share(frontend, options.seconds))
+    finally:
+        peer.close()
+        process.terminate()
+        process.wait(30)
+    cost = [with_viewers - alone for with_viewers, alone in zip(viewed, without, strict=True)]
+    return {
+        "machine": machine(),
+        "requests_in_flight": options.requests,
+        "tokens_per_second": round(options.requests / options.gap),
+        "viewers": options.viewers,
+        "snapshot_kib": round(statistics.median(sizes) / 1024, 1),
+        "cores_without_viewers": [round(one, 4) for one in without],
+        "cores_with_viewers": [round(one, 4) for one in viewed],
+        "cores_of_viewers": round(statistics.median(cost), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200, help="requests in flight (default: 200)")
+    parser.add_argument("--viewers", type=int, default=5, help="viewers, at ten snapshots a second (default: 5)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer (default: 256)")
+    parser.add_argument("--gap", type=float, default=1.0, help="seconds between two tokens (default: 1)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of each span (default: 15)")
+    parser.add_argument("--rounds", type=int, default=4, help="spans with and without viewers (default: 4)")
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
+    options = parser.parse_args()
+    report(asyncio.run(measure(options)), options.out)
+
+
+if __name__ == "__main__":
+    main()
