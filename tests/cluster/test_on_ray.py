@@ -11,16 +11,13 @@ import psutil
 import pytest
 
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
+from tests.support.on_ray import NODE, is_whole, launched, pid_of
 from tests.support.processes import is_gone
 from tests.support.ray_cluster import RayCluster, ray_cluster
 from triptych import exit_codes
-from triptych.cluster.control_client import ControlClient
-from triptych.config import ClusterConfig
-from triptych.messages.operations import LaunchedInstance, LaunchState, Status
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
 
-NODE = {"CPU": 1.0}
 SAID = 10.0
 """Seconds within which it is said what has no place."""
 
@@ -30,34 +27,6 @@ def service(cluster: RayCluster, folder: Path, *more: str) -> Iterator[Command]:
     with triptych("serve", folder, "--on", f"ray://{cluster.address}", *FAST, *more) as command:
         yield command
         assert "Traceback" not in command.text, command.text
-
-
-def status(command: Command) -> Status:
-    pattern = r"triptych status --control (\S+) --cluster-host (\S+) --cluster-secret-file (\S+)$"
-    control, host, secret = command.wait_for_line(pattern).groups()
-    with ControlClient(control, ClusterConfig(cluster_host=host, cluster_secret_file=secret)) as client:
-        return client.status()
-
-
-def launched(command: Command, name: str) -> LaunchedInstance:
-    return next(one for one in status(command).launched if one.name == name)
-
-
-def pid_of(command: Command, name: str) -> int:
-    """Waits until it has joined."""
-    found: list[int] = []
-
-    def look() -> bool:
-        found.extend(one.pid for one in status(command).instances if one.name == name)
-        return bool(found)
-
-    wait_for(look, 60, command)
-    return found[0]
-
-
-def is_whole(command: Command) -> bool:
-    processes = status(command).launched
-    return bool(processes) and all(one.state is LaunchState.READY for one in processes)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ COMMANDS = {
     "status": "show the instances of a running service, or change the role of one",
     "rollout": "replace all processes of a running service: new code, other settings or another revision of the model",
     "scale": "add instances to a running service, or drain and end some",
+    "stop": "drain a running service, and end all its processes",
     "trace": "turn a request, or a window of time, of a request log into a file for ui.perfetto.dev",
     "quantize": "write a copy of a model with the decoder's weights in 4 bits",
     "bench": "measure transfers between processes, or one process beside split ones, on this machine",

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Iterable
 
-from triptych.messages.operations import ChangeProgress, StartChange
+from triptych.messages.operations import ChangeProgress, StartChange, StopService
 
 
-def show(news: Iterable[ChangeProgress], change: type[StartChange]) -> None:
+def show(news: Iterable[ChangeProgress], change: type[StartChange] | type[StopService]) -> None:
     """Print each step of a change once."""
     before = ""
     try:

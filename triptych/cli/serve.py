@@ -3,12 +3,11 @@
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import shlex
 import signal
-from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from triptych.cli import flags
@@ -16,6 +15,7 @@ from triptych.cli.ray_flags import ray_address, ray_resources
 from triptych.cluster.launcher import Launcher
 from triptych.cluster.on_ray.launcher import RayLauncher
 from triptych.cluster.service import LocalService
+from triptych.cluster.service_folder import RayPlace, ServiceFolder, ServiceRecord, ServiceState
 from triptych.cluster.service_manager import tell_service_manager
 from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
@@ -50,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="control address of the frontend, or of each of several frontends that share the instances; required for "
         f"any --role but {FRONTEND}",
     )
-    parser.add_argument("--name", help="name of this instance in logs and metrics (default: its role and process id)")
+    parser.add_argument(
+        "--name",
+        help="name of this instance in logs and metrics (default: its role and process id), or of a service with "
+        "--detach (default: the model's name)",
+    )
     parser.add_argument(
         "--on",
         metavar="ray[://HOST:PORT]",
@@ -63,15 +67,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Ray resources that each instance of a role asks for besides CPUs and GPUs, as in E=encoder:1,PD=large:1 "
         "(default: none)",
     )
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument(
+        "--detach",
+        action="store_true",
+        help="with --on ray: let the instances outlive this command, for --start-timeout seconds (default: off)",
+    )
+    again.add_argument(
+        "--attach",
+        metavar="NAME",
+        help="go on with a service that was started on this machine with --detach, with its settings (default: none)",
+    )
     flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.attach is not None:
+        return _attach(arguments)
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
-    config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": name}))
+    config = replace(config, frontend=config.frontend.having({"served_model_name": name}))
     if new := RENAMED_ROLES.get(arguments.role):
         raise ConfigError(f"--role {arguments.role} is called {new} now")
     if arguments.role is None or arguments.role == FRONTEND:
@@ -82,8 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
     if arguments.role != FRONTEND and config.lease.leave_instances:
         raise ConfigError(f"--leave-instances is for --role {FRONTEND}")
-    if arguments.ray_resources is not None and arguments.on is None:
-        raise ConfigError("--ray-resources is for --on ray")
+    for given, name in ((arguments.ray_resources, "--ray-resources"), (arguments.detach, "--detach")):
+        if given and arguments.on is None:
+            raise ConfigError(f"{name} is for --on ray")
     if arguments.role is not None and arguments.on is not None:
         raise ConfigError("--on is for a whole service, not for --role")
     if arguments.role is not None and config.frontend.http.frontends > 1:
@@ -94,44 +112,74 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
         config.engine.tensor_parallel_size.check(topology.roles)
-        return asyncio.run(_serve(config, topology, arguments))
+        return asyncio.run(_serve(config, topology, arguments) if arguments.on else _supervise(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 
-@contextlib.asynccontextmanager
-async def _launcher(
-    config: ServeConfig, arguments: argparse.Namespace
-) -> AsyncIterator[tuple[ServeConfig, Launcher | None]]:
-    """Return what starts the instances, None for this machine, and the settings for it."""
-    if arguments.on is None:
-        yield config, None
-        return
+async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Namespace) -> int:
+    """Serve with instances on the nodes of a Ray cluster."""
     if config.engine.cpus.cores:
         raise ConfigError("--cpus names cores of this machine, and --on ray starts instances on others")
-    address, resources = ray_address(arguments.on), ray_resources(arguments.ray_resources or "")
-    async with RayLauncher(address, identity_of(config.model), resources, _print_line) as launcher:
-        yield dataclasses.replace(config, cluster=launcher.cluster(config.cluster)), launcher
+    place = RayPlace(ray_address(arguments.on), ray_resources(arguments.ray_resources or ""))
+    if not arguments.detach:
+        async with RayLauncher(place, _print_line) as launcher:
+            return await _supervise(replace(config, cluster=launcher.cluster(config.cluster)), topology, launcher)
+    with ServiceFolder(arguments.name or config.frontend.http.served_model_name) as folder:
+        folder.create(place)
+        async with RayLauncher(place, _print_line, folder=folder) as launcher:
+            config = replace(config, cluster=launcher.cluster(config.cluster))
+            return await _supervise(config, topology, launcher, folder)
 
 
-async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Namespace) -> int:
-    """Supervise the frontend and the instances of the topology until a signal, or until the service can't go on."""
-    async with _launcher(config, arguments) as (settings, launcher):
-        return await _supervise(settings, topology, launcher)
+def _attach(arguments: argparse.Namespace) -> int:
+    """Go on with a service whose instances have outlived their supervisor."""
+    # its settings are those that it has; other ones take a rollout
+    given = [flag(name) for name in flags.known_names() if getattr(arguments, name, None) is not None]
+    given += [flag(name) for name in ("topology", "role", "join", "name", "ray_resources") if getattr(arguments, name)]
+    if given := given or (["MODEL"] if arguments.model else []):
+        raise ConfigError(f"--attach goes on with a service as it is; {min(given)} is not for it")
+    with ServiceFolder(arguments.attach) as folder:
+        record = folder.open()
+        observe = record.state.config.observe
+        logs.set_up(logs.LogSettings(observe.log_format, logging.getLevelName(observe.log_level.upper()), "serve"))
+        if arguments.on is not None and ray_address(arguments.on) != record.place.address:
+            raise ConfigError(f"the service {folder.name} is on the cluster {record.place.address}")
+        return asyncio.run(_go_on(record, folder))
 
 
-async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher | None) -> int:
+async def _go_on(record: ServiceRecord, folder: ServiceFolder) -> int:
+    state = record.state
+    async with RayLauncher(record.place, _print_line, folder=folder, adopts=state.topology.names) as launcher:
+        found = ", ".join(launcher.earlier) or "none"
+        log.info("going on with the service %s; its instances that run: %s", folder.name, found)
+        return await _supervise(state.config, state.topology, launcher, folder, state)
+
+
+async def _supervise(
+    config: ServeConfig,
+    topology: Topology,
+    launcher: Launcher | None = None,
+    folder: ServiceFolder | None = None,
+    before: ServiceState | None = None,
+) -> int:
+    """Supervise the frontend and the instances of the topology until a signal, until an operator stops the service, or
+    until it can't go on. Return an exit code. The arguments are as in ``LocalService``."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    async with LocalService(config, topology, show=_print_line, launcher=launcher) as service:
+    service = LocalService(config, topology, _print_line, launcher=launcher, folder=folder, before=before)
+    async with service:
         manager = asyncio.create_task(tell_service_manager(service))
-        ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated)]
+        asked = service.stop_asked
+        ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated, asked)]
         starting = asyncio.create_task(service.wait_until_ready())
         await asyncio.wait({starting, *ended}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             _announce(config, str(topology), service.url, service.control)
+            if folder:
+                _print_announcement(f"instances outlive this command: triptych serve --attach {folder.name}")
             for number, url in enumerate(service.own_urls):
                 _print_announcement(f"frontend{number} alone, with its /metrics and /ready: {url}")
             endings: set[asyncio.Future[Any]] = {service.lost, *ended}
@@ -139,10 +187,10 @@ async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher
         for task in (starting, manager, *ended):
             task.cancel()
         sd_notify.send("STOPPING=1", "STATUS=ending")
-        if service.lost.done() and not interrupted.is_set():
+        if service.lost.done() and not (interrupted.is_set() or asked.is_set()):
             log.error("%s; stopping the others", service.lost.result())
             return service.lost.result().exit_code
-        if terminated.is_set() and not interrupted.is_set():
+        if (terminated.is_set() or asked.is_set()) and not interrupted.is_set():
             await service.drain(interrupted)
         return 0
 
@@ -169,7 +217,7 @@ def _announce(config: ServeConfig, what: str, url: str, control: str) -> None:
 
 def _given_flags(cluster: ClusterConfig) -> list[str]:
     """Return the flags by which another process of the service gets the same cluster settings."""
-    given = {name: value for name, value in dataclasses.asdict(cluster).items() if cluster != ClusterConfig() and value}
+    given = {name: value for name, value in asdict(cluster).items() if cluster != ClusterConfig() and value}
     return [word for name, value in given.items() for word in (flag(name), value)]
 
 

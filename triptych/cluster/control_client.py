@@ -24,6 +24,7 @@ from triptych.messages.operations import (
     StartRollout,
     StartScale,
     Status,
+    StopService,
 )
 from triptych.topology import Role
 from triptych.types import Address
@@ -88,7 +89,11 @@ class ControlClient:
         says. Raises as ``rollout`` does."""
         yield from self._change(StartScale(self._channel.address, dict(counts)))
 
-    def _change(self, question: StartChange) -> Iterator[ChangeProgress]:
+    def stop(self) -> Iterator[ChangeProgress]:
+        """Yield what the end of the service does, until no process of it is left. Raises as ``rollout`` does."""
+        yield from self._change(StopService(self._channel.address))
+
+    def _change(self, question: StartChange | StopService) -> Iterator[ChangeProgress]:
         news = (ChangeProgress, ChangeEnded, ChangeRefused)
         answer = self._ask(question, news, ANSWER_TIMEOUT)
         while isinstance(answer, ChangeProgress):

@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from triptych.cluster.changes import Changes, Plan
 from triptych.cluster.local import LocalCluster
+from triptych.cluster.stop import ServiceStop
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
-from triptych.messages.operations import LauncherReport, LauncherStatus, StartChange
+from triptych.messages.operations import LauncherReport, LauncherStatus, StartChange, StopService
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,10 @@ class FrontendLink:
         controls: Sequence[str],
         config: ClusterConfig,
         plan: Callable[[StartChange], Awaitable[Plan]],
+        no_stop: str = "",
     ) -> None:
-        """``controls`` are the frontends' control addresses (HOST:PORT), and ``plan`` is as in ``Changes``. Raises
-        StartError when this process can't listen for answers."""
+        """``controls`` are the frontends' control addresses (HOST:PORT), ``plan`` is as in ``Changes``, and ``no_stop``
+        is the refusal of ``ServiceStop``. Raises StartError when this process can't listen for answers."""
         self.stopping = False
         """Whether the frontends are told that the service ends."""
         self._cluster = cluster
@@ -47,6 +49,7 @@ class FrontendLink:
         except BadAddress as error:
             raise StartError(str(error)) from None
         self._changes = Changes(cluster, plan, self._channel.send, self._channel.disconnect)
+        self.stop = ServiceStop(cluster, self._channel.send, self._channel.disconnect, refusal=no_stop)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 
@@ -81,6 +84,7 @@ class FrontendLink:
         """Stop reporting, and close the connections."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self.stop.close()
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close(linger=0)
 
@@ -103,5 +107,7 @@ class FrontendLink:
                     self._cluster.set_joined(message.pid, message.joined)
                 elif isinstance(message, StartChange):
                     self._changes.start(message)
+                elif isinstance(message, StopService):
+                    self.stop.ask(message)
             if not self._channel.pending:
                 return

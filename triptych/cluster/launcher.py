@@ -1,6 +1,7 @@
 """What a supervisor needs of what starts its processes, wherever they run."""
 
 import signal
+from collections.abc import Mapping
 from typing import Protocol
 
 from triptych.cluster.child import Child, ChildSpec, Print
@@ -36,12 +37,20 @@ class RunningProcess(Protocol):
 class Launcher(Protocol):
     """Starts processes."""
 
+    @property
+    def earlier(self) -> Mapping[str, int]:
+        """Names and incarnations of the processes that an earlier supervisor has started and that may still run. To
+        start one of these is to find it."""
+
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """Start a process, or let it wait for a place. ``show`` is given each line that it writes. Raises OSError."""
 
 
 class LocalLauncher:
     """Starts processes on this machine. The thread that calls it must never end while they run."""
+
+    earlier: Mapping[str, int] = {}
+    """They end with their supervisor."""
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """As in ``Launcher``."""

@@ -61,14 +61,18 @@ class LocalCluster:
         show: Print,
         launcher: Launcher,
         max_restarts: float = float("inf"),
+        *,
+        resumes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``."""
+        """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``. It
+        ``resumes`` a service that has been ready before, under another supervisor."""
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
         """Done, with an explanation, once a process has ended and the service can't go on."""
         self.changed = asyncio.Event()
         """Set when a process's state has changed; the waiting task clears it."""
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
+        self.supervision.was_complete = resumes
         self._show = show
         self._launcher = launcher
         self._clock = clock
@@ -82,6 +86,10 @@ class LocalCluster:
         """Names and incarnations of the instances that hold a lease, by the process id of their frontend."""
         self._incarnations: dict[str, int] = {}
         """The last one of each name."""
+        self._earlier = dict(launcher.earlier)
+        """Those of processes that are found when they are started the first time."""
+        self.killed: set[str] = set()
+        """Names of processes that didn't end in time when they were asked to."""
         self._killing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -147,6 +155,12 @@ class LocalCluster:
     def names(self) -> set[str]:
         """Names of all processes, those that start or end included."""
         return {process.spec.name for process in self._all()}
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the processes that haven't ended for good."""
+        tasks = ((process.spec.name, process.task) for process in self._all())
+        return sorted({name for name, task in tasks if task is not None and not task.done()})
 
     # ── replacing, adding and removing processes ─────────────────────────────────────────────────────────────
 
@@ -250,8 +264,16 @@ class LocalCluster:
             await asyncio.wait(ending, timeout=timeout)
         for process in processes:
             if process.child is not None:
+                self.killed.add(process.spec.name)
                 process.child.send(signal.SIGKILL)
         await asyncio.gather(*ending, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Watch no process any more. Those that outlive a supervisor go on."""
+        tasks = [process.task for process in self._all() if process.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def hurry(self, names: Collection[str]) -> None:
         """Make processes that are ending do so at once."""
@@ -337,7 +359,8 @@ class LocalCluster:
 
     def _next_incarnation(self, name: str) -> int:
         # in milliseconds, so that it also grows when the supervisor itself is started again
-        self._incarnations[name] = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
+        following = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
+        self._incarnations[name] = self._earlier.pop(name, following)
         return self._incarnations[name]
 
     def _lose(self, failure: ChildFailed) -> None:

@@ -42,12 +42,13 @@ class FrontendSpec:
     def from_bytes(cls, data: bytes) -> "FrontendSpec":
         """Read what ``to_bytes`` wrote. Raises ConfigError for anything else, and for settings out of their bounds."""
         try:
-            return msgspec.msgpack.decode(data, type=cls, dec_hook=_path)
+            return msgspec.msgpack.decode(data, type=cls, dec_hook=as_path)
         except ValueError as error:  # msgspec's own errors are among them
             raise ConfigError(f"a frontend's spec can't be read: {error}") from None
 
 
-def _path(kind: type, value: object) -> Path:
+def as_path(kind: type, value: object) -> Path:
+    """Read a path for msgspec. Raises ValueError for anything else."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"{kind.__name__} is not expected")
     return Path(value)

@@ -152,7 +152,7 @@ class RoleRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-# ── operators: triptych rollout, triptych scale ⇄ frontend ⇄ supervisor ────────────────────────────────────
+# ── operators: triptych rollout, scale, stop ⇄ frontend ⇄ supervisor ───────────────────────────────────────
 
 
 class StartRollout(Struct, frozen=True, tag=True):
@@ -184,6 +184,15 @@ class StartScale(Struct, frozen=True, tag=True):
 StartChange = StartRollout | StartScale
 
 
+class StopService(Struct, frozen=True, tag=True):
+    """Operator → frontend → supervisor: drain, then end all processes. The supervisor answers the operator, as it does
+    for a change, until none is left."""
+
+    kind: ClassVar[str] = "stop"
+    outcome: ClassVar[str] = "ended"
+    reply_to: Address
+
+
 class ChangeRefused(Struct, frozen=True, tag=True):
     """Frontend or supervisor → operator: nothing was changed, for this reason."""
 
@@ -210,5 +219,5 @@ class ChangeEnded(Struct, frozen=True, tag=True):
 
 OperationsMessage = (
     LauncherReport | LauncherStatus | GetStatus | Status | SetRole | RoleSet | RoleRefused
-    | StartRollout | StartScale | ChangeRefused | ChangeProgress | ChangeEnded
+    | StartRollout | StartScale | StopService | ChangeRefused | ChangeProgress | ChangeEnded
 )  # fmt: skip

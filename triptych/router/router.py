@@ -23,6 +23,7 @@ from triptych.messages.operations import (
     StartRollout,
     StartScale,
     Status,
+    StopService,
 )
 from triptych.messages.work import (
     Cancel,
@@ -144,6 +145,7 @@ class Router:
             GetStatus: self._on_get_status,
             StartRollout: self._on_start_change,
             StartScale: self._on_start_change,
+            StopService: self._on_start_change,
         }
 
     leaving = False
@@ -338,13 +340,13 @@ class Router:
         else:
             self._role_changes.request_change(message)
 
-    def _on_start_change(self, message: StartChange) -> None:
+    def _on_start_change(self, message: StartChange | StopService) -> None:
         """Pass it on to the supervisor, which answers the operator itself: this frontend may be replaced, too."""
         launchers = self.launcher_view.launchers(self._clock())
-        if self.draining:
+        if self.draining and not isinstance(message, StopService):
             self._reply(message.reply_to, ChangeRefused("the service is shutting down"))
         elif len(launchers) != 1:
-            reason = "one supervisor is needed, which changes what it has started with triptych serve"
+            reason = "one supervisor is needed, of what it has started with triptych serve"
             self._reply(message.reply_to, ChangeRefused(f"{reason}; {len(launchers)} report to this frontend"))
         elif isinstance(message, StartScale) and (others := self._in_other_roles()):
             self._reply(message.reply_to, ChangeRefused(f"{others}: set the role back first"))

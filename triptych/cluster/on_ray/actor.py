@@ -45,6 +45,8 @@ class InstanceActor:
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
+        self._told = 0
+        """Lines that a supervisor knew when it asked last."""
         self._last_line = ""
         self._ended: Ended | None = None
         self._child: Child | None = None
@@ -55,8 +57,10 @@ class InstanceActor:
 
     def news(self, seen: int, pid: int) -> bytes:
         """Return ``News`` once something differs from what the supervisor knows: ``seen`` lines of output, and the
-        process ``pid``; or after ``POLL_SECONDS``."""
+        process ``pid``; or after ``POLL_SECONDS``. ``seen`` is -1 for the lines that an earlier supervisor asked for
+        with."""
         with self._changed:
+            seen = self._told = self._told if seen < 0 else seen
             self._changed.wait_for(
                 lambda: self._num_lines > seen or self._ended is not None or self._pid != pid, POLL_SECONDS
             )

@@ -78,6 +78,8 @@ class RayConnection:
     async def _follow(self, place: Place) -> None:
         """Start an instance, or find it, and report what it does until it has ended."""
         key = place.key
+        if place.heard:
+            self._heard.add(key)
         try:
             actor = await asyncio.to_thread(self._find if place.heard else self._create, place)
         except (ValueError, ray.exceptions.RayError) as error:
@@ -153,9 +155,8 @@ class RayConnection:
 
     def _kill(self, key: str) -> None:
         # the kernel kills the instance with the thread of the actor that started it
-        if (actor := self._actors.get(key)) is not None:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(actor, no_restart=True)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._actors.get(key) or ray.get_actor(key, self._namespace), no_restart=True)
 
 
 def _why(error: Exception) -> str:
@@ -178,12 +179,15 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 
 async def serve(connect: Connect) -> None:
-    """Take messages from the supervisor until it closes the connection, then end all actors."""
+    """Take messages from the supervisor until it closes the connection, then end all actors that don't outlive it."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=connect.socket))
     connection = RayConnection(writer, connect.namespace)
-    writer.write(messages.framed(Connected(ray.util.get_node_ip_address())))
+    keys = ray.util.list_named_actors()  # of this namespace
+    writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), keys)))
     async for message in messages.received(reader, messages.FromSupervisor):
         connection.take(message)
+    if connect.outlived:
+        os._exit(0)
     threading.Timer(END_SECONDS, os._exit, [exit_codes.FAILED]).start()
     await asyncio.to_thread(connection.kill_all)
     os._exit(0)

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import logging
 import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ import triptych
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.launcher import LocalLauncher, RunningProcess
+from triptych.cluster.local import STOP_GRACE
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.messages import (
     Connect,
@@ -32,11 +34,12 @@ from triptych.cluster.on_ray.messages import (
     Signal,
     Waiting,
 )
+from triptych.cluster.service_folder import RayPlace, ServiceFolder
 from triptych.cluster.supervision import Ended
 from triptych.config import ClusterConfig, InstanceSpec
 from triptych.errors import StartError
 from triptych.messages.identity import ModelIdentity
-from triptych.topology import Role
+from triptych.models.registry import identity_of
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class RemoteProcess:
 
     def ask_again(self) -> None:
         """Ask another Ray process for it, and give it the last signal, which may have been lost."""
-        self._place = msgspec.structs.replace(self._place, heard=bool(self.node))
+        self._place = msgspec.structs.replace(self._place, heard=self._place.heard or bool(self.node))
         self._send(self._place)
         if self._signal is not None:
             self.send(self._signal)
@@ -140,20 +143,29 @@ class RayLauncher:
     it raises StartError when there is no cluster."""
 
     def __init__(
-        self, address: str, model: ModelIdentity, resources: Mapping[Role, Mapping[str, float]], show: Print
+        self,
+        place: RayPlace,
+        show: Print,
+        *,
+        folder: ServiceFolder | None = None,
+        adopts: Collection[str] | None = None,
     ) -> None:
-        """``address`` is as in ``Connect``. Each node must have ``model``. ``resources`` are asked for by each instance
-        of a role, besides CPUs and GPUs. ``show`` is given the lines that Ray's process writes."""
-        self._address = address
-        self._namespace = f"triptych-{secrets.token_hex(8)}"
-        self._model = model
-        self._resources = resources
+        """``show`` is given the lines that Ray's process writes. With a ``folder``, instances outlive this process,
+        in the namespace of its name. ``adopts`` are the names of those that an earlier supervisor has started; all
+        others there are ended. None is for a new service, whose namespace must be empty."""
+        self._ray = place
+        self._namespace = folder.name if folder else f"triptych-{secrets.token_hex(8)}"
+        self._service_folder = folder
+        self._adopts = adopts
+        self.earlier: Mapping[str, int] = {}
+        """As in ``Launcher``, once this context manager is entered."""
+        self._models: dict[str, ModelIdentity] = {}
+        """By their folders, as they were when an instance was first started with them."""
         self._show = show
         self._local = LocalLauncher()
         self._send = SendToRay()
         self._processes: dict[str, RemoteProcess] = {}
-        self._connected: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The address of this machine in the cluster."""
+        self._connected: asyncio.Future[Connected] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")  # mode 0700
         self._closing = False
 
@@ -168,6 +180,7 @@ class RayLauncher:
                 self._task.result()
             if not self._connected.done():
                 raise StartError(f"no connection to Ray within {CONNECT_TIMEOUT:g} s")
+            self._adopt(self._connected.result().keys)
         except BaseException:
             await self._close()
             raise
@@ -179,7 +192,7 @@ class RayLauncher:
         await self._close()
 
     async def _close(self) -> None:
-        """End all actors, and the process."""
+        """End the process, and all actors that don't outlive it."""
         self._closing = True
         if self._send.writer is not None:
             self._send.writer.close()
@@ -189,16 +202,49 @@ class RayLauncher:
         await asyncio.gather(self._task, return_exceptions=True)
         self._folder.cleanup()
 
+    def _adopt(self, keys: Sequence[str]) -> None:
+        """Find the newest instance of each name among the actors that exist, and end the others. Raises StartError."""
+        if keys and self._adopts is None:
+            raise StartError(f"the cluster has instances of a service {self._namespace}, which was started elsewhere")
+        found: dict[str, int] = {}
+        for name, incarnation in map(_parts_of, keys):
+            if name in (self._adopts or ()):
+                found[name] = max(incarnation, found.get(name, 0))
+        self.earlier = found
+        for key in set(keys) - set(itertools.starmap(_key_of, found.items())):
+            self._send(Signal(key, signal.SIGKILL))
+
+    async def end_earlier(self) -> dict[str, Ended]:
+        """End the instances of the earlier supervisor, whose requests have ended with its frontend. Return how each
+        did."""
+        ends = await asyncio.gather(*itertools.starmap(self._end_earlier, self.earlier.items()))
+        return dict(zip(self.earlier, ends, strict=True))
+
+    async def _end_earlier(self, name: str, incarnation: int) -> Ended:
+        process = self._place(name, Place(_key_of(name, incarnation), b"", {}, seen=-1, heard=True), self._show)
+        waiting = asyncio.create_task(process.wait())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT):
+                while not (process.node or waiting.done()):
+                    await asyncio.sleep(0.05)
+        for number, seconds in ((signal.SIGINT, STOP_GRACE), (signal.SIGKILL, KILL_TIMEOUT)):
+            process.send(number)
+            if (await asyncio.wait([waiting], timeout=seconds))[0]:
+                break
+        return await waiting
+
     def cluster(self, config: ClusterConfig) -> ClusterConfig:
         """Return the settings by which the nodes reach this machine, and it the nodes: the address that Ray knows, and
         a new secret, unless others are given. Raises ConfigError."""
+        if not config.cluster_secret_file and self._service_folder:
+            config = replace(config, cluster_secret_file=str(self._service_folder.secret_file))
         if not config.cluster_secret_file:
             path = Path(self._folder.name, "secret")
             path.touch(0o600)
             path.write_text(secrets.token_hex(32))
             config = replace(config, cluster_secret_file=str(path))
         if config.cluster_host == ClusterConfig().cluster_host:
-            config = replace(config, cluster_host=self._connected.result())
+            config = replace(config, cluster_host=self._connected.result().node)
         return config
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
@@ -208,20 +254,28 @@ class RayLauncher:
         written = spec.written(incarnation)
         instance = InstanceSpec.from_bytes(written)
         secret = instance.cluster.secret() or b""
-        assignment = PlacedInstance(written, secret, triptych.__version__, self._model)
+        if instance.model not in self._models:
+            self._models[instance.model] = await asyncio.to_thread(identity_of, Path(instance.model))
+        assignment = PlacedInstance(written, secret, triptych.__version__, self._models[instance.model])
+        found = self.earlier.get(spec.name) == incarnation
         place = Place(
-            key=f"{spec.name}-{incarnation}",
+            key=_key_of(spec.name, incarnation),
             assignment=msgspec.msgpack.encode(assignment),
             resources=self._asked(instance),
+            seen=-1 if found else 0,
+            heard=found,
         )
-        process = self._processes[place.key] = RemoteProcess(spec.name, place, show, self._send)
+        return self._place(spec.name, place, show)
+
+    def _place(self, name: str, place: Place, show: Print) -> RemoteProcess:
+        process = self._processes[place.key] = RemoteProcess(name, place, show, self._send)
         self._send(place)
         return process
 
     def _asked(self, spec: InstanceSpec) -> dict[str, float]:
         on_gpus = spec.engine.device.startswith("cuda")
         gpus: dict[str, float] = {"GPU": spec.num_ranks} if on_gpus else {}
-        return {"CPU": spec.engine.threads * spec.num_ranks} | gpus | dict(self._resources.get(spec.role, {}))
+        return {"CPU": spec.engine.threads * spec.num_ranks} | gpus | dict(self._ray.resources.get(spec.role, {}))
 
     async def _keep_connected(self) -> None:
         """Keep the process running. Raises StartError when it can't connect the first time."""
@@ -237,7 +291,8 @@ class RayLauncher:
     async def _run(self) -> tuple[Ended, str]:
         own, its = socket.socketpair()
         with its:
-            connect = Connect(self._address, self._namespace, its.fileno())
+            outlived = self._service_folder is not None
+            connect = Connect(self._ray.address, self._namespace, its.fileno(), outlived)
             spec = ChildSpec(
                 "ray",
                 None,
@@ -267,6 +322,16 @@ class RayLauncher:
             for process in self._processes.values():
                 process.ask_again()
             if not self._connected.done():
-                self._connected.set_result(message.node)
+                self._connected.set_result(message)
         elif (known := self._processes.get(message.key)) is not None and known.take(message):
             del self._processes[message.key]
+
+
+def _key_of(name: str, incarnation: int) -> str:
+    return f"{name}-{incarnation}"
+
+
+def _parts_of(key: str) -> tuple[str, int]:
+    """Return the name and the incarnation of a key; 0 for one that isn't ours."""
+    name, _, incarnation = key.rpartition("-")
+    return name, int(incarnation) if incarnation.isascii() and incarnation.isdigit() else 0

@@ -24,6 +24,8 @@ class Connect(Struct, frozen=True):
     """Ray's namespace for the actors of this service."""
     socket: int
     """File descriptor of the connection to the supervisor."""
+    outlived: bool = False
+    """Whether the actors go on when the supervisor closes the connection, or is gone."""
 
 
 class PlacedInstance(Struct, frozen=True):
@@ -49,7 +51,7 @@ class Place(Struct, frozen=True, tag=True):
     resources: Mapping[str, float]
     """Ray resources that it asks for, ``CPU`` and ``GPU`` among them."""
     seen: int = 0
-    """Lines of its output that the supervisor has shown."""
+    """Lines of its output that the supervisor has shown; -1 for those that an earlier one has asked for."""
     heard: bool = False
     """Whether its actor has been heard: it isn't started, but is lost without one."""
 
@@ -66,6 +68,8 @@ class Connected(Struct, frozen=True, tag=True):
 
     node: str
     """Address of this machine in the cluster."""
+    keys: list[str] = []
+    """Of the actors that the service has there already."""
 
 
 class Waiting(Struct, frozen=True, tag=True):
