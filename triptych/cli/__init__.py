@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "ask one question about pictures, videos and audio, on the terminal",
     "demo": "serve the bundled model and ask it about the bundled pictures",
     "doctor": "check machine, model, fabrics and ports, and show what each role would load, without loading it",
+    "top": "show a running service at work: stages, instances, queues, requests and what binds",
     "status": "show the instances of a running service, or change the role of one",
     "rollout": "replace all processes of a running service: new code, other settings or another revision of the model",
     "scale": "add instances to a running service, or drain and end some",

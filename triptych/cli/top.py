@@ -1,0 +1,171 @@
+"""``triptych top``: a running service at work, on the terminal, over HTTP."""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import ssl
+import sys
+import termios
+import tty
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from triptych.cli import flags
+from triptych.cli.pipeline_drawing import draw
+from triptych.cli.watching import Outage, Source, follow, snapshots
+from triptych.config import AuthConfig
+from triptych.config.http import MAX_PORT
+from triptych.errors import ConfigError
+from triptych.observe.pipeline import Pipeline
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_WIDTH = 160
+"""Columns when the output isn't a terminal."""
+ONCE_LINES = 100
+"""Lines of one snapshot that stays on the terminal."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help=f"address of the frontend's HTTP server (default: {DEFAULT_URL})"
+    )
+    parser.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="file whose first line is an API key of the service; only its owner may have access (default: none, or "
+        "the key in TRIPTYCH_API_KEY)",
+    )
+    parser.add_argument(
+        "--ca-file",
+        metavar="FILE",
+        help="certificates to trust for https, in PEM (default: those that certifi trusts)",
+    )
+    parser.add_argument("--once", action="store_true", help="show one snapshot and end, as without a terminal")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each snapshot until interrupted; with --once, one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    source = Source(_base_url(arguments.url), key=_key(arguments), trust=_trust(arguments.ca_file))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars, in an encoding that has none
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
+    if arguments.json:
+        work = _print_json(source, once=arguments.once)
+    elif arguments.once or not console.is_terminal or console.is_dumb_terminal:
+        work = _print_once(source, console)
+    else:
+        work = _show_live(source, console)
+    try:
+        return asyncio.run(_until_interrupted(work))
+    except BrokenPipeError:  # the reader of a pipe has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush would fail, too
+        return 0
+
+
+def _base_url(text: str) -> str:
+    """Return the address as a prefix of paths. What ``serve`` prints ends with ``/v1``, and the page's with ``/ui``."""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    odd = url.userinfo or url.query or url.fragment or (url.port or 0) > MAX_PORT
+    if url.scheme not in ("http", "https") or not url.host or odd:
+        raise ConfigError(f"--url {text!r} is not an address such as {DEFAULT_URL}")
+    return str(url).rstrip("/").removesuffix("/v1").removesuffix("/ui").rstrip("/")
+
+
+def _key(arguments: argparse.Namespace) -> str:
+    """Return the first key that was given, that of the flag's file before those of the environment."""
+    auth = flags.settings(AuthConfig, arguments)
+    if arguments.api_key_file:
+        auth = AuthConfig(api_key_file=auth.api_key_file)
+    return next(iter(auth.api_keys()), "")
+
+
+def _trust(ca_file: str | None) -> ssl.SSLContext | bool:
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
+        raise ConfigError(f"--ca-file {ca_file}: {reason}") from None
+
+
+async def _until_interrupted(work: Coroutine[None, None, None]) -> int:
+    """Run the work until it is done or a signal ends it, which is how a viewer leaves."""
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, task.cancel)
+    with _on_key("q", task.cancel), contextlib.suppress(asyncio.CancelledError):
+        await task
+    return 0
+
+
+async def _print_once(source: Source, console: Console) -> None:
+    async with aclosing(snapshots(source)) as stream:
+        console.print(draw(await anext(stream), console.width, ONCE_LINES))
+
+
+async def _print_json(source: Source, *, once: bool) -> None:
+    async with aclosing(follow(source)) as news:
+        async for one in news:
+            if isinstance(one, Outage):
+                print(f"triptych: {one.reason}; trying again", file=sys.stderr, flush=True)
+                continue
+            print(json.dumps(msgspec.to_builtins(one)), flush=True)  # in ASCII, whatever names have
+            if once:
+                break
+
+
+async def _show_live(source: Source, console: Console) -> None:
+    last: Pipeline | None = None
+    # a screen of its own, so that what the terminal showed before comes back
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        async with aclosing(follow(source)) as news:
+            async for one in news:
+                notice = ""
+                if isinstance(one, Outage):
+                    notice = f"{one.reason}; trying again. What is below was before"
+                else:
+                    last = one
+                if last is not None:
+                    live.update(draw(last, console.width, console.height, notice), refresh=True)
+
+
+@contextlib.contextmanager
+def _on_key(key: str, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` when that key is pressed. Needs a terminal as standard input; without one, nothing happens."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        typed = os.read(descriptor, 64)
+        if key.encode() in typed.lower():
+            act()
+        if not typed:  # the terminal is gone
+            loop.remove_reader(descriptor)
+
+    tty.setcbreak(descriptor)  # keys at once and unseen; Ctrl-C stays a signal
+    loop.add_reader(descriptor, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
