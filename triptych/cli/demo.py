@@ -4,19 +4,25 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import random
 import sys
+import webbrowser
 from typing import Any
 
+import httpx
 from rich.console import Console
 
 from triptych.cli import flags
 from triptych.cli.asking import request_body, show_answer
+from triptych.cli.gentle_load import Tally, keep_asking
 from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
 from triptych.errors import ConfigError
 from triptych.topology import Topology
+
+QUESTIONS = 5
 
 TRY_NEXT = """\
 Try it yourself while this runs (Ctrl-C ends it):
@@ -39,19 +45,59 @@ Try it yourself while this runs (Ctrl-C ends it):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [OPTIONS]"
+    parser.description = (
+        f"{parser.description}; with --ui, print the address of the page that shows the service at work, and keep "
+        "asking about drawn pictures until interrupted"
+    )
     parser.set_defaults(model=flags.DEMO)
     parser.add_argument("--topology", default="1E1PD", help="instances to start (default: 1E1PD)")
-    parser.add_argument("--questions", type=int, default=5, help="number of questions to ask (default: 5)")
+    parser.add_argument("--questions", type=int, help=f"number of questions to ask (default: {QUESTIONS})")
+    parser.add_argument("--open", action="store_true", help="with --ui, open the page in a browser")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")
     flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.questions < 0:
-        raise ConfigError(f"--questions {arguments.questions} is too small")
+    # given to this command, the setting's flag asks to see the page
+    shows_page, count = bool(arguments.ui), QUESTIONS if arguments.questions is None else arguments.questions
+    if count < 0:
+        raise ConfigError(f"--questions {count} is too small")
+    if shows_page and arguments.questions is not None:
+        raise ConfigError("--questions and --ui exclude each other: with --ui, questions are asked until interrupted")
+    if arguments.open and not shows_page:
+        raise ConfigError("--open is for --ui")
     config = flags.serve_config(arguments)
     config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": flags.DEMO}))
-    return asyncio.run(_run(config, Topology.parse(arguments.topology), arguments.questions, arguments.verbose))
+    topology = Topology.parse(arguments.topology)
+    if shows_page:
+        return asyncio.run(_show_page(config, topology, arguments.verbose, opens=arguments.open))
+    return asyncio.run(_run(config, topology, count, arguments.verbose))
+
+
+async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, opens: bool) -> int:
+    """Ask questions until interrupted, for the page to show."""
+    console, tally = Console(stderr=True), Tally()
+    keys = config.frontend.auth.api_keys()
+    async with started(config, topology, console, verbose) as service:
+        page = f"{service.url}/ui"
+        print(f"The demo model is served as {topology}. See it at work, until Ctrl-C ends it:\n")
+        print(f"  {page}\n  triptych top --url {service.url}\n", flush=True)
+        if opens and not await asyncio.to_thread(webbrowser.open, page):
+            console.print("no browser could be opened")
+        # its own service, whose certificate may be for another name
+        async with httpx.AsyncClient(
+            base_url=service.url,
+            headers={"authorization": f"Bearer {keys[0]}"} if keys else {},
+            trust_env=False,
+            verify=False,  # noqa: S501
+            timeout=config.frontend.admission.request_timeout,
+        ) as http:
+            try:
+                asking = keep_asking(http, flags.DEMO, tally, random.Random())
+                await unless_lost(service.lost, asking)
+            finally:
+                console.print(str(tally), markup=False)
+    return 0
 
 
 async def _run(config: ServeConfig, topology: Topology, count: int, verbose: bool) -> int:

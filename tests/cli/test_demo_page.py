@@ -1,0 +1,70 @@
+"""``triptych demo --ui``: prints where the service can be seen, and asks it about pictures until interrupted."""
+
+import asyncio
+import os
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.serving import served, wait_for
+from triptych import exit_codes
+from triptych.cli import demo, gentle_load, main
+from triptych.demo import MODEL_DIR
+
+ENOUGH = 10
+
+
+def test_it_asks_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gentle_load, "RATE", 200.0)
+    asked, most = set(), 0
+    with served(MODEL_DIR, "1EPD", served_model_name="demo") as service:
+        requests = service.running.frontend.router.lifecycle.requests
+
+        @asynccontextmanager
+        async def started(*_: object) -> AsyncIterator[SimpleNamespace]:
+            yield SimpleNamespace(url=service.url, lost=asyncio.get_running_loop().create_future())
+
+        def enough() -> bool:
+            nonlocal most
+            now = [state.id for state in list(requests)]
+            asked.update(now)
+            most = max(most, len(now))
+            return len(asked) > ENOUGH + gentle_load.MOST_AT_ONCE
+
+        def interrupt() -> None:
+            wait_for(enough, 60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(demo, "started", started)
+        watching = threading.Thread(target=interrupt)
+        watching.start()
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--ui"])
+        watching.join()
+        url = service.url
+    output = capsys.readouterr()
+    assert ended.value.code == exit_codes.INTERRUPTED
+    assert f"\n  {url}/ui\n  triptych top --url {url}\n" in output.out
+    assert (found := re.search(r"^(\d+) questions were answered$", output.err, re.MULTILINE))
+    assert int(found[1]) >= ENOUGH
+    assert most <= gentle_load.MOST_AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ui", "--questions", "3"], "--questions and --ui exclude each other"),
+        (["--open"], "--open is for --ui"),
+        (["--no-ui", "--open"], "--open is for --ui"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *arguments])
+    assert ended.value.code == exit_codes.CONFIG
+    assert says in capsys.readouterr().err
