@@ -1,6 +1,7 @@
 """Settings of all tests. Triton's kernels run for real on a GPU, elsewhere in its interpreter, on CPU tensors.
 
-A run of several folders ends with a table of what each took, by which ``scripts/test`` divides them in three."""
+A run of several folders ends with a table of what each took, by which ``scripts/test`` divides them in three, and one
+of what the costliest tests took."""
 
 import os
 import time
@@ -20,8 +21,11 @@ pytest.register_assert_rewrite("tests.support")
 hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
 
-taken: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-"""Seconds, and processor seconds with those of child processes that have ended, by folder."""
+Taken = defaultdict[str, list[float]]
+"""Seconds, and processor seconds with those of child processes that have ended, by name."""
+by_folder: Taken = defaultdict(lambda: [0.0, 0.0])
+by_test: Taken = defaultdict(lambda: [0.0, 0.0])
+"""By file and function, all parameters together."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -30,13 +34,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        folder = taken[item.nodeid.partition("::")[0].rpartition("/")[0]]
-        folder[0] += time.monotonic() - began[0]
-        folder[1] += sum(os.times()[:4]) - began[1]
+        seconds, processor = time.monotonic() - began[0], sum(os.times()[:4]) - began[1]
+        for table, name in ((by_folder, item.nodeid.partition("::")[0].rpartition("/")[0]), (by_test, _function(item))):
+            table[name][0] += seconds
+            table[name][1] += processor
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if len(taken) > 1:
-        terminalreporter.section("seconds, and processor seconds, by folder")
-        for name, (seconds, processor) in sorted(taken.items(), key=lambda one: -one[1][0]):
-            terminalreporter.write_line(f"{seconds:7.1f} {processor:7.1f}  {name}")
+    if len(by_folder) > 1:
+        for title, table in (("folder", by_folder), ("test", by_test)):
+            terminalreporter.section(f"seconds, and processor seconds, by {title}")
+            for name, (seconds, processor) in sorted(table.items(), key=lambda one: -one[1][1])[:25]:
+                terminalreporter.write_line(f"{seconds:7.1f} {processor:7.1f}  {name}")
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]

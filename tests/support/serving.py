@@ -70,7 +70,7 @@ class Served:
         return self.running.frontend.url
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=20)
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def body(self, content: Any = "Hello", **settings: Any) -> dict[str, Any]:
         """A request of eight tokens that the end token can't cut short."""
