@@ -54,7 +54,7 @@ def test_a_context_in_any_number_of_parts(num_processors: int) -> None:
     check(make_case(SHAPES[1], *BATCHES["decodes"], torch.float32, torch.float32, CPU), TritonAttention(num_processors))
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(
     lens=st.lists(st.tuples(st.sampled_from([1, 1, 2, 3, 20]), st.integers(0, 40)), min_size=1, max_size=5),
     group=st.integers(1, 5),
