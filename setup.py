@@ -3,7 +3,6 @@
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import warnings
@@ -15,7 +14,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from triptych.layers.kernel_variants import compiled, find_compiler, variants
+from triptych.layers.kernel_variants import compile_all, find_compiler
 from triptych.user_cache import user_cache
 
 
@@ -28,11 +27,14 @@ class BuildPy(build_py):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
         if self.editable_mode:
             return
-        for variant in variants(platform.machine()):
-            try:
-                made = compiled(find_compiler(), variant, user_cache())
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                warnings.warn(f"the wheel lacks the kernels {variant.name}: {error}", stacklevel=1)
+        try:
+            found = list(compile_all(find_compiler(), user_cache()))
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"the wheel has no kernels: {error}", stacklevel=1)
+            return
+        for variant, made in found:
+            if isinstance(made, Exception):
+                warnings.warn(f"the wheel lacks the kernels {variant.name}: {made}", stacklevel=1)
                 continue
             folder.mkdir(exist_ok=True)
             shutil.copyfile(made, folder / f"{variant.name}.so")

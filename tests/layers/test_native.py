@@ -11,7 +11,7 @@ import pytest
 
 from tests.layers.conftest import usable_variants
 from triptych.layers import kernel_variants, native
-from triptych.layers.kernel_variants import Variant, compiled, find_compiler, variants
+from triptych.layers.kernel_variants import Variant, compile_variants, compiled, find_compiler, variants
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 FASTEST = usable_variants()[0]
@@ -98,6 +98,25 @@ def test_a_damaged_file_in_the_cache_is_made_again(tmp_path: Path, content: byte
     made = compiled(find_compiler(), FASTEST, tmp_path / "cache" / "triptych")
     made.write_bytes(content)
     assert answer() == 42
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one variant")
+def test_variants_share_a_file_that_asks_for_none_of_what_tells_them_apart(tmp_path: Path) -> None:
+    """``answer.c`` is compiled for AVX-512 and for AVX2, and another file for each of their four variants."""
+    header = kernel_variants.SOURCES / "dots.h"
+    header.write_text("#if defined __AVX512VNNI__ || defined __AVXVNNI__\n#endif\n")
+    (kernel_variants.SOURCES / "dots.c").write_text('#include "dots.h"\nint dots(void) { return 1; }')
+    log, script = tmp_path / "log", tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\necho "$*" >>{log}\nexec cc "$@"\n')
+    script.chmod(0o755)
+    wanted = [one for one in variants("x86_64") if one.name in ("avx512-vnni", "avx512", "avx2-vnni", "avx2")]
+    made = [path for _, path in compile_variants([str(script)], wanted, tmp_path / "made") if isinstance(path, Path)]
+    assert [native.load(path).answer() for path in made] == [42] * 4
+    commands = log.read_text().splitlines()
+    assert sum("answer.c" in command for command in commands) == 2
+    assert sum("dots.c" in command for command in commands) == 4
+    assert len(set(made)) == 4
 
 
 def prebuild(folder: Path, variant: Variant, value: int) -> Path:

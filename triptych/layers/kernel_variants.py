@@ -3,11 +3,14 @@ library alone, because a wheel is built with this, too."""
 
 import logging
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +23,7 @@ SOURCES = Path(__file__).with_name("kernels") / "cpu"
 COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
 # what every processor of the kind can do: a compiler's own default may be more
 BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
-TIMEOUT = 300
+TIMEOUT = 600
 """Seconds after which compiling a file is aborted."""
 SEAL_BYTES = 32
 
@@ -39,6 +42,8 @@ _X86 = {
     "avx2": _AVX2,
     "x86-64": {},
 }
+_ASKED_FOR = frozenset(_AMX.keys() - _AVX512.keys() | {"avx_vnni"})
+"""Features that a compiler uses only where a source asks for them, by the macro that the option defines."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,18 @@ class Variant:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All options with which each source file is compiled."""
+        """All options."""
         return (*COMPILE, *BASE.get(self.machine, ()), *self.features.values())
+
+    def options_for(self, source: Path) -> tuple[str, ...]:
+        """The options with which a file is compiled: without those that would change nothing, so that variants share
+        what is the same in each. Raises OSError if it or a header isn't there."""
+        text = _with_headers(source)
+        macros = {option: f"__{option[2:].replace('-', '_').upper()}__" for option in self.features.values()}
+        unused = {
+            self.features[one] for one in _ASKED_FOR & self.features.keys() if macros[self.features[one]] not in text
+        }
+        return tuple(option for option in self.options if option not in unused)
 
 
 def variants(machine: str) -> list[Variant]:
@@ -111,25 +126,62 @@ def compiled(compiler: list[str], variant: Variant, folder: Path) -> Path:
 
     Raises OSError, CalledProcessError, whose ``stderr`` has the compiler's messages, and TimeoutExpired.
     """
-    library = cached(compiler, variant, folder)
-    if is_whole(library):
-        return library
+    ((_, made),) = compile_variants(compiler, [variant], folder)
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+def compile_all(compiler: list[str], folder: Path) -> Iterator[tuple[Variant, Path | Exception]]:
+    """``compile_variants`` for all variants of this kind of machine."""
+    return compile_variants(compiler, variants(platform.machine()), folder)
+
+
+def compile_variants(
+    compiler: list[str], wanted: Sequence[Variant], folder: Path
+) -> Iterator[tuple[Variant, Path | Exception]]:
+    """Yield each variant with its path in ``folder``, or with the exception of ``compiled``. A file that has the same
+    options in several variants is compiled once."""
+    missing = [variant for variant in wanted if not is_whole(cached(compiler, variant, folder))]
+    sources = sorted(SOURCES.glob("*.c"))
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        sources = sorted(SOURCES.glob("*.c"))
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        with ThreadPoolExecutor() as compilers:
-            commands = [
-                (*compiler, *variant.options, str(source), "-o", made)
-                for source, made in zip(sources, objects, strict=True)
-            ]
-            list(compilers.map(lambda command: _run(*command), commands))
-        finished = Path(scratch) / "kernels.so"
-        _run(*compiler, "-shared", *objects, "-o", str(finished), "-lm")
-        with finished.open("ab") as file:
-            file.write(seal(finished.read_bytes()))
-        finished.replace(library)  # atomic: another process may be compiling it at the same time
-    return library
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(_num_cores()) as compilers:
+        objects: dict[tuple[Path, tuple[str, ...]], Future[Path]] = {}
+        for source, options in dict.fromkeys((one, variant.options_for(one)) for variant in missing for one in sources):
+            made = Path(scratch, f"{source.stem}{len(objects)}.o")
+            objects[source, options] = compilers.submit(_compile, [*compiler, *options, str(source)], made)
+        for variant in wanted:
+            library = cached(compiler, variant, folder)
+            try:
+                if variant in missing:
+                    parts = [objects[source, variant.options_for(source)].result() for source in sources]
+                    _link(compiler, parts, library, Path(scratch, f"{variant.name}.so"))
+                yield variant, library
+            except (OSError, subprocess.SubprocessError) as error:
+                yield variant, error
+
+
+def _compile(command: Sequence[str], made: Path) -> Path:
+    _run(*command, "-o", str(made))
+    return made
+
+
+def _link(compiler: Sequence[str], objects: Sequence[Path], library: Path, scratch: Path) -> None:
+    _run(*compiler, "-shared", *map(str, objects), "-o", str(scratch), "-lm")
+    with scratch.open("ab") as file:
+        file.write(seal(scratch.read_bytes()))
+    scratch.replace(library)  # atomic: another process may be compiling it at the same time
+
+
+def _num_cores() -> int:
+    """Those that this process may use: more compilers would take no less time, and might exceed their time limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _with_headers(source: Path) -> str:
+    """A file's text, and that of those in its folder that it includes, some of them several times."""
+    text = source.read_text()
+    return "\n".join([text, *(_with_headers(source.with_name(name)) for name in re.findall(r'#include "(.+)"', text))])
 
 
 def is_whole(library: Path) -> bool:

@@ -6,6 +6,7 @@
  * tiles, for all numbers of tokens, since their sums are in another order. Processors without instructions for bfloat16
  * multiply the same values in float32.
  */
+#include "bf16.h"
 #include "tile_products.h"
 
 #ifdef __AVX512BF16__

@@ -13,6 +13,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "bf16.h"
 #include "products.h"
 #include "vectors.h"
 
