@@ -1,9 +1,7 @@
 """Keys, CORS and TLS over HTTP, and no internals in errors."""
 
-import os
 import re
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.certificates import make_certificate
 from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
 from triptych.config import AuthConfig, CorsConfig, TlsConfig
@@ -151,24 +150,8 @@ def test_credentials_for_all_origins_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += [
-        "-keyout",
-        key,
-        "-out",
-        cert,
-        "-days",
-        "2",
-        "-subj",
-        "/CN=test",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    os.chmod(key, 0o600)
-    return cert, key
+    cert, key = make_certificate(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1")
+    return str(cert), str(key)
 
 
 def test_tls(folder: Path, certificate: tuple[str, str]) -> None:

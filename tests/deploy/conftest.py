@@ -1,5 +1,6 @@
-"""The Helm chart, rendered."""
+"""The Helm chart, rendered, and what pods share."""
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.kubernetes_manifests import CHART, HELM
+from triptych.user_cache import user_cache
 
 Render = Callable[..., str]
 
@@ -29,3 +31,13 @@ def render(helm: Path) -> Render:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
     return template
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled kernels, as they are in an image."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "triptych").mkdir()
+    for kernels in user_cache().glob("kernels-*"):
+        shutil.copy(kernels, folder / "triptych")
+    return folder

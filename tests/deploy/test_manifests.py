@@ -24,6 +24,7 @@ def test_the_manifests_fit_together_and_fit_the_program(values: Path) -> None:
 
 MISTAKES = [
     ("path: /ready", "path: /redy", "asks for /redy"),
+    ("port: health}", "port: health, scheme: HTTPS}", "does not ask by HTTP"),
     ("terminationGracePeriodSeconds: 75", "terminationGracePeriodSeconds: 60", "killed while it drains"),
     ("--join=triptych-frontend-0.triptych-frontend:8001", "--join=triptych-0.triptych:8001", "no frontend's name"),
     ("--join=triptych-frontend-0.", "--join=triptych-frontend-7.", "but the frontends are"),

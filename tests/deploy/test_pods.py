@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import ssl
 import stat
 import threading
 import time
@@ -14,10 +15,10 @@ import httpx
 import pytest
 
 from scripts.kubernetes_manifests import CHART
+from tests.support.certificates import make_certificate
 from tests.support.manifests import Document, read
 from tests.support.pods import Pods, pods
 from tests.support.serving import image, image_part, text_part
-from triptych.user_cache import user_cache
 
 pytestmark = pytest.mark.slow
 
@@ -30,16 +31,6 @@ SETTINGS = (
     'roles.PD.args=["--dtype","float32"]',
 )
 Render = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled kernels, as they are in an image."""
-    folder = tmp_path_factory.mktemp("cache")
-    (folder / "triptych").mkdir()
-    for kernels in user_cache().glob("kernels-*"):
-        shutil.copy(kernels, folder / "triptych")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +167,22 @@ def test_a_process_that_stands_still_is_restarted_by_its_liveness_probe(service:
         time.sleep(0.2)
     assert pod.exit_codes == [-signal.SIGKILL]
     service.wait_until_ready()
+
+
+def test_frontends_serve_https(render: Render, cache: Path, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "DNS:chat.example.com")
+    with pods(tmp_path, cache) as network:
+        network.secrets |= {"tls.crt": cert.read_text(), "tls.key": key.read_text()}
+        network.apply(read(render(DEMO, "frontend.replicas=1", 'fabric="nixl"', 'tls.existing="certificate"')))
+        network.wait_until_ready()
+        network.client.enter()
+        (url,) = network.endpoints()
+        trust = ssl.create_default_context(cafile=cert)
+        name = {"sni_hostname": "chat.example.com"}
+        with httpx.Client(verify=trust, trust_env=False, timeout=20) as client:
+            assert client.get(f"{url}/v1/models", extensions=name).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http"), trust_env=False)
 
 
 def test_an_upgrade_of_the_chart_fails_no_request(service: Pods, render: Render, tmp_path: Path) -> None:

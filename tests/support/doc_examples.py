@@ -6,7 +6,6 @@ import re
 import shlex
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.newcomer.conftest import Environment
+from tests.support.certificates import make_certificate
 from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import ROOT, running
 from tests.support.serving import image, image_part, text_part
@@ -181,15 +181,7 @@ class Reader:
             assert answer.status_code == 200, f"{block}: {answer.text}"
 
     def _certify(self) -> None:
-        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-        command += " -addext subjectAltName=IP:127.0.0.1"
-        subprocess.run(
-            [*command.split(), "-keyout", "key.pem", "-out", "cert.pem"],
-            cwd=self._folder,
-            check=True,
-            capture_output=True,
-        )
-        (self._folder / "key.pem").chmod(0o600)
+        make_certificate(self._folder, "IP:127.0.0.1")
 
     def _is_served(self) -> bool:
         with socket.socket() as client:

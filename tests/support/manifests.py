@@ -1,6 +1,7 @@
 """Kubernetes manifests: what in them must fit together, and must fit the program, which no schema says."""
 
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -9,18 +10,31 @@ from typing import Any
 
 import yaml
 
+from scripts.kubernetes_manifests import HELM, ROOT
 from triptych.cli import make_parser
 
-ROOT = Path(__file__).parents[2]
 Document = Mapping[str, Any]
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 PORTS = {"http": "port", "control": "control_port", "health": "health_port"}
 """Names of containers' ports, and the flags that give their numbers."""
+KUBERNETES = [f"1.{minor}" for minor in range(31, 38)]
+"""The versions whose schemas are checked."""
 METRIC = re.compile(r"triptych:\w+")
 
 
 def read(text: str) -> list[Document]:
     return [one for one in yaml.load_all(text, Loader=yaml.CSafeLoader) if one]
+
+
+def schema_errors(manifests: str, *versions: str) -> list[str]:
+    """What the strict schemas refuse. Needs what ``scripts/setup-deploy`` installs."""
+    kinds = ROOT / "tests" / "deploy" / "custom_kinds.json"
+    command = [str(HELM.with_name("python")), "-m", "scripts.validate_manifests", str(kinds), *versions]
+    result = subprocess.run(
+        command, input=manifests, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120
+    )
+    assert result.returncode in (0, 1) and not result.stderr, result.stderr
+    return result.stdout.splitlines()
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,12 @@ def _ports_of(one: Document, selected: Sequence[Workload]) -> Iterator[str]:
     for port in wanted:
         if any(workload.port(port) is None for workload in selected):
             yield f"{name}: no port {port} in its pods"
+    for endpoint in spec.get("podMetricsEndpoints", ()):
+        known = [workload for workload in selected if workload.is_known]
+        if any((endpoint.get("scheme") == "https") != bool(it.settings.ssl_certfile) for it in known):
+            yield f"{name}: asks for metrics by the wrong scheme"
+        if any(("authorization" in endpoint) != bool(it.settings.api_key_file) for it in known):
+            yield f"{name}: metrics and an API key do not fit"
     for port in spec.get("targetPorts", ()):
         if any(workload.port("http") != port["number"] for workload in selected):
             yield f"{name}: pods do not serve HTTP at {port['number']}"
@@ -161,6 +181,9 @@ def _probes(workload: Workload, _: object, __: object) -> Iterator[str]:
             yield f"{name} asks for {get['path']}"
         if workload.port(get["port"]) is None or get["port"] == "control":
             yield f"{name} asks at port {get['port']}"
+        scheme = "HTTPS" if workload.settings.ssl_certfile else "HTTP"
+        if get.get("scheme", "HTTP") != scheme:
+            yield f"{name} does not ask by {scheme}"
     startup = workload.container.get("startupProbe", {})
     patience = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
     if workload.settings.role != "frontend" and patience <= float(workload.settings.start_timeout):
@@ -208,7 +231,8 @@ def _volumes(workload: Workload, documents: Sequence[Document], given: Sequence[
             names.append(claim["claimName"])
         yield from (f"there is no {name}" for name in names if name not in known)
     where = [mount["mountPath"] for mount in workload.container["volumeMounts"]]
-    files = [workload.settings.cluster_secret_file, workload.settings.api_key_file]
+    settings = workload.settings
+    files = [settings.cluster_secret_file, settings.api_key_file, settings.ssl_certfile, settings.ssl_keyfile]
     for path in [*files, *([workload.settings.model] if workload.settings.model != "demo" else [])]:
         if path and not any(Path(path).is_relative_to(mount) for mount in where):
             yield f"nothing is mounted for {path}"

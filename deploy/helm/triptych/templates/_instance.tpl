@@ -4,7 +4,7 @@
 {{- $shape := include "triptych.role" . | fromYaml }}
 {{- $component := dict "root" $ "component" (lower .role) }}
 {{- $image := printf "%s:%s" $.Values.image.worker ($.Values.image.tag | default $.Chart.AppVersion) }}
-{{- $pod := dict "root" $ "image" $image "shape" $shape "hasKeys" false "graceSeconds" (add $.Values.drainSeconds 15) }}
+{{- $pod := dict "root" $ "image" $image "shape" $shape "isFrontend" false "graceSeconds" (add $.Values.drainSeconds 15) }}
 {{- $startSeconds := include "triptych.startSeconds" $ | int }}
 {{- $probeSeconds := 5 -}}
 metadata:

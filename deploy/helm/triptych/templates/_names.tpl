@@ -31,6 +31,15 @@ app.kubernetes.io/component: {{ .component }}
 {{ .Values.secret.existing | default (printf "%s-secret" (include "triptych.name" .)) }}
 {{- end }}
 
+{{/* What clients and probes of the frontends use: https or http. */}}
+{{- define "triptych.scheme" -}}
+{{ ternary "https" "http" (ne .Values.tls.existing "") }}
+{{- end }}
+
+{{- define "triptych.servicePort" -}}
+{{ .Values.frontend.service.port | default (ternary 443 80 (ne .Values.tls.existing "")) }}
+{{- end }}
+
 {{/* Seconds that loading may take. */}}
 {{- define "triptych.startSeconds" -}}
 {{ add .Values.model.baseSeconds (ceil (mulf .Values.model.gibibytes .Values.model.secondsPerGibibyte)) }}

@@ -1,6 +1,6 @@
 {{/* What all pods share. */}}
 
-{{/* Takes root, image, shape (tmpSize, shmSize, nodeSelector, tolerations, affinity, runtimeClassName), graceSeconds. */}}
+{{/* Takes root, image, isFrontend, shape (tmpSize, shmSize, nodeSelector, tolerations, affinity, runtimeClassName), graceSeconds. */}}
 {{- define "triptych.pod" -}}
 {{- $ := .root -}}
 serviceAccountName: {{ include "triptych.name" $ }}
@@ -49,8 +49,11 @@ volumes:
       defaultMode: 0444  # for the init container alone
       sources:
         - secret: {name: {{ include "triptych.secretName" $ }}, items: [{key: secret, path: secret}]}
-        {{- if and .hasKeys $.Values.apiKeys.existing }}
+        {{- if and .isFrontend $.Values.apiKeys.existing }}
         - secret: {name: {{ $.Values.apiKeys.existing }}, items: [{key: keys, path: keys}]}
+        {{- end }}
+        {{- if and .isFrontend $.Values.tls.existing }}
+        - secret: {name: {{ $.Values.tls.existing }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
         {{- end }}
   - name: secrets
     emptyDir: {medium: Memory, sizeLimit: 1Mi}
