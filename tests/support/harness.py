@@ -43,9 +43,16 @@ class Running:
     """A service that runs. ``instances`` can be looked into; their loops are in other threads."""
 
     frontend: Frontend
+    config: ServeConfig
     instances: list[Instance] = field(default_factory=list)
     threads: dict[str, threading.Thread] = field(default_factory=dict)
     """The loops that haven't been ended, by their instances' names."""
+
+    def start(self, instance: Instance) -> None:
+        """Runs an instance, which joins soon."""
+        self.instances.append(instance)
+        self.threads[instance.name] = threading.Thread(target=run_instance, args=[instance], daemon=True)
+        self.threads[instance.name].start()
 
     async def end(self, name: str) -> None:
         """Ends one instance, whatever it works on."""
@@ -99,13 +106,11 @@ async def running(
     async with AsyncExitStack() as stack:
         stack.enter_context(forked_sandbox())
         door = await stack.enter_async_context(Frontend(config, expects_encoders=any(role.encodes for role in roles)))
-        service = Running(door)
+        service = Running(door, config)
         for number, role in enumerate(roles):
             instance = make_instance(config, role, f"{role.value.lower()}{number}", door.control)
             prepare(instance)
-            service.instances.append(instance)
-            service.threads[instance.name] = threading.Thread(target=run_instance, args=[instance], daemon=True)
-            service.threads[instance.name].start()
+            service.start(instance)
         async with asyncio.timeout(30):
             while len(door.router.membership) < len(service.instances):
                 await asyncio.sleep(0.005)

@@ -1,0 +1,41 @@
+"""One service and one browser for all tests of the page."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.support.browser import chromium
+from tests.support.checkpoints import make_checkpoint
+from tests.support.serving import Served, served, wait_for
+
+MODEL = "<img src=x onerror=alert(1)>"
+"""A name that would run code if the page took it for HTML."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("ui") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def shared_service(browser: Browser, folder: Path) -> Iterator[Served]:
+    """Asks for the browser first: without one, no service is started."""
+    with served(folder, served_model_name=MODEL) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Served) -> Iterator[Served]:
+    yield shared_service
+    for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
+        gate.opened.set()
+        gate.delay = 0.0
+    wait_for(shared_service.is_idle)

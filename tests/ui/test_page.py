@@ -1,0 +1,280 @@
+"""The page at /ui in a real browser, on a real service."""
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.browser import HOSTILE, Viewer, viewing
+from tests.support.frontends import alone
+from tests.support.harness import make_instance
+from tests.support.serving import Served, image, image_part, text_part
+from triptych.topology import Role
+
+VIEWS = ("pipeline", "requests", "playground", "figures")
+TITLES = {
+    "pipeline": "Pipeline",
+    "requests": "Requests",
+    "playground": "Playground",
+    "figures": "Figures of the last hour",
+}
+PHONE = {"width": 360, "height": 720}
+PASTE = """
+([bytes, name, type]) => {
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([new Uint8Array(bytes)], name, {type}));
+    document.dispatchEvent(new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true}));
+}
+"""
+
+
+def is_live(page: Page) -> None:
+    expect(page.locator("#connection")).to_have_text("live")
+
+
+def is_ready(page: Page) -> None:
+    """The playground's code has loaded, and knows the model."""
+    expect(page.locator("#code-panel pre")).to_contain_text("onerror=alert(1)")
+
+
+def go(page: Page, view: str) -> None:
+    page.locator(f"nav a[data-view={view}]").click()
+    expect(page.locator(f"#{view}-title")).to_be_visible()
+
+
+def test_every_view_loads_without_errors_or_requests_to_elsewhere(browser: Browser, service: Served) -> None:
+    assert service.post([image_part(), text_part("What is this?")]).status_code == 200
+    with viewing(browser, service.url) as viewer:
+        viewer.open("pipeline")
+        is_live(viewer.page)
+        expect(viewer.page.locator("#service-topology")).to_have_text("1E1PD")
+        for view in VIEWS:
+            go(viewer.page, view)
+            expect(viewer.page.get_by_role("heading", level=1)).to_have_text(TITLES[view])
+        expect(viewer.page.locator(".uplot")).to_have_count(6)
+        expect(viewer.page.locator("#tiles")).to_contain_text("Requests ended")
+
+
+def test_lanes_follow_instances_that_come_and_go(browser: Browser, service: Served) -> None:
+    running = service.running
+    with viewing(browser, service.url) as viewer:
+        viewer.open("pipeline")
+        expect(viewer.page.get_by_role("article")).to_have_count(2)
+        running.start(make_instance(running.config, Role("E"), "e7", running.frontend.control))
+        newcomer = viewer.page.locator(".lane[data-stage=encode]").get_by_role("article", name="Instance e7: encode")
+        expect(newcomer).to_contain_text("serving")
+        expect(viewer.page.locator("#service-topology")).to_have_text("2E1PD")
+        asyncio.run_coroutine_threadsafe(running.end("e7"), service.loop).result(30)
+        expect(newcomer).to_have_count(0)
+        expect(viewer.page.locator("#events")).to_contain_text("e7")
+
+
+def test_requests_in_flight_are_marks_where_they_are(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url, reduced_motion="reduce") as viewer:
+        viewer.open("playground")
+        is_ready(viewer.page)
+        viewer.page.get_by_label("Question").fill("Hello")
+        service.steps.close()
+        viewer.page.get_by_role("button", name="Send").click()
+        go(viewer.page, "pipeline")
+        mark = viewer.page.locator(".marks .mark:not(.gone)")
+        expect(mark).to_have_count(1)
+        expect(viewer.page.locator("#service-requests")).to_have_text("1")
+        service.steps.opened.set()
+        expect(mark).to_have_count(0)
+
+
+def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser, service: Served) -> None:
+    name = "<img src=x onerror=alert(2)> '\"$(id)`.png"
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        page.evaluate(PASTE, [list(image(96, 64, seed=7)), name, "image/png"])
+        item = page.get_by_role("list", name="Attached media").get_by_role("listitem")
+        expect(item).to_contain_text(name)
+        expect(item).to_contain_text("96")
+        expect(item).to_contain_text("tokens")
+        page.get_by_label("Question").fill("What is this?")
+        expect(page.locator("#plan")).to_contain_text("of them media")
+        page.locator("#max-tokens").fill("8")
+        expect(page.locator("#code-panel")).to_contain_text(r"base64 -w0 -- '<img src=x onerror=alert(2)> '\''")
+        page.get_by_role("tab", name="Python").click()
+        expect(page.locator("#code-panel")).to_contain_text("openai.OpenAI")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer-state")).to_have_text("complete")
+        way = page.locator("#answer-way")
+        expect(way.locator(".track[data-stage=encode] i")).to_have_count(1)
+        expect(way.get_by_role("list", name="Which instance did what")).to_contain_text("e0")
+        expect(way).to_contain_text("pd1 prefilled")
+        way.get_by_role("link", name="See it among the requests").click()
+        expect(page.locator("#detail-body")).to_contain_text("/v1/chat/completions")
+        expect(page.locator("#detail-body .track[data-stage=decode] i")).to_have_count(1)
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save for Perfetto").click()
+        assert "traceEvents" in Path(download.value.path()).read_text()
+        assert page.locator("img[src=x]").count() == 0
+
+
+def test_what_comes_from_outside_is_text(browser: Browser, service: Served) -> None:
+    """The model's name, ids of requests and texts of errors; names of files are pasted above."""
+    id = "//x/../javascript:alert"
+    with service.client() as client:
+        body = service.body(max_tokens=2)
+        assert client.post("/v1/chat/completions", json=body, headers={"X-Request-ID": id}).status_code == 200
+        assert client.post("/v1/chat/completions", json=body | {"model": "<b>no</b>"}).status_code == 404
+    with viewing(browser, service.url, expected=("400 (Bad Request)",)) as viewer:
+        page = viewer.page
+        viewer.open("pipeline")
+        expect(page.locator("#service-model")).to_have_text(service.model)
+        go(page, "requests")
+        page.get_by_role("link", name=id, exact=True).first.click()
+        expect(page.locator("#detail-body")).to_contain_text(id)
+        expect(page.locator("#detail-body pre")).to_contain_text(service.model)
+        expect(page.locator("#request-rows")).to_contain_text("404 UnknownModel")
+        go(page, "playground")
+        is_ready(page)
+        page.evaluate(PASTE, [list(b"<svg onload=alert(3)>"), "<svg onload=alert(3)>.png", "image/png"])
+        expect(page.locator("#plan.error")).not_to_be_empty()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer-error")).not_to_be_empty()
+        expect(page.locator("#answer-state")).to_have_text("failed")
+        assert page.locator("img[src=x], svg[onload]").count() == 0
+
+
+def test_requests_are_filtered(browser: Browser, service: Served) -> None:
+    service.post("Hello", max_tokens=1)
+    service.post("Hello", model="another")
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("requests")
+        statuses = page.locator("#request-rows .status")
+        expect(statuses.first).to_have_text("404 UnknownModel")
+        page.get_by_label("Status").select_option("answered")
+        expect(page.locator("#request-rows").get_by_text("404 UnknownModel")).to_have_count(0)
+        expect(statuses.first).to_have_text("200")
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("right-key\n")
+    keys.chmod(0o600)
+    with (
+        alone(folder, api_key_file=str(keys)) as frontend,
+        viewing(browser, frontend.url, expected=("401 (Unauthorized)",)) as viewer,
+    ):
+        page = viewer.page
+        viewer.open("pipeline")
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("asks for an API key")
+        page.get_by_role("button", name="Not now").click()
+        expect(page.get_by_role("alert")).to_contain_text("needs an API key")
+        page.get_by_role("button", name="Enter the key").click()
+        page.get_by_label("API key", exact=True).fill("wrong-key")
+        page.keyboard.press("Enter")
+        expect(dialog).to_contain_text("refused that API key")
+        page.get_by_label("API key", exact=True).fill("right-key")
+        page.get_by_role("button", name="Use this key").click()
+        is_live(page)
+        expect(page.locator("#service-state")).to_contain_text("not ready")
+        page.reload()
+        is_live(page)
+        assert page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
+
+
+def test_elsewhere_it_says_what_to_do(browser: Browser, folder: Path) -> None:
+    with alone(folder) as frontend:
+        url = frontend.url.replace("127.0.0.1", HOSTILE)
+        with viewing(browser, url, expected=("403 (Forbidden)", "Cross-Origin-Opener-Policy")) as viewer:
+            viewer.open("pipeline")
+            expect(viewer.page.get_by_role("alert")).to_contain_text("--api-key-file")
+            expect(viewer.page.locator("#connection")).to_have_text("no access")
+
+
+def test_it_says_that_the_service_is_gone_and_comes_back(browser: Browser, folder: Path) -> None:
+    with ExitStack() as first:
+        frontend = first.enter_context(alone(folder))
+        port = int(frontend.url.rpartition(":")[2])
+        with viewing(browser, frontend.url, expected=("ERR_",)) as viewer:
+            viewer.open("pipeline")
+            is_live(viewer.page)
+            first.close()
+            expect(viewer.page.get_by_role("alert")).to_contain_text("The live view has stopped")
+            with alone(folder, port=port):
+                is_live(viewer.page)
+                expect(viewer.page.get_by_role("alert")).to_have_count(0)
+
+
+def test_all_of_it_works_with_the_keyboard(browser: Browser, service: Served) -> None:
+    service.post("Hello", max_tokens=1)
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open()
+        is_live(page)
+        press = page.keyboard.press
+        press("Tab")
+        expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+        for name in ("Triptych: the pipeline", "Pipeline", "Requests"):
+            press("Tab")
+            focused = page.get_by_role("link", name=name, exact=True)
+            expect(focused).to_be_focused()
+            assert focused.evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
+        press("Enter")
+        expect(page.get_by_role("heading", level=1)).to_be_focused()
+        expect(page.locator("#request-rows a").first).to_be_visible()
+        for _ in range(6):  # five filters, and the table, which scrolls
+            press("Tab")
+        press("Tab")
+        press("Enter")
+        expect(page.locator("#detail-title")).to_be_focused()
+        press("Escape")
+        expect(page.locator("#detail")).to_be_hidden()
+        page.get_by_role("button", name="Colours").focus()
+        press("Enter")
+        press("Enter")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        go(page, "playground")
+        is_ready(page)
+        page.get_by_label("Question").focus()
+        page.keyboard.type("Hello")
+        press("Control+Enter")
+        expect(page.locator("#answer-state")).to_have_text("complete")
+        page.get_by_role("tab", name="curl").focus()
+        press("ArrowRight")
+        expect(page.get_by_role("tab", name="Python")).to_be_focused()
+
+
+def with_content(viewer: Viewer, view: str) -> None:
+    """Opens a view, and waits until what it shows is there."""
+    viewer.open(view)
+    is_live(viewer.page)
+    content = {
+        "pipeline": ".panel",
+        "requests": "#request-rows tr",
+        "playground": "#code-panel pre",
+        "figures": ".uplot",
+    }
+    expect(viewer.page.locator(content[view]).first).to_be_visible()
+    if view == "requests":
+        viewer.page.locator("#request-rows a").first.click()
+        expect(viewer.page.locator(".waterfall")).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(browser: Browser, service: Served, scheme: str) -> None:
+    service.post([image_part(), text_part("What is this?")], max_tokens=2)
+    with viewing(browser, service.url, color_scheme=scheme, reduced_motion="reduce") as viewer:
+        for view in VIEWS:
+            with_content(viewer, view)
+            rules = () if scheme == "light" else ("color-contrast",)
+            assert viewer.faults(*rules) == [], view
+
+
+def test_nothing_scrolls_sideways_on_a_phone(browser: Browser, service: Served) -> None:
+    service.post([image_part(), text_part("What is this?")], max_tokens=2)
+    with viewing(browser, service.url, viewport=PHONE) as viewer:
+        for view in VIEWS:
+            with_content(viewer, view)
+            assert viewer.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"], view

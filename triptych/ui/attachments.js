@@ -1,0 +1,160 @@
+// Media attached in the playground: chosen, dropped, pasted or taken with the camera.
+
+import { byId, h, reconcile, say, show } from "./dom.js";
+import { bytes, count } from "./format.js";
+
+const NOT_MEDIA = "is neither a picture, a video nor audio";
+
+/** A list of files with their data URLs. `onChange` is called whenever it changes. */
+export class Attachments {
+  constructor(onChange, onError) {
+    this.list = [];
+    this.views = new Map();
+    this.onChange = onChange;
+    this.onError = onError;
+    this.number = 0;
+    this.plans = [];
+  }
+
+  async add(files) {
+    for (const file of files) {
+      const modality = ["image", "video", "audio"].find((kind) => file.type.startsWith(`${kind}/`));
+      if (!modality) {
+        this.onError(`${file.name} ${NOT_MEDIA}`);
+        continue;
+      }
+      try {
+        const url = await dataUrl(file);
+        this.number += 1;
+        this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file });
+      } catch {
+        this.onError(`${file.name} can't be read`);
+      }
+    }
+    this.changed();
+  }
+
+  remove(key) {
+    this.list = this.list.filter((one) => one.key !== key);
+    this.changed();
+  }
+
+  changed() {
+    this.plans = [];
+    this.draw();
+    this.onChange();
+  }
+
+  /** Shows what becomes of each item; `plans` is in the order of the items. */
+  setPlans(plans) {
+    this.plans = plans;
+    this.draw();
+  }
+
+  draw() {
+    this.list.forEach((one, index) => (one.plan = this.plans[index]));
+    reconcile(this.views, byId("items"), this.list, (one) => one.key, (one) => new Item(one, () => this.remove(one.key)));
+  }
+
+  parts() {
+    return this.list.map(({ modality, url }) => ({ type: `${modality}_url`, [`${modality}_url`]: { url } }));
+  }
+}
+
+class Item {
+  constructor(item, remove) {
+    this.plan = h("span", { class: "item-plan" });
+    const button = h("button", { type: "button", class: "quiet", "aria-label": `Remove ${item.name}`, text: "Remove" });
+    button.addEventListener("click", () => {
+      remove();
+      byId("choose").focus();
+    });
+    this.element = h("li", { class: "item" }, preview(item), h("div", {}, h("div", { class: "item-name", text: item.name }), this.plan), button);
+  }
+
+  update({ plan, size }) {
+    if (!plan) {
+      say(this.plan, bytes(size));
+      return;
+    }
+    const facts = [plan.size, plan.parts, `${count(plan.num_tokens)} tokens`, `cost ${plan.cost.toLocaleString("en", { maximumFractionDigits: 1 })}`];
+    say(this.plan, facts.filter(Boolean).join(" · "));
+  }
+}
+
+function preview(item) {
+  if (item.modality !== "image") return h("div", { class: "preview", text: item.modality });
+  const url = URL.createObjectURL(item.file);
+  const image = h("img", { class: "preview", alt: "", src: url });
+  const release = () => URL.revokeObjectURL(url);
+  image.addEventListener("load", release);
+  image.addEventListener("error", release);
+  return image;
+}
+
+const dataUrl = (file) =>
+  new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = reject;
+    reader.readAsDataURL(file);
+  });
+
+/** Lets the viewer drop, paste, choose and photograph while `isActive()`. */
+export function acceptFiles(attachments, area, isActive) {
+  const filesOf = (transfer) => [...(transfer?.files ?? [])];
+  area.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    area.classList.add("dragging");
+  });
+  area.addEventListener("dragleave", (event) => area.contains(event.relatedTarget) || area.classList.remove("dragging"));
+  area.addEventListener("drop", (event) => {
+    event.preventDefault();
+    area.classList.remove("dragging");
+    attachments.add(filesOf(event.dataTransfer));
+  });
+  document.addEventListener("paste", (event) => {
+    const files = filesOf(event.clipboardData);
+    if (!isActive() || !files.length) return;
+    event.preventDefault();
+    attachments.add(files);
+  });
+  byId("choose").addEventListener("click", () => byId("files").click());
+  byId("files").addEventListener("change", (event) => {
+    attachments.add([...event.target.files]);
+    event.target.value = "";
+  });
+  byId("camera").addEventListener("click", () => photograph((file) => attachments.add([file])));
+}
+
+async function photograph(onPicture) {
+  const dialog = byId("camera-dialog");
+  const view = byId("camera-view");
+  let stream = null;
+  const end = () => {
+    stream?.getTracks().forEach((track) => track.stop());
+    view.srcObject = null;
+    dialog.close();
+  };
+  show(byId("camera-error"), false);
+  byId("camera-take").disabled = true;
+  byId("camera-cancel").onclick = end;
+  dialog.oncancel = end;
+  byId("camera-take").onclick = () => {
+    const canvas = h("canvas", { width: view.videoWidth, height: view.videoHeight });
+    canvas.getContext("2d").drawImage(view, 0, 0);
+    canvas.toBlob((blob) => blob && onPicture(new File([blob], "camera.jpg", { type: "image/jpeg" })), "image/jpeg", 0.92);
+    end();
+  };
+  dialog.showModal();
+  try {
+    if (!navigator.mediaDevices) throw new Error("the browser offers cameras only to pages on this machine or over HTTPS");
+    stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
+    if (!dialog.open) return end();
+    view.srcObject = stream;
+    byId("camera-take").disabled = false;
+  } catch (error) {
+    say(byId("camera-error"), `No camera: ${error.message}`);
+    show(byId("camera-error"), true);
+  }
+}

@@ -1,0 +1,229 @@
+// The playground: ask about text and media, see the plan before and where the time went while the answer streams.
+
+import { acceptFiles, Attachments } from "./attachments.js";
+import { announce, byId, copyButton, h, say, show } from "./dom.js";
+import { count, duration, plural } from "./format.js";
+import { address, events, getJson, hasKey, postJson } from "./net.js";
+import { asCurl, asJavaScript, asPython } from "./snippets.js";
+import { fromAnswer, fromIntervals, waterfall, whoDidWhat } from "./waterfall.js";
+
+const PLAN_AFTER = 350; // milliseconds after the last change
+const LOOK_EVERY = 250; // and between two looks at a running request's timeline
+const LANGUAGES = { curl: asCurl, Python: asPython, JavaScript: asJavaScript };
+
+let model = "";
+let planning = 0;
+let planNumber = 0;
+let running = null;
+let language = "curl";
+
+const attachments = new Attachments(changed, (text) => planText(text, true));
+
+export async function enter() {
+  if (model) return;
+  try {
+    const [card] = (await getJson("v1/models")).data;
+    model = card.id;
+    const takes = card.input_modalities ?? ["text"];
+    byId("files").accept = takes.filter((one) => one !== "text").map((one) => `${one}/*`).join(",");
+    show(byId("drop"), takes.length > 1);
+    drawCode();
+  } catch (error) {
+    planText(error.message, true);
+  }
+}
+
+export function leave() {}
+
+function body() {
+  const question = byId("question").value;
+  const content = attachments.list.length ? [...attachments.parts(), { type: "text", text: question }] : question;
+  return {
+    model,
+    messages: [{ role: "user", content }],
+    max_tokens: Number(byId("max-tokens").value) || 128,
+    temperature: Number(byId("temperature").value) || 0,
+    stream: true,
+  };
+}
+
+// ---- before --------------------------------------------------------------------------------------------------------
+
+function changed() {
+  drawCode();
+  clearTimeout(planning);
+  planNumber += 1;
+  planning = setTimeout(plan, PLAN_AFTER, planNumber);
+}
+
+function planText(text, isError = false) {
+  const element = byId("plan");
+  say(element, text);
+  element.classList.toggle("error", isError);
+}
+
+async function plan(number) {
+  if (!attachments.list.length && !byId("question").value) return planText("");
+  try {
+    const { stream: _, ...request } = body();
+    const found = await (await postJson("ui/plan", request)).json();
+    if (number !== planNumber) return;
+    attachments.setPlans(found.items);
+    const media = found.items.reduce((sum, item) => sum + item.num_tokens, 0);
+    planText(`The prompt will have ${plural(found.num_tokens, "token")}${media ? `, ${count(media)} of them media` : ""}.`);
+  } catch (error) {
+    if (number === planNumber) planText(error.message, true);
+  }
+}
+
+function drawCode() {
+  const files = attachments.list.map(({ name, kind }) => ({ name, kind }));
+  const code = LANGUAGES[language](address(""), body(), files, hasKey());
+  byId("code-panel").replaceChildren(h("div", { class: "snippet" }, h("pre", { tabindex: 0, "aria-label": `The request in ${language}`, text: code }), copyButton(() => code, "the code")));
+}
+
+function startTabs() {
+  const tabs = byId("code-tabs");
+  const select = (name, focus) => {
+    language = name;
+    for (const tab of tabs.children) {
+      const isOn = tab.textContent === name;
+      tab.setAttribute("aria-selected", isOn);
+      tab.tabIndex = isOn ? 0 : -1;
+      if (isOn) byId("code-panel").setAttribute("aria-labelledby", tab.id);
+      if (isOn && focus) tab.focus();
+    }
+    drawCode();
+  };
+  const names = Object.keys(LANGUAGES);
+  names.forEach((name) => {
+    const tab = h("button", { type: "button", role: "tab", id: `code-${name}`, "aria-controls": "code-panel", text: name, on: { click: () => select(name, false) } });
+    tabs.append(tab);
+  });
+  tabs.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (step) select(names[(names.indexOf(language) + step + names.length) % names.length], true);
+  });
+  select(language, false);
+}
+
+// ---- while it runs -------------------------------------------------------------------------------------------------
+
+const newId = () => `ui-${[...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+
+async function send() {
+  if (running) return;
+  const controller = new AbortController();
+  running = { id: newId(), controller, began: performance.now(), first: null, last: null, usage: null, timeline: null };
+  const mine = running;
+  begin();
+  const looking = look(mine);
+  try {
+    const response = await postJson("v1/chat/completions", { ...body(), stream_options: { include_usage: true } }, {
+      headers: { "X-Triptych-Timeline": "true", "X-Request-ID": mine.id },
+      signal: controller.signal,
+    });
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      take(mine, JSON.parse(data));
+    }
+  } catch (error) {
+    if (!controller.signal.aborted) fail(error.message);
+  }
+  mine.ended = performance.now();
+  running = null;
+  await looking;
+  finish(mine, controller.signal.aborted);
+}
+
+function begin() {
+  say(byId("answer-text"), "");
+  say(byId("reasoning"), "");
+  for (const id of ["reasoning", "answer-error", "answer-empty"]) show(byId(id), false);
+  byId("answer-way").replaceChildren();
+  byId("answer-text").classList.add("streaming");
+  byId("send").disabled = true;
+  show(byId("stop"), true);
+  say(byId("answer-state"), "waiting for the first token");
+}
+
+function take(mine, chunk) {
+  if (chunk.error) return fail(chunk.error.message);
+  const delta = chunk.choices?.[0]?.delta ?? {};
+  if (delta.content || delta.reasoning) {
+    mine.last = performance.now();
+    mine.first ??= mine.last;
+    say(byId("answer-state"), "answering");
+  }
+  if (delta.reasoning) {
+    byId("reasoning").append(delta.reasoning);
+    show(byId("reasoning"), true);
+  }
+  if (delta.content) byId("answer-text").append(delta.content);
+  mine.usage = chunk.usage ?? mine.usage;
+  mine.timeline = chunk.timeline ?? mine.timeline;
+}
+
+function fail(message) {
+  say(byId("answer-error"), message);
+  show(byId("answer-error"), true);
+}
+
+/** Shows the timeline so far, again and again, until the request has ended. */
+async function look(mine) {
+  while (running === mine) {
+    await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY));
+    if (running !== mine) return;
+    try {
+      const request = await getJson(`ui/requests/${mine.id}`);
+      if (running === mine) drawWay(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
+    } catch {
+      // it hasn't arrived yet, or has just ended
+    }
+  }
+}
+
+function drawWay(mine, rows, seconds) {
+  if (!rows.length) return;
+  byId("answer-way").replaceChildren(...[figuresOf(mine), waterfall(rows, seconds), whoDidWhat(rows)].filter(Boolean));
+}
+
+function figuresOf(mine) {
+  const fact = (name, value) => h("div", {}, h("dt", { text: name }), h("dd", { text: value }));
+  const tokens = mine.usage?.completion_tokens;
+  const facts = [];
+  if (mine.first !== null) facts.push(fact("First token after", duration((mine.first - mine.began) / 1000)));
+  if (tokens > 1 && mine.last > mine.first) facts.push(fact("Each later token", duration((mine.last - mine.first) / 1000 / (tokens - 1))));
+  if (mine.ended) facts.push(fact("Took", duration((mine.ended - mine.began) / 1000)));
+  if (mine.usage) {
+    facts.push(fact("Prompt", plural(mine.usage.prompt_tokens, "token")), fact("Output", plural(tokens, "token")));
+    const cached = mine.usage.prompt_tokens_details?.cached_tokens;
+    if (cached) facts.push(fact("From the prefix cache", plural(cached, "token")));
+  }
+  return h("dl", { class: "figures answer-figures" }, ...facts);
+}
+
+function finish(mine, wasStopped) {
+  byId("answer-text").classList.remove("streaming");
+  byId("send").disabled = false;
+  show(byId("stop"), false);
+  const failed = !byId("answer-error").hidden;
+  say(byId("answer-state"), wasStopped ? "stopped" : failed ? "failed" : "complete");
+  if (mine.timeline) drawWay(mine, fromAnswer(mine.timeline), (mine.ended - mine.began) / 1000);
+  if (!failed) announce(wasStopped ? "Stopped" : `Answer: ${byId("answer-text").textContent}`);
+  byId("answer-way").append(h("p", {}, h("a", { href: `#requests/${mine.id}`, text: "See it among the requests" })));
+}
+
+function start() {
+  acceptFiles(attachments, byId("playground"), () => !byId("playground").hidden);
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  byId("composer").addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && send());
+  byId("stop").addEventListener("click", () => running?.controller.abort());
+  for (const id of ["question", "max-tokens", "temperature"]) byId(id).addEventListener("input", changed);
+  startTabs();
+}
+
+start();

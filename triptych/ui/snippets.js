@@ -1,0 +1,92 @@
+// A request as code. Texts and names are quoted for the language that they stand in.
+
+const shellQuoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** JSON, indented, with `hole(part)` in place of the address of each media item. */
+function withHoles(body, hole) {
+  const messages = body.messages.map((message) => ({
+    ...message,
+    content: Array.isArray(message.content)
+      ? message.content.map((part) => (part.type === "text" ? part : { type: part.type, [part.type]: { url: hole(part) } }))
+      : message.content,
+  }));
+  return { ...body, messages };
+}
+
+/** `files` names the file of each media item, in order. */
+export function asCurl(base, body, files, needsKey) {
+  let item = 0;
+  const holes = [];
+  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`), null, 2);
+  files.forEach((file, index) => holes.push([`@@${index}@@`, `data:${shellQuoted(file.kind).slice(1, -1)};base64,'"$(base64 -w0 -- ${shellQuoted(file.name)})"'`]));
+  let data = shellQuoted(json);
+  for (const [mark, text] of holes) data = data.replace(mark, () => text);
+  const key = needsKey ? ` \\\n  -H "Authorization: Bearer $TRIPTYCH_API_KEY"` : "";
+  return `curl -N ${base}v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d ${data}`;
+}
+
+export function asPython(base, body, files, needsKey) {
+  let item = 0;
+  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`).messages, null, 4);
+  const messages = files.reduce((text, file, index) => text.replace(`"@@${index}@@"`, () => `data_url(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
+  const key = needsKey ? 'os.environ["TRIPTYCH_API_KEY"]' : '"none"';
+  const reader = files.length
+    ? `def data_url(name, kind):
+    with open(name, "rb") as file:
+        return f"data:{kind};base64,{base64.b64encode(file.read()).decode()}"
+
+
+`
+    : "";
+  return `# pip install openai
+${files.length ? "import base64\n" : ""}${needsKey ? "import os\n" : ""}
+import openai
+
+${reader ? `\n${reader}` : ""}client = openai.OpenAI(base_url="${base}v1", api_key=${key})
+stream = client.chat.completions.create(
+    model=${JSON.stringify(body.model)},
+    messages=${messages.replaceAll("\n", "\n    ")},
+    max_tokens=${body.max_tokens},
+    temperature=${body.temperature},
+    stream=True,
+)
+for chunk in stream:
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)`;
+}
+
+export function asJavaScript(base, body, files, needsKey) {
+  let item = 0;
+  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`).messages, null, 2);
+  const messages = files.reduce((text, file, index) => text.replace(`"@@${index}@@"`, () => `dataUrl(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
+  const key = needsKey ? "process.env.TRIPTYCH_API_KEY" : '"none"';
+  const reader = files.length ? `import { readFileSync } from "node:fs";\n` : "";
+  const helper = files.length ? 'const dataUrl = (name, kind) => `data:${kind};base64,${readFileSync(name).toString("base64")}`;\n' : "";
+  return `// npm install openai
+${reader}import OpenAI from "openai";
+
+${helper}const client = new OpenAI({ baseURL: "${base}v1", apiKey: ${key} });
+const stream = await client.chat.completions.create({
+  model: ${JSON.stringify(body.model)},
+  messages: ${messages.replaceAll("\n", "\n  ")},
+  max_tokens: ${body.max_tokens},
+  temperature: ${body.temperature},
+  stream: true,
+});
+for await (const chunk of stream) process.stdout.write(chunk.choices[0]?.delta.content ?? "");`;
+}
+
+/** A command that repeats a request of the list; its content isn't known, and is left for the reader to fill in. */
+export function repeatCurl(base, request, model, needsKey) {
+  const media = Array.from({ length: request.num_items }, () => ({ type: "image_url", image_url: { url: "URL OF A PICTURE" } }));
+  const content = media.length ? [...media, { type: "text", text: "YOUR TEXT" }] : "YOUR TEXT";
+  const settings = { model, max_tokens: Math.max(1, request.num_tokens) };
+  const bodies = {
+    "/v1/chat/completions": { ...settings, messages: [{ role: "user", content }] },
+    "/v1/completions": { ...settings, prompt: "YOUR TEXT" },
+    "/v1/responses": { model, max_output_tokens: settings.max_tokens, input: "YOUR TEXT" },
+  };
+  const path = request.endpoint in bodies ? request.endpoint : "/v1/chat/completions";
+  const key = needsKey ? ` \\\n  -H "Authorization: Bearer $TRIPTYCH_API_KEY"` : "";
+  return `curl ${base}${path.slice(1)}${key} \\\n  -H 'Content-Type: application/json' \\\n  -d ${shellQuoted(JSON.stringify(bodies[path], null, 2))}`;
+}
