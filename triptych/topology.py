@@ -3,7 +3,8 @@ that runs prefill and decode."""
 
 import enum
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from triptych.errors import TopologyError
@@ -59,6 +60,8 @@ class Role(enum.StrEnum):
         return self.decodes and not self.prefills
 
 
+_ORDER = (Role.E, Role.EP, Role.EPD, Role.P, Role.PD, Role.D)
+"""The order of roles in a topology of instances."""
 _WORK = {
     Stage.ENCODE: "encode, and requests with media could not be answered",
     Stage.PREFILL: "prefill, and no request could be answered",
@@ -117,6 +120,12 @@ class Topology:
 
     def __str__(self) -> str:
         return "".join(f"{count}{role}" for role, count in self.groups)
+
+    @classmethod
+    def of(cls, roles: Iterable[Role]) -> "Topology":
+        """Return the topology of these instances, with roles in the order of their stages. It may lack stages."""
+        counts = Counter(roles)
+        return cls(tuple((role, counts[role]) for role in _ORDER if counts[role]))
 
     def _check(self, text: str) -> None:
         named = [role for role, _ in self.groups]

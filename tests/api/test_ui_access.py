@@ -50,6 +50,8 @@ def test_without_keys_this_machine_sees_the_data(open_frontend: Alone, peer: str
         ("127.0.0.1", {"Host": "127.0.0.1", "Origin": "https://evil.example.org"}),
         ("127.0.0.1", {"Host": "127.0.0.1", "Origin": "https://app.example.org"}),
         ("127.0.0.1", {"Host": "127.0.0.1", "Origin": "null"}),
+        ("127.0.0.1", {"Host": "127.0.0.1", "Sec-Fetch-Site": "cross-site"}),
+        ("127.0.0.1", {"Host": "127.0.0.1", "Sec-Fetch-Site": "same-site"}),
         ("127.0.0.1", {"Host": "127.0.0.1", "X-Forwarded-For": "127.0.0.1"}),
         ("127.0.0.1", {"Host": "127.0.0.1", "Forwarded": "for=192.0.2.7"}),
         ("127.0.0.1", {"Host": "127.0.0.1", "X-Real-IP": "192.0.2.7"}),

@@ -75,6 +75,7 @@ def test_where_prefill_is_apart_requests_wait_for_decode_first() -> None:
     for _ in range(9):
         harness.submit()
     assert [stage.queued for stage in snapshot(harness).stages] == [0, 0, 6]
+    assert snapshot(harness).service.topology == "1P1D"
 
 
 def test_marks_are_bounded_and_probes_are_none() -> None:

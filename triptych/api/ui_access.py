@@ -38,6 +38,8 @@ def is_local(request: Request) -> bool:
     The name in ``Host`` must be of this machine, too. A page of another site whose name has come to mean 127.0.0.1
     (DNS rebinding) is same-origin for the browser, and only ``Host`` tells."""
     headers, client = request.headers, request.client
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return False  # a request without Origin, as of an image of another page: it would take a viewer's place
     if client is None or not _is_loopback(client.host) or any(name in headers for name in FORWARDED):
         return False
     host = headers.get("host", "")

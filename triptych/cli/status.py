@@ -3,7 +3,6 @@
 import argparse
 import math
 import sys
-from collections import Counter
 
 import msgspec
 from rich.console import Console
@@ -17,8 +16,6 @@ from triptych.messages.operations import InstanceStatus, LaunchedInstance, Launc
 from triptych.messages.stats import PoolUsage
 from triptych.topology import Role, Topology
 
-_ORDER = (Role.E, Role.EP, Role.EPD, Role.P, Role.PD, Role.D)
-"""The order of roles in a topology."""
 DEFAULT_WIDTH = 160
 """Columns when the output isn't a terminal: room for each of an instance's pools in one line."""
 
@@ -87,8 +84,7 @@ def _seconds(text: str) -> float:
 def _summary(status: Status) -> str:
     state = "draining" if status.draining else "ready" if status.ready else "not ready"
     change = f"\n{status.change}" if status.change else ""
-    counts = Counter(one.role for one in status.instances if not one.draining)
-    topology = str(Topology(tuple((role, counts[role]) for role in _ORDER if counts[role]))) or "no instances"
+    topology = str(Topology.of(one.role for one in status.instances if not one.draining)) or "no instances"
     return f"{state}, {topology}, {status.requests} requests, model {status.model.digest}{change}"
 
 

@@ -1,7 +1,6 @@
 """Snapshots of a service at work, made of what the router knows."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 from triptych import __version__
@@ -25,7 +24,7 @@ from triptych.router.router import Router
 from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
 from triptych.router.verdict import verdict
-from triptych.topology import Stage
+from triptych.topology import Stage, Topology
 
 MAX_MARKS = 200
 
@@ -82,7 +81,6 @@ class PipelineView:
 
     def _service(self) -> ServiceView:
         router = self._router
-        counts = Counter(lease.role for lease in router.membership)
         why_not = ""
         if router.draining or router.leaving:
             why_not = "the service is shutting down"
@@ -91,7 +89,7 @@ class PipelineView:
         return ServiceView(
             model=self._model,
             version=__version__,
-            topology="".join(f"{count}{role}" for role, count in sorted(counts.items())),
+            topology=str(Topology.of(lease.role for lease in router.membership)),
             ready=not why_not,
             why_not=why_not,
             began=self._began,
