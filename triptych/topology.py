@@ -30,7 +30,7 @@ class Role(enum.StrEnum):
 
     @property
     def stages(self) -> frozenset[Stage]:
-        return frozenset(Stage(letter) for letter in self.value)
+        return _STAGES[self]
 
     @property
     def encodes(self) -> bool:
@@ -60,6 +60,7 @@ class Role(enum.StrEnum):
         return self.decodes and not self.prefills
 
 
+_STAGES = {role: frozenset(Stage(letter) for letter in role.value) for role in Role}
 _ORDER = (Role.E, Role.EP, Role.EPD, Role.P, Role.PD, Role.D)
 """The order of roles in a topology of instances."""
 _WORK = {
