@@ -25,7 +25,7 @@ class ServiceView(Struct, frozen=True):
     """Requests in flight: queued or dispatched."""
 
 
-class StageView(Struct, frozen=True):
+class StageView(Struct, frozen=True, gc=False):
     """One stage: encode, prefill or decode."""
 
     name: str
@@ -39,7 +39,7 @@ class StageView(Struct, frozen=True):
     """Mean busy share of the instances that have the stage."""
 
 
-class PoolView(Struct, frozen=True):
+class PoolView(Struct, frozen=True, gc=False):
     """Use of one of an instance's pools."""
 
     name: str
@@ -48,7 +48,7 @@ class PoolView(Struct, frozen=True):
     cached: int
 
 
-class InstanceView(Struct, frozen=True):
+class InstanceView(Struct, frozen=True, gc=False):
     """One instance, or a process that the supervisor starts, restarts or has given up."""
 
     name: str
@@ -75,7 +75,7 @@ class InstanceView(Struct, frozen=True):
     next_role: str = ""
 
 
-class RequestMark(Struct, frozen=True):
+class RequestMark(Struct, frozen=True, gc=False):
     """A request in flight."""
 
     id: str

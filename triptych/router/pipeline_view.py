@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 from triptych import __version__
 from triptych.messages.operations import LaunchedInstance, LaunchState
@@ -121,30 +122,28 @@ class PipelineView:
                 yield _launched(one)
 
     def _marks(self, now: float) -> list[RequestMark]:
-        marks = []
-        for state in self._router.lifecycle.requests:
-            if state.stream.record.counted:
-                marks.append(self._mark(state, now))
-                if len(marks) == MAX_MARKS:
-                    break
-        return marks
-
-    def _mark(self, state: RequestState, now: float) -> RequestMark:
-        return RequestMark(
-            id=state.http_id,
-            phase=state.phase,
-            instances=self._working(state),
-            since=max(0.0, now - state.entered),
-            num_items=len(state.prompt.items),
-            num_tokens=len(state.generated),
-        )
+        """Return the marks, by position, because they are most of the work of a snapshot."""
+        shown = (state for state in self._router.lifecycle.requests if state.stream.record.counted)
+        return [
+            RequestMark(
+                state.http_id,
+                state.phase,
+                self._working(state),
+                round(now - state.entered, 2),
+                len(state.prompt.items),
+                len(state.generated),
+            )
+            for state in islice(shown, MAX_MARKS)
+        ]
 
     def _working(self, state: RequestState) -> list[str]:
         """Return the names of the instances that work on a request, the one that it waits for first."""
-        working = [one.instance.name for one in (state.prefill, state.decode) if one is not None]
+        names = [] if state.decode is None else [state.decode.instance.name]
+        if state.prefill is not None:
+            names.insert(0, state.prefill.instance.name)
         if state.phase is RequestPhase.ENCODING:
-            working = [*self._router.lifecycle.encodes.working_on(state.id), *working]
-        return working
+            names = [*self._router.lifecycle.encodes.working_on(state.id), *names]
+        return names
 
 
 def _joined(lease: InstanceLease, launched: LaunchedInstance | None) -> InstanceView:
