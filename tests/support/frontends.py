@@ -16,6 +16,7 @@ from triptych.api.app import create_app
 from triptych.api.security import add_security
 from triptych.config import FrontendConfig, ServeConfig
 from triptych.server.frontend import Frontend
+from triptych.server.http_socket import listen
 
 T = TypeVar("T")
 
@@ -60,15 +61,17 @@ class Alone:
 
 
 @contextmanager
-def alone(folder: Path, **settings: Any) -> Iterator[Alone]:
-    """A frontend that serves the model of that folder as soon as instances join, which none does."""
+def alone(folder: Path, *, supervised: bool = False, **settings: Any) -> Iterator[Alone]:
+    """A frontend that serves the model of that folder as soon as instances join, which none does. A ``supervised`` one
+    has its socket from a supervisor, and leaves it to the next frontend."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = FrontendConfig.of(**{"port": 0} | settings)
 
     async def enter() -> Frontend:
-        return await Frontend(ServeConfig(model=folder, frontend=config)).__aenter__()
+        listener = listen(config.http) if supervised else None
+        return await Frontend(ServeConfig(model=folder, frontend=config), listener=listener).__aenter__()
 
     try:
         frontend = asyncio.run_coroutine_threadsafe(enter(), loop).result(30)

@@ -1,0 +1,86 @@
+"""Verdicts on services that are really short of something. The policy by itself is in ``tests/router``."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.harness import FLOAT32
+from tests.support.serving import CHAT, Served, served
+from triptych.engine.loop import EngineLoop
+from triptych.observe.pipeline import Pipeline, Verdict
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def asked(service: Served, count: int, **settings: Any) -> Iterator[None]:
+    """That many requests are in flight, and are given up at the end."""
+    left = threading.Event()
+
+    def ask(number: int) -> None:
+        body = service.body(f"{number} " * 40, stream=True, **settings)
+        with service.client() as client, client.stream("POST", CHAT, json=body) as response:
+            for _ in response.iter_raw():
+                if left.is_set():
+                    return
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def verdict(service: Served, stage: str, says: str) -> Verdict:
+    """The first verdict that names the stage and has these words."""
+    deadline, seen = time.monotonic() + 30, list[str]()
+    with service.client() as client, client.stream("GET", "/ui/events?rate=2") as response:
+        for line in response.iter_lines():
+            if line:
+                found = msgspec.json.decode(line.removeprefix("data: "), type=Pipeline).verdict
+                if found.stage == stage and says in found.sentence:
+                    return found
+                seen.append(found.sentence)
+                assert time.monotonic() < deadline, json.dumps(seen[-10:], indent=1)
+    raise AssertionError("the stream has ended")
+
+
+def slowed(run: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        time.sleep(seconds)
+        return run(*args)
+
+    return slow
+
+
+def test_a_tiny_kv_cache(folder: Path) -> None:
+    engine = replace(FLOAT32, kv_cache_tokens=512)
+    with served(folder, "1PD", engine=engine) as service:
+        service.steps.delay = 0.02
+        with asked(service, 12, max_tokens=150):
+            found = verdict(service, "decode", "the KV cache of pd0 is ")
+        assert "--kv-cache-memory" in found.advice
+
+
+def test_one_slow_decode_instance_of_several(folder: Path) -> None:
+    with served(folder, "1P3D") as service:
+        service.steps.delay = 0.02
+        [slow] = [one for one in service.running.instances if one.name == "d2"]
+        for loop in slow.loops:
+            if isinstance(loop, EngineLoop):
+                loop.runner.run = slowed(loop.runner.run, 0.15)  # type: ignore[method-assign]
+        with asked(service, 12, max_tokens=400):
+            found = verdict(service, "decode", "at d2 and ")
+        assert "d2" in found.advice
