@@ -64,6 +64,17 @@ def test_a_disconnect_while_streaming_releases_everything(service: Served, strea
     wait_for(service.everything_is_back, SOON)
 
 
+def test_a_client_that_pipelines_and_leaves_releases_everything(service: Served) -> None:
+    """The request that is answered isn't the last one that came."""
+    with asking(service, service.body(stream=True, **LONG)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        received = b""
+        while received.count(b"data: ") < 5:
+            received += connection.recv(4096)
+        assert not service.everything_is_back()
+    wait_for(service.everything_is_back, SOON)
+
+
 def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
     """The first request uses nearly all pages, so the second waits for them."""
     with asking(service, service.body("x" * 3000, stream=True, max_tokens=1000)) as first:

@@ -140,6 +140,14 @@ def test_there_is_a_limit_to_viewers_and_those_that_leave_make_room(frontend: Al
             assert next(snapshots(late)).service.version
 
 
+def test_a_viewer_that_pipelines_makes_room_when_it_leaves(frontend: Alone) -> None:
+    viewers = frontend.frontend.service.viewers
+    with open_stream(frontend) as one:
+        one.sendall(HELLO * 2)
+        wait_for(lambda: len(viewers) == 1)
+    wait_for(lambda: not len(viewers))
+
+
 def open_stream(frontend: Alone) -> socket.socket:
     """A viewer that has asked for snapshots, and reads none."""
     one = socket.socket()

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from triptych.api.errors import error_body
 from triptych.api.half_close import HalfCloseWatcher, can_watch
@@ -21,7 +21,8 @@ _STEP = 4096
 class BoundedHttp(HttpToolsProtocol):
     """Closes connections whose request heads are too long or too slow.
 
-    uvicorn treats a client that closes its side as disconnected; here it gets its answer."""
+    uvicorn treats a client that closes its side as disconnected; here it gets its answer. Of a client that leaves, it
+    tells only the last of its requests; here also the one that is being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,6 +30,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._half_closed: HalfCloseWatcher | None = None
+        self._answering: RequestResponseCycle | None = None
+        """The request that is being answered; ``cycle`` is the last that came, which may wait behind it."""
         self._expect_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -48,6 +51,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
+        if (cycle := self._answering) is not None and not cycle.response_complete:
+            # uvicorn only tells the last request that came; a stream before it would go on without a client
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -69,10 +76,16 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._cancel_head_timer()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not HTTP/1.1")
