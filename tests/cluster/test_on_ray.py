@@ -105,7 +105,8 @@ def test_a_crash_loop_has_delays_and_a_last_time(folder: Path, tmp_path: Path) -
         weights.write_bytes(content)
         psutil.Process(pid_of(command, "e0")).kill()
         assert command.end(60) == exit_codes.CONFIG
-        assert re.search("e0 .* ended with exit code 78: .* is another model than the service's: weights", command.text)
+        says = r"instance e0 ended with exit code 78: .* is another model than the service's: weights "
+        assert re.search(says, command.text), command.text
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ UNAVAILABLE_DELAY = 0.5
 """Seconds between two questions to an actor that can't be reached for now."""
 END_SECONDS = 10.0
 """Seconds in which actors are killed at the end; Ray may not answer any more."""
+REACH_SECONDS = 5.0
+"""Seconds in which the cluster's address must accept a connection."""
 CALLS_AT_ONCE = 8
 """Threads of an actor: one waits for news, the others take signals."""
 
@@ -193,10 +195,18 @@ async def serve(connect: Connect) -> None:
     os._exit(0)
 
 
+def _check_address(address: str) -> None:
+    """Raise OSError when nothing listens at HOST:PORT, which takes Ray twenty seconds to say."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+
+
 def main() -> None:
     logs.set_up(logs.LogSettings(process="ray"))
     connect = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Connect)
     try:
+        _check_address(connect.address)
         ray.init(
             address=connect.address,
             namespace=connect.namespace,
@@ -204,7 +214,7 @@ def main() -> None:
             logging_level="ERROR",
             include_dashboard=None,
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         where = "this machine's node" if connect.address == "auto" else connect.address
         logs.fatal(f"no connection to a Ray cluster by {where}: {_first_line(error)}")
         sys.exit(exit_codes.FAILED)
