@@ -163,10 +163,11 @@ class Changes:
                     plan.take_over(frontend)
                     self._cluster.retire(specs[frontend], plan.drain_timeout)
                     self._text = f"{frontend} takes over, with {', '.join(instances)}"
-                case Wait(_, why):
-                    self._text = why
+                case Wait(name, why):
+                    pending = self._cluster.pending(name)
+                    self._text = f"{why}{': ' * bool(pending)}{pending}"
                 case GiveUp(name, why, undo):
-                    how = self._cluster.why_ended(name)
+                    how = self._cluster.why_ended(name) or self._cluster.pending(name)
                     await asyncio.gather(*map(self._cluster.keep_old, undo))
                     return f"{name}: {why}{': ' + how if how else ''}{self._kept(undo)}"
                 case Finish():

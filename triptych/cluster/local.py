@@ -146,7 +146,14 @@ class LocalCluster:
         others = [(one, LaunchState.DRAINING) for one in self._old.values()]
         others += [(one, LaunchState.STARTING) for one in self._new.values() if not self._is_current(one)]
         return kept + [
-            LaunchedInstance(one.spec.name, one.spec.role, state, incarnation=one.incarnation)
+            LaunchedInstance(
+                one.spec.name,
+                one.spec.role,
+                state,
+                incarnation=one.incarnation,
+                node=one.child.node if one.child else "",
+                pending=one.child.pending if one.child else "",
+            )
             for one, state in others
             if not one.has_ended
         ]
@@ -219,6 +226,11 @@ class LocalCluster:
         killing = asyncio.create_task(_kill_after(old, timeout))
         self._killing.add(killing)
         killing.add_done_callback(self._killing.discard)
+
+    def pending(self, name: str) -> str:
+        """Return why the new process of that name doesn't run yet; empty if it does, or there is none."""
+        new = self._new.get(name)
+        return new.child.pending if new is not None and new.child is not None else ""
 
     def why_ended(self, name: str) -> str:
         """Return how the new process of that name ended, if it did so by itself; otherwise the empty string."""
