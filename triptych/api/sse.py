@@ -51,22 +51,24 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._send_timeout = send_timeout
-        self._ended = ended or asyncio.Event()
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
         disconnect = asyncio.create_task(disconnected(receive))
-        ended = asyncio.create_task(self._ended.wait())
+        tasks = [sending, disconnect]
+        if self._ended is not None:
+            tasks.append(asyncio.create_task(_wait(self._ended)))
         try:
-            await asyncio.wait({sending, disconnect, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not (sending.done() or disconnect.done()):
                 await asyncio.wait({sending, disconnect}, timeout=LAST_EVENT, return_when=asyncio.FIRST_COMPLETED)
             if sending.done() and not disconnect.done():
                 sending.result()
         finally:
-            for task in (sending, disconnect, ended):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(sending, disconnect, ended, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -79,6 +81,10 @@ class EventStream(Response):
                     log.info("a stream's client read nothing for %g s", self._send_timeout)
                     return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def disconnected(receive: Receive) -> None:
