@@ -6,6 +6,11 @@ from dataclasses import replace
 from triptych.config import HttpConfig, TlsConfig
 from triptych.errors import StartError
 
+VANISHED_SECONDS = 60.0
+"""Seconds beyond ``client_timeout`` after which a connection is closed if its client acknowledges nothing. One that
+vanished without a word, such as a laptop that sleeps, would hold its request for a quarter of an hour."""
+MAX_PATIENCE = 10**6
+"""Seconds; the kernel takes milliseconds in 31 bits."""
 BACKLOG = 2048
 """Connections that wait to be accepted, as while the frontend is started again; the kernel may allow fewer."""
 
@@ -34,6 +39,9 @@ def listen(http: HttpConfig, *, shared: bool = False, joins: bool = False) -> so
     listener = reserve(http.host, http.port, joins=joins)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        # connections inherit it; clients that are slow have less time
+        patience = min(http.client_timeout + VANISHED_SECONDS, MAX_PATIENCE)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(patience * 1000))
         # a port that another process has bound but doesn't yet listen on is only refused here
         listener.listen(BACKLOG)
     except OSError as error:
