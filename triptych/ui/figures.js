@@ -6,6 +6,7 @@ import { address, getJson } from "./net.js";
 
 const EVERY = 5000; // milliseconds between two looks
 const HOUR = 3600;
+const SHORTEST = 300; // seconds that charts show at least
 
 const perSecond = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const at = (list, index) => (list.length > index ? list[index] : null);
@@ -213,10 +214,17 @@ class Chart {
       padding: [10, 24, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 7 } },
-      scales: { x: { range: () => [Date.now() / 1000 - HOUR, Date.now() / 1000] }, y: { range: (_, __, max) => [0, top(max ?? 0)] } },
+      scales: { x: { range: () => this.span() }, y: { range: (_, __, max) => [0, top(max ?? 0)] } },
       axes: [{ ...axis, space: 70, size: 28, values: (_, ticks) => ticks.map(hourAndMinute) }, { ...axis, size: 62, space: 36, values: (_, ticks) => ticks.map((tick) => chart.format(tick)) }],
       series: [{}, ...chart.series.map(([label, variable], index) => this.series(label, colour(variable), index))],
     };
+  }
+
+  /** The last hour, or less while there are no figures of most of it. */
+  span() {
+    const now = Date.now() / 1000;
+    const first = this.data[0][0] ?? now;
+    return [Math.max(now - HOUR, Math.min(first, now - SHORTEST)), now];
   }
 
   series(label, stroke, index) {

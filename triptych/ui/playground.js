@@ -114,7 +114,7 @@ const newId = () => `ui-${[...crypto.getRandomValues(new Uint8Array(12))].map((b
 async function send() {
   if (running) return;
   const controller = new AbortController();
-  running = { id: newId(), controller, began: performance.now(), first: null, last: null, usage: null, timeline: null };
+  running = { id: newId(), controller, began: performance.now(), first: null, usage: null, timeline: null };
   const mine = running;
   begin();
   const looking = look(mine);
@@ -151,8 +151,7 @@ function take(mine, chunk) {
   if (chunk.error) return fail(chunk.error.message);
   const delta = chunk.choices?.[0]?.delta ?? {};
   if (delta.content || delta.reasoning) {
-    mine.last = performance.now();
-    mine.first ??= mine.last;
+    mine.first ??= performance.now();
     say(byId("answer-state"), "answering");
   }
   if (delta.reasoning) {
@@ -193,7 +192,8 @@ function figuresOf(mine) {
   const tokens = mine.usage?.completion_tokens;
   const facts = [];
   if (mine.first !== null) facts.push(fact("First token after", duration((mine.first - mine.began) / 1000)));
-  if (tokens > 1 && mine.last > mine.first) facts.push(fact("Each later token", duration((mine.last - mine.first) / 1000 / (tokens - 1))));
+  const decode = mine.timeline?.filter((one) => one.stage === "decode").reduce((sum, one) => sum + one.end_ms - one.start_ms, 0);
+  if (tokens > 1 && decode) facts.push(fact("Each later token", duration(decode / 1000 / (tokens - 1))));
   if (mine.ended) facts.push(fact("Took", duration((mine.ended - mine.began) / 1000)));
   if (mine.usage) {
     facts.push(fact("Prompt", plural(mine.usage.prompt_tokens, "token")), fact("Output", plural(tokens, "token")));

@@ -48,6 +48,7 @@ async function refresh(force = false) {
     try {
       const found = await getJson(`ui/requests?${query}`);
       reconcile(rows, byId("request-rows"), found, (one) => one.id + one.began, (one) => new Row(one));
+      found.sort((a, b) => b.began - a.began);
       addClients(found);
       say(byId("requests-empty"), found.length ? "" : query.size > 1 ? "No request matches." : "No request yet.");
       show(byId("requests-empty"), found.length === 0);
@@ -150,7 +151,8 @@ function detailOf(request) {
       rows.length ? save : null,
       request.trace_id ? h("span", {}, h("span", { class: "label", text: "Trace " }), h("code", { text: request.trace_id }), trace) : null,
     ),
-    h("div", { class: "snippet" }, h("p", { class: "label", text: "Repeat it (its content isn't kept)" }), h("pre", { tabindex: 0, text: curl }), copyButton(() => curl, "the command")),
+    h("p", { class: "label", text: "Repeat it (its content isn't kept)" }),
+    h("div", { class: "snippet" }, h("pre", { tabindex: 0, text: curl }), copyButton(() => curl, "the command")),
   ].filter(Boolean);
 }
 
