@@ -12,6 +12,12 @@ ARG EXTRAS=nixl,otel
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+# first, since they take minutes, and change less often than the rest: the wheel takes them from the user's cache
+COPY triptych/__init__.py triptych/user_cache.py ./triptych/
+COPY triptych/layers/__init__.py triptych/layers/kernel_variants.py ./triptych/layers/
+COPY triptych/layers/kernels ./triptych/layers/kernels
+RUN python3 -c "from triptych.layers.kernel_variants import compile_all, find_compiler; \
+    from triptych.user_cache import user_cache; print(*compile_all(find_compiler(), user_cache()), sep='\n')"
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY deploy/docker/constraints.txt ./
 COPY triptych ./triptych
