@@ -30,6 +30,7 @@ SETS: dict[str, list[Path | str]] = {
     "narrow": [
         'networkPolicy.clients=[{"namespaceSelector":{"matchLabels":{"team":"chat"}}}]',
         'model={"path":"demo","servedName":"demo"}',
+        "frontend.ui=false",
         'podAnnotations={"example.com/a":"b"}',
         'image.pullSecrets=["registry"]',
         'frontend.affinity={"podAntiAffinity":{}}',
