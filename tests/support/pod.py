@@ -2,7 +2,6 @@
 them. Its root file system is read-only, and it has no capabilities; it runs as root, for want of an image."""
 
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -36,14 +35,12 @@ done
 mount -t tmpfs tmpfs /dev/shm
 mount --bind {VOLUMES}/tmp /tmp
 mount -o remount,bind,ro /
-exec $APART setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 """
 _UNCHECKED = ssl.create_default_context()
 """A kubelet doesn't check certificates."""
 _UNCHECKED.check_hostname = False
 _UNCHECKED.verify_mode = ssl.CERT_NONE
-_APART = "unshare --pid --fork --kill-child --mount-proc"
-"""For a shell, which starts other processes: all of them end with it, and it sees no others."""
 
 
 @dataclass(eq=False)
@@ -98,7 +95,7 @@ class Pod:
                     for item in source["secret"]["items"]:
                         (path / item["path"]).write_text(self.secrets[item["key"]])
                         (path / item["path"]).chmod(volume["projected"]["defaultMode"])
-        for init in self.template["spec"].get("initContainers", ()):
+        for init in self.template["spec"]["initContainers"]:
             run_command(self._words(init), timeout=20)
         self._run()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -118,7 +115,7 @@ class Pod:
         if command[0] == "triptych":
             command[:1] = [sys.executable, "-m", "triptych"]
         known = {"POD_IP": self.host.address, "POD_NAME": self.name}
-        variables = {one["name"]: self._value(one, known) for one in container.get("env", ())}
+        variables = {one["name"]: one.get("value", known.get(one["name"], "")) for one in container.get("env", ())}
         for name, value in known.items():
             command = [word.replace(f"$({name})", value) for word in command]
         for mount in container["volumeMounts"]:
@@ -128,16 +125,9 @@ class Pod:
                 variables = {
                     name: f"{VOLUMES}/{volume}" if value == where else value for name, value in variables.items()
                 }
-        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT), **variables}
-        environment |= {"POD": str(self.folder), "APART": _APART if Path(command[0]).name == "bash" else ""}
-        given = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **variables}
+        given = ["env", "-i", *(f"{name}={value}" for name, value in environment.items()), f"POD={self.folder}"]
         return [ip_command(), "netns", "exec", self.host.namespace, *given, "sh", "-c", _SET_UP, "sh", *command]
-
-    def _value(self, variable: Document, known: Mapping[str, str]) -> str:
-        """The value of a variable of a container's environment."""
-        if reference := variable.get("valueFrom", {}).get("secretKeyRef"):
-            return self.secrets[reference["key"]]
-        return str(variable.get("value", known.get(variable["name"], "")))
 
     # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +143,7 @@ class Pod:
                 failures = 0
                 continue
             if not self._started:
-                startup = self.container.get("startupProbe", self.container["readinessProbe"])
+                startup = self.container["startupProbe"]
                 self._started = self._passes(startup)
                 failures = 0 if self._started else failures + 1
                 limit = startup.get("failureThreshold", 3) * SPEED  # counted in the manifest's own periods
@@ -169,15 +159,11 @@ class Pod:
                 failures = 0
 
     def _period(self) -> float:
-        name = "startupProbe" if not self._started and "startupProbe" in self.container else "readinessProbe"
+        name = "readinessProbe" if self._started else "startupProbe"
         return float(self.container[name].get("periodSeconds", 10))
 
     def _passes(self, probe: Document) -> bool:
         ports = {one["name"]: one["containerPort"] for one in self.container["ports"]}
-        if where := probe.get("tcpSocket"):
-            with suppress(OSError), socket.create_connection((self.host.address, ports[where["port"]]), 1):
-                return True
-            return False
         get = probe["httpGet"]
         url = f"{self.scheme}://{self.host.address}:{ports[get['port']]}{get['path']}"
         with suppress(httpx.HTTPError):

@@ -39,8 +39,6 @@ class Pods:
     """What Secrets have under each of their keys."""
     running: dict[str, Pod] = field(default_factory=dict)
     ended: list[Pod] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Names of Services, and the pods that they stand for."""
     _services: dict[str, str] = field(default_factory=dict)
     """The headless Services by which pods have names."""
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(10))
@@ -61,8 +59,6 @@ class Pods:
         """Tell all pods the names. Files are written in place, since those that run have them mounted."""
         self._services.update({name: service for name in self.running if service and name not in self._services})
         lines = ["127.0.0.1 localhost"]
-        found = {alias: self.running[pod] for alias, pod in self.aliases.items() if pod in self.running}
-        lines += [f"{pod.host.address} {alias}" for alias, pod in found.items()]
         for name, pod in self.running.items():
             if name in self._services:
                 lines.append(f"{pod.host.address} {name}.{self._services[name]}")
