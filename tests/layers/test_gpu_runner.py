@@ -37,10 +37,10 @@ from tests.support.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
 from triptych.engine.gpu_runner import GpuRunner
 
-POOL = 11
+POOL = 10
 LENGTHS = [7, 13, 1, 9, 20, 5, 2]
 SAMPLINGS = [
-    SamplingParams(max_tokens=4 + index // 2, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))
+    SamplingParams(max_tokens=4 + index % 4, temperature=index % 3 * 0.5, seed=index) for index in range(len(LENGTHS))
 ]
 
 
