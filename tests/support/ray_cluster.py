@@ -22,6 +22,8 @@ HEALTH_CHECKS = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+SETTINGS = HEALTH_CHECKS | {"gcs_rpc_server_reconnect_timeout_s": 10}
+"""With the seconds after which nodes end by themselves without their head; 60 by default."""
 MEMORY = 80_000_000
 """Bytes of a node's object store, the least that Ray allows: nothing is in it."""
 
@@ -32,10 +34,18 @@ class RayCluster:
 
     address: str
     raylets: list[int]
+    head: list[int]
+    """Process ids of the head, its control store among them."""
 
     def raylet_of(self, pid: int) -> int:
         """The raylet whose node a process is on."""
         return next(parent.pid for parent in psutil.Process(pid).parents() if parent.pid in self.raylets)
+
+    def kill_head(self) -> None:
+        """Kill the head's processes at once; the nodes stay."""
+        for pid in self.head:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
 
     def kill_node(self, raylet: int) -> None:
         """Kill all of a node's processes at once, as if its machine had lost power."""
@@ -82,7 +92,7 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ray.cluster_utils import Cluster
-    head = {"num_cpus": 0, "object_store_memory": MEMORY, "include_dashboard": False, "_system_config": HEALTH_CHECKS}
+    head = {"num_cpus": 0, "object_store_memory": MEMORY, "include_dashboard": False, "_system_config": SETTINGS}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     raylets = []
     for resources in json.loads(sys.argv[1]):
@@ -90,7 +100,8 @@ def main() -> None:
         node = cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=MEMORY, wait=False)
         raylets += [info.process.pid for info in node.all_processes["raylet"]]
     cluster.wait_for_nodes()
-    print(json.dumps({"address": cluster.address, "raylets": raylets}), flush=True)
+    ours = [info.process.pid for infos in cluster.head_node.all_processes.values() for info in infos]
+    print(json.dumps({"address": cluster.address, "raylets": raylets, "head": ours}), flush=True)
     sys.stdin.read()  # ends with the test, also with one that is killed
     cluster.shutdown()
 
