@@ -16,12 +16,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from rich.text import Text
 
 from triptych import exit_codes
 from triptych.cli import flags
-from triptych.cli.asking import show_answer
+from triptych.cli.asking import client_of, show_answer
 from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
@@ -80,14 +81,17 @@ def _convert(gguf: Path, out: Path) -> None:
 
 async def talk(config: ServeConfig, topology: Topology, console: Console) -> int:
     """Serve the model, ask the first question and, on a terminal, what is typed. Returns the exit status."""
-    async with started(config, topology, console, verbose=False) as service:
+    async with (
+        started(config, topology, console, verbose=False) as service,
+        client_of(service.url, config.frontend) as client,
+    ):
         console.print(f"{NAME} is served as [bold]{topology}[/] on {service.url}")
         messages: list[dict[str, str]] = []
         question = FIRST_QUESTION
         console.print(Text(f"\n{question}", style="bold"))
         while question:
             messages.append({"role": "user", "content": question})
-            answer = await _answer(service, messages, console)
+            answer = await _answer(service, client, messages, console)
             if answer is None:
                 return 1
             messages.append({"role": "assistant", "content": answer})
@@ -95,9 +99,11 @@ async def talk(config: ServeConfig, topology: Topology, console: Console) -> int
         return 0
 
 
-async def _answer(service: LocalService, messages: list[dict[str, str]], console: Console) -> str | None:
+async def _answer(
+    service: LocalService, client: httpx.AsyncClient, messages: list[dict[str, str]], console: Console
+) -> str | None:
     body = {"model": NAME, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 256}
-    return await unless_lost(service.lost, show_answer(service.url, body, console))
+    return await unless_lost(service.lost, show_answer(client, body, console))
 
 
 async def next_question(console: Console) -> str:

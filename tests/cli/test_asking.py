@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,9 +22,12 @@ Start = Callable[[str], None]
 
 class _Service(http.server.BaseHTTPRequestHandler):
     status, kind, body = 200, "text/event-stream", b""
+    authorized: ClassVar[list[str | None]] = []
+    """The header of each request."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        self.authorized.append(self.headers["Authorization"])
         self.send_response(self.status)
         self.send_header("Content-Type", self.kind)
         self.end_headers()
@@ -166,3 +169,14 @@ def test_files_are_sent_as_what_they_are_called(tmp_path: Path, name: str, kind:
     assert part["type"] == kind
     assert part[kind]["url"].endswith(";base64,eA==")
     assert question == {"type": "text", "text": "What?"}
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_the_question_is_asked_with_a_key_of_the_service(
+    serve: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    serve(200, events(said("A star")) + "data: [DONE]\n\n")
+    monkeypatch.setattr(_Service, "authorized", [])
+    with pytest.raises(SystemExit):
+        main([*commands(command), "--api-key", "first,second"])
+    assert set(_Service.authorized) == {"Bearer first"}

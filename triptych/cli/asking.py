@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 
 from triptych.cli.waterfall import waterfall
+from triptych.config import FrontendConfig
 from triptych.errors import ConfigError, StartError
 from triptych.observe.timeline import TIMELINE_HEADER
 
@@ -26,13 +27,25 @@ def request_body(model: str, files: Sequence[str | Path], question: str, **setti
     return {"model": model, "messages": [message], "stream": True} | settings
 
 
-async def show_answer(url: str, body: dict[str, Any], console: Console) -> str | None:
+def client_of(url: str, frontend: FrontendConfig) -> httpx.AsyncClient:
+    """Return a client of a service that this command has started, with one of its keys if it has any."""
+    keys = frontend.auth.api_keys()
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {keys[0]}"} if keys else {},
+        trust_env=False,
+        verify=False,  # noqa: S501 - the certificate may be for another name than this machine's loopback
+        timeout=httpx.Timeout(None, connect=10.0),
+    )
+
+
+async def show_answer(client: httpx.AsyncClient, body: dict[str, Any], console: Console) -> str | None:
     """Write the answer to standard output as it comes, then the timeline to ``console``. Returns the answer, or None
     when the service reports an error, which is shown. Raises StartError for an invalid or missing response."""
     answer: list[str] = []
     last: dict[str, Any] = {}
     try:
-        async with aclosing(_chunks(url, body)) as chunks:
+        async with aclosing(_chunks(client, body)) as chunks:
             async for last in chunks:
                 for choice in last.get("choices", ()):
                     answer.append(choice["delta"].get("content", ""))
@@ -49,14 +62,11 @@ async def show_answer(url: str, body: dict[str, Any], console: Console) -> str |
     return "".join(answer)
 
 
-async def _chunks(url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of the response; an error is the last. Raises StartError when it is missing or incomplete."""
-    timeout = httpx.Timeout(None, connect=10.0)
+    url, headers = str(client.base_url).rstrip("/"), {TIMELINE_HEADER: "true"}
     try:
-        async with (
-            httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout) as client,
-            client.stream("POST", "/v1/chat/completions", json=body, headers={TIMELINE_HEADER: "true"}) as response,
-        ):
+        async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
                 yield _parsed(url, (await response.aread()).decode(errors="replace"))
                 return

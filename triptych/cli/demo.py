@@ -13,7 +13,7 @@ import httpx
 from rich.console import Console
 
 from triptych.cli import flags
-from triptych.cli.asking import request_body, show_answer
+from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.gentle_load import Tally, keep_asking
 from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
@@ -77,23 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, opens: bool) -> int:
     """Ask questions until interrupted, for the page to show."""
     console, tally = Console(stderr=True), Tally()
-    keys = config.frontend.auth.api_keys()
     async with started(config, topology, console, verbose) as service:
         page = f"{service.url}/ui"
         print(f"The demo model is served as {topology}. See it at work, until Ctrl-C ends it:\n")
         print(f"  {page}\n  triptych top --url {service.url}\n", flush=True)
         if opens and not await asyncio.to_thread(webbrowser.open, page):
             console.print("no browser could be opened")
-        # its own service, whose certificate may be for another name
-        async with httpx.AsyncClient(
-            base_url=service.url,
-            headers={"authorization": f"Bearer {keys[0]}"} if keys else {},
-            trust_env=False,
-            verify=False,  # noqa: S501
-            timeout=config.frontend.admission.request_timeout,
-        ) as http:
+        async with client_of(service.url, config.frontend) as client:
             try:
-                asking = keep_asking(http, flags.DEMO, tally, random.Random())
+                asking = keep_asking(client, flags.DEMO, tally, random.Random())
                 await unless_lost(service.lost, asking)
             finally:
                 console.print(str(tally), markup=False)
@@ -103,9 +95,12 @@ async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, 
 async def _run(config: ServeConfig, topology: Topology, count: int, verbose: bool) -> int:
     console = Console(stderr=True)
     questions = json.loads((PICTURES_DIR / "questions.json").read_text())
-    async with started(config, topology, console, verbose) as service:
+    async with (
+        started(config, topology, console, verbose) as service,
+        client_of(service.url, config.frontend) as client,
+    ):
         console.print(f"The demo model is served as [bold]{topology}[/] on {service.url}")
-        answers = [await _ask(service, entry, console) for entry in questions[:count]]
+        answers = [await _ask(service, client, entry, console) for entry in questions[:count]]
         right = sum(answer == entry["answer"] for answer, entry in zip(answers, questions, strict=False))
         console.print(f"\n{right} of {len(answers)} answers are right\n")
         entry = next(entry for entry in questions if entry["pictures"][0].endswith(".png"))
@@ -116,8 +111,8 @@ async def _run(config: ServeConfig, topology: Topology, count: int, verbose: boo
         return 1 if None in answers else 0
 
 
-async def _ask(service: LocalService, entry: dict[str, Any], console: Console) -> str | None:
+async def _ask(service: LocalService, client: httpx.AsyncClient, entry: dict[str, Any], console: Console) -> str | None:
     console.print(f"\n[bold]{', '.join(entry['pictures'])}[/]: {entry['question']}")
     pictures = [PICTURES_DIR / name for name in entry["pictures"]]
     body = request_body(flags.DEMO, pictures, entry["question"])
-    return await unless_lost(service.lost, show_answer(service.url, body, console))
+    return await unless_lost(service.lost, show_answer(client, body, console))

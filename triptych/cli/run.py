@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from triptych.cli import flags
-from triptych.cli.asking import request_body, show_answer
+from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.starting import started
 from triptych.cluster.service import unless_lost
 from triptych.config import ServeConfig
@@ -49,6 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:
     console = Console(stderr=True)
-    async with started(config, topology, console, verbose) as service:
-        answer = await unless_lost(service.lost, show_answer(service.url, body, console))
+    async with (
+        started(config, topology, console, verbose) as service,
+        client_of(service.url, config.frontend) as client,
+    ):
+        answer = await unless_lost(service.lost, show_answer(client, body, console))
         return 1 if answer is None else 0
