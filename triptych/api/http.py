@@ -34,6 +34,17 @@ class BoundedHttp(HttpToolsProtocol):
         """The request that is being answered; ``cycle`` is the last that came, which may wait behind it."""
         self._expect_head()
 
+    def end_soon(self, idle: float) -> None:
+        """End the connection after its next response or, without one, once it has been idle for ``idle`` seconds.
+
+        Responses that haven't begun say so. Those that have can't, so that the client may send another request."""
+        self.timeout_keep_alive = idle  # type: ignore[assignment]  # seconds, which needn't be whole
+        if self.cycle is None or self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(idle, self.timeout_keep_alive_handler)
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection for the answer to a complete request. HTTP/1.0 has no interim response to probe with."""
         cycle = self.cycle

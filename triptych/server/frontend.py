@@ -45,7 +45,7 @@ LAST_RESPONSES = 1
 
 
 LAST_REQUESTS = 0.5
-"""Seconds for requests that clients have sent on idle connections to arrive, before these are closed."""
+"""Seconds that an idle connection stays open at the end, for a request that its client may just have sent."""
 MAX_WAIT = 5.0
 """Most seconds until a frontend that was started again accepts connections, with or without instances."""
 _CLOSE = (b"connection", b"close")
@@ -226,9 +226,12 @@ class Frontend:
         self._server.config.encoded_headers.append(_CLOSE)
         state = self._server.server_state
         state.default_headers = [*state.default_headers, _CLOSE]
-        await asyncio.sleep(LAST_REQUESTS)
-        for connection in list(state.connections):
-            connection.shutdown()  # at once, or after the response
+        ending = set(state.connections)
+        for connection in ending:
+            assert isinstance(connection, BoundedHttp)
+            connection.end_soon(LAST_REQUESTS)
+        while ending & state.connections:
+            await asyncio.sleep(TICK / 2)
         await self._wait_until_idle()
 
     async def _wait_until_idle(self) -> None:
