@@ -119,6 +119,7 @@ def comparison(model: Path, *more: str | Path) -> list[str]:
     return [sys.executable, "-m", "bench.peers", "--model", str(model), *load, *map(str, more)]
 
 
+@pytest.mark.slow
 def test_rows_that_fail_leave_the_others(model: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "peers.json", tmp_path / "peers.md"
     rows: list[str | Path] = ["--triptych", "--no-such-flag 1", "--dtype float32 --threads 1", "--vllm", tmp_path]

@@ -63,7 +63,7 @@ def kept_by_definition(logits: np.ndarray, one: SamplingParams) -> dict[int, flo
     return {token: weight / total for token, weight in kept.items()}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**63 - 1),
     top_k=st.integers(0, 12),
@@ -88,7 +88,7 @@ def test_tokens_follow_the_limited_cumulative_distribution(
         assert before - 1e-6 <= uniform(seed, index) <= before + kept[token] + 1e-6
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**63 - 1),
     temperature=st.sampled_from([0.0, 0.3, 2.0]),

@@ -98,6 +98,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(
         torch.testing.assert_close(*logprobs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], plain: Decoder) -> None:
     """Two ranks over gloo, each with its graphs; rank 0 samples."""
     folder, recorder, few = checkpoint_folder(), Recorder(), 3
