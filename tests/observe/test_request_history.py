@@ -113,7 +113,7 @@ def test_goodput_is_against_the_viewers_objective() -> None:
     assert (bucket.num_ended, bucket.num_failed, bucket.num_good, bucket.num_tokens) == (11, 1, 4, 110)
     assert bucket.time_to_first_token == pytest.approx([0.6, 0.9])
     assert bucket.time_per_token == pytest.approx([0.06, 0.09])
-    assert bucket.prefix_hit_rate == pytest.approx(400 / 1100)
+    assert bucket.prefix_hit_rate == pytest.approx(0.4)
     assert bucket.encode_hit_rate == 1.0
     [bucket] = history.figures.figures(BEGAN + 5, 9.0, 0.035).buckets
     assert bucket.num_good == 3
@@ -123,8 +123,15 @@ def test_items_that_were_encoded_were_not_cached() -> None:
     history = RequestHistory()
     made = record()
     made.generations[0].add([Interval("encode", BEGAN, BEGAN + 0.1)], "e0", item=1)
-    ended(history, made)
+    ended(history, made, record(first=None, status=503))
     assert history.figures.figures(BEGAN, 1.0, 1.0).buckets[0].encode_hit_rate == 0.5
+
+
+def test_requests_that_reached_no_cache_say_nothing_about_caches() -> None:
+    history = RequestHistory()
+    ended(history, record(first=None, status=503), record(first=None, status=400))
+    [bucket] = history.figures.figures(BEGAN, 1.0, 1.0).buckets
+    assert (bucket.num_ended, bucket.prefix_hit_rate, bucket.encode_hit_rate) == (2, None, None)
 
 
 def test_an_hour_is_kept_and_no_more_however_many_requests_end() -> None:

@@ -30,6 +30,7 @@ class _Counts:
     """Answered requests, whose times are known."""
     tokens: int = 0
     prompt: int = 0
+    """Of answered requests, as are the counts below: others may have ended before they reached a cache."""
     reused: int = 0
     items: int = 0
     encoded: int = 0
@@ -46,13 +47,13 @@ class _Span:
         counts.ended += 1
         counts.failed += is_failed(view)
         counts.tokens += view.num_tokens
+        if view.time_to_first_token is None or is_failed(view):
+            return
+        counts.measured += 1
         counts.prompt += view.num_prompt
         counts.reused += view.num_reused
         counts.items += view.num_items
         counts.encoded += len({one.item for one in view.timeline if one.stage == "encode"})
-        if view.time_to_first_token is None or is_failed(view):
-            return
-        counts.measured += 1
         times = view.time_to_first_token, view.time_per_token
         if len(self.samples) < MAX_SAMPLES:
             self.samples.append(times)
