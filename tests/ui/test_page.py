@@ -152,9 +152,11 @@ def test_requests_are_filtered(browser: Browser, service: Served) -> None:
         viewer.open("requests")
         statuses = page.locator("#request-rows .status")
         expect(statuses.first).to_have_text("404 UnknownModel")
+        expect(statuses.first).to_have_attribute("data-kind", "")  # the request's fault is no failure of the service
         page.get_by_label("Status").select_option("answered")
         expect(page.locator("#request-rows").get_by_text("404 UnknownModel")).to_have_count(0)
         expect(statuses.first).to_have_text("200")
+        expect(statuses.first).to_have_attribute("data-kind", "ok")
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, tmp_path: Path) -> None:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from triptych.observe.pipeline import Figures, FiguresBucket, RequestView
+from triptych.observe.pipeline import FAILED, Figures, FiguresBucket, RequestView
 
 STEP = 30.0
 """Seconds of a span."""
 NUM_SPANS = 120
 MAX_SAMPLES = 200
 """Requests of a span whose times are kept; of more, a random choice."""
-MANY_REQUESTS = 429
-"""HTTP status of a request that the service rejects because of its client's load."""
 
 Times = tuple[float, float | None]
 """Seconds to the first token, and seconds for each further one; None without any."""
@@ -45,9 +43,9 @@ class _Span:
     def add(self, view: RequestView) -> None:
         counts = self.counts
         counts.ended += 1
-        counts.failed += is_failed(view)
+        counts.failed += view.state == FAILED
         counts.tokens += view.num_tokens
-        if view.time_to_first_token is None or is_failed(view):
+        if view.time_to_first_token is None or view.state == FAILED:
             return
         counts.measured += 1
         counts.prompt += view.num_prompt
@@ -101,11 +99,6 @@ class FigureLog:
         further one, are at most these, in seconds."""
         recent = [span for span in self._spans if span.began > now - STEP * NUM_SPANS]
         return Figures(STEP, [span.bucket(to_first, to_next) for span in recent])
-
-
-def is_failed(view: RequestView) -> bool:
-    """Return whether the service failed or rejected a request. Errors of the request itself don't count."""
-    return view.status >= 500 or view.status == MANY_REQUESTS or view.finish_reason == "error"
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:

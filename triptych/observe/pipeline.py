@@ -8,6 +8,10 @@ from msgspec import Struct
 
 from triptych.observe.timeline import Interval
 
+RUNNING, OK, FAILED = "running", "ok", "failed"
+"""States of a request: in flight, answered, and failed or rejected by the service. A request that is refused for what
+it asks, or whose client is gone before there is a status, has none of them."""
+
 
 class ServiceView(Struct, frozen=True):
     """What is served, and whether it can be."""
@@ -138,6 +142,8 @@ class RequestView(Struct, frozen=True):
     seconds: float
     """So far, or in all."""
     ended: bool
+    state: str
+    """``RUNNING``, ``OK``, ``FAILED`` or, for none of them, empty."""
     status: int
     """HTTP status; 0 without one."""
     error: str

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from triptych.observe.figures import FigureLog, is_failed
-from triptych.observe.pipeline import RequestView
+from triptych.observe.figures import FigureLog
+from triptych.observe.pipeline import FAILED, OK, RUNNING, RequestView
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
 
 MAX_ENDED = 500
 MAX_INTERVALS = 256
 """Intervals of a request that are kept, the longest ones."""
-RUNNING, OK, FAILED = "running", "ok", "failed"
-"""What requests may be filtered by, besides the number of an HTTP status. A request that is refused for what it asks is
-neither ok nor failed."""
+MANY_REQUESTS = 429
+"""HTTP status of a request that the service rejects because of its client's load."""
 
 _SALT = secrets.token_bytes(32)
 
@@ -62,6 +61,7 @@ def view_of(record: RequestRecord, now: float) -> RequestView:
     num_further = sum(one.num_tokens - 1 for one in further)
     timeline = _longest(record.timeline())
     reasons = dict.fromkeys(one.finish_reason for one in generations if one.finish_reason)
+    finish_reason = "error" if "error" in reasons else ", ".join(reasons)
     return RequestView(
         id=record.id,
         client=client_name(record.client),
@@ -69,9 +69,10 @@ def view_of(record: RequestRecord, now: float) -> RequestView:
         began=record.began,
         seconds=now - record.began,
         ended=bool(record.ended),
+        state=_state(record, finish_reason),
         status=record.status,
         error=record.error or next((one.error for one in generations if one.error), ""),
-        finish_reason="error" if "error" in reasons else ", ".join(reasons),
+        finish_reason=finish_reason,
         num_prompt=max((one.num_prompt for one in generations), default=0),
         num_items=max((one.num_items for one in generations), default=0),
         num_tokens=sum(one.num_tokens for one in generations),
@@ -86,16 +87,21 @@ def view_of(record: RequestRecord, now: float) -> RequestView:
 
 def matches(view: RequestView, status: str) -> bool:
     """Return whether a request has that status: ``RUNNING``, ``OK``, ``FAILED``, or the number of an HTTP status."""
-    if status in (RUNNING, OK, FAILED):
-        state = RUNNING if not view.ended else FAILED if is_failed(view) else OK if view.status == 200 else ""
-        return state == status
-    return str(view.status) == status
+    return status in (view.state or None, str(view.status))
 
 
 def client_name(client: str) -> str:
     """Return a name for a client that means nothing outside this process: other clients may see it."""
     kind, _, _ = client.partition(" ")
     return f"{kind} {blake3(client.encode(), key=_SALT).hexdigest(4)}"
+
+
+def _state(record: RequestRecord, finish_reason: str) -> str:
+    if not record.ended:
+        return RUNNING
+    if record.status >= 500 or record.status == MANY_REQUESTS or finish_reason == "error":
+        return FAILED
+    return OK if record.status == 200 else ""
 
 
 def _longest(intervals: list[Interval]) -> list[Interval]:

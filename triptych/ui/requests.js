@@ -31,11 +31,10 @@ export function leave() {
   clearTimeout(timer);
 }
 
-/** What the list says about a request's state: [kind, text]. */
-function statusOf(request) {
-  if (!request.ended) return ["running", "in flight"];
-  if (request.status === 200 && !request.error) return ["ok", String(request.status)];
-  return ["failed", request.status ? String(request.status) : "gone"];
+/** What the list says about a request's status. */
+function statusOf({ ended, status, error }) {
+  const text = !ended ? "in flight" : status ? String(status) : "gone";
+  return error ? `${text} ${error}` : text;
 }
 
 async function refresh(force = false) {
@@ -85,9 +84,8 @@ class Row {
   }
 
   update(request) {
-    const [kind, text] = statusOf(request);
-    this.status.dataset.kind = kind;
-    say(this.status, request.error ? `${text} ${request.error}` : text);
+    this.status.dataset.kind = request.state;
+    say(this.status, statusOf(request));
     const [, , client, prompt, output, first, each, took] = this.cells;
     say(client, request.client);
     client.title = request.client;
@@ -113,14 +111,13 @@ async function openDetail(id) {
     const request = await getJson(`ui/requests/${encodeURIComponent(id)}`);
     if (selected !== id) return;
     body.replaceChildren(...detailOf(request));
-    if (statusOf(request)[0] === "running") setTimeout(() => isHere && selected === id && openDetail(id), 500);
+    if (!request.ended) setTimeout(() => isHere && selected === id && openDetail(id), 500);
   } catch (error) {
     body.replaceChildren(h("p", { class: "error", text: error.status === 404 ? "This request is no longer among the last ones." : error.message }));
   }
 }
 
 function detailOf(request) {
-  const [kind, text] = statusOf(request);
   const fact = (name, value, kind = null) => (value === "" || value === null ? null : h("div", { class: kind }, h("dt", { text: name }), h("dd", {}, value)));
   const rows = fromIntervals(request.timeline, request.began, request.began + request.seconds);
   const curl = repeatCurl(address(""), request, model, hasKey());
@@ -132,7 +129,7 @@ function detailOf(request) {
       "dl",
       { class: "figures" },
       fact("Id", h("code", { text: request.id }), "long"),
-      fact("Status", h("span", { class: "status", data: { kind }, text: request.error ? `${text} ${request.error}` : text })),
+      fact("Status", h("span", { class: "status", data: { kind: request.state }, text: statusOf(request) })),
       fact("Endpoint", h("code", { text: request.endpoint }), "long"),
       fact("Began", dateTime(request.began), "long"),
       fact("Took", duration(request.seconds)),
