@@ -5,11 +5,11 @@ import pytest
 from tests.support.router_harness import D0, E0, E1, P0, PD0, PD1, RouterHarness
 from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, ReceiverCounters
-from triptych.messages.work import Deregister, Encode, Heartbeat, Register, Tokens
+from triptych.messages.work import Deregister, Encode, Heartbeat, PrefillNeeded, Register, Tokens
 from triptych.observe.pipeline import InstanceView, Pipeline
 from triptych.router.pipeline_view import MAX_MARKS, PipelineView
 from triptych.topology import Role
-from triptych.types import Address
+from triptych.types import Address, TransferId
 
 
 def snapshot(harness: RouterHarness) -> Pipeline:
@@ -26,6 +26,14 @@ def language(steps: int, busy: float, queries: int = 0, hits: int = 0, received:
     return InstanceStats(
         language=LanguageStats(1, 2, 3, pages, queries, hits, 0, steps, 0), received=pool, busy_seconds=busy
     )
+
+
+def queued(harness: RouterHarness) -> list[int]:
+    """The numbers before the stages. The marks must agree: each stands for a request or, if it is one, an item."""
+    shown = snapshot(harness)
+    numbers = [stage.queued for stage in shown.stages]
+    assert [sum(mark.queue == stage.name for mark in shown.requests) for stage in shown.stages] == numbers
+    return numbers
 
 
 def texts(harness: RouterHarness, *kinds: str) -> list[str]:
@@ -63,6 +71,7 @@ def test_queues_are_between_the_stages_that_wait_for_each_other() -> None:
     assert (encode.queued, prefill.queued, decode.queued) == (12 - len(harness.of(Encode)), 6, 0)
     assert encode.oldest_wait == prefill.oldest_wait == 2.0
     assert [mark.phase for mark in shown.requests] == ["encoding"] + ["prefilling"] * 2 + ["queued"] * 6
+    assert [mark.queue for mark in shown.requests] == [""] * 3 + ["prefill"] * 6
     assert shown.requests[0].instances == ["e0", "pd0"]
     assert shown.requests[0].since == 2.0
     harness.router.handle(Tokens(streams[1].request, [7, 8], 0))
@@ -74,8 +83,37 @@ def test_where_prefill_is_apart_requests_wait_for_decode_first() -> None:
     harness = RouterHarness(P0, D0, max_num_seqs=1, max_queue=100)
     for _ in range(9):
         harness.submit()
-    assert [stage.queued for stage in snapshot(harness).stages] == [0, 0, 6]
+    assert queued(harness) == [0, 0, 6]
     assert snapshot(harness).service.topology == "1P1D"
+
+
+def test_requests_wait_for_the_stage_whose_instance_is_lost() -> None:
+    harness = RouterHarness(P0, D0, restart_hold=30.0)
+    streams = [harness.submit() for _ in range(3)]
+    harness.router.handle(Deregister(P0, suspect=True))
+    for number, stream in enumerate(streams[:2]):
+        harness.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"kv{number}"), 0, []))
+    harness.submit()
+    assert queued(harness) == [0, 3, 0]
+    assert [mark.instances for mark in snapshot(harness).requests] == [["d0"]] * 3 + [[]]
+    harness.register(P0, pid=2)
+    assert queued(harness) == [0, 0, 0]
+    harness.router.handle(Deregister(D0, suspect=True))
+    assert queued(harness) == [0, 0, 4]
+    harness.wait(4.0, P0)
+    found = snapshot(harness).verdict
+    assert (found.stage, found.advice) == ("decode", "triptych status --control frontend says why.")
+    assert found.sentence.startswith("Decode binds: no instance takes work, and 4 requests wait, ")
+
+
+def test_a_request_whose_items_no_instance_has_waits_for_encode() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=30.0)
+    stream = harness.submit(1.0)
+    harness.router.handle(Deregister(E0, suspect=True))
+    harness.need(stream, 0)
+    assert queued(harness) == [1, 0, 0]
+    harness.register(E0, pid=2)
+    assert queued(harness) == [0, 0, 0]
 
 
 def test_marks_are_bounded_and_probes_are_none() -> None:

@@ -36,7 +36,9 @@ BUSY = Pipeline(
         ),
     ],
     requests=[
-        RequestMark(f"chatcmpl-{number:032x}", "encoding" if number < 20 else "decoding", ["e0"], 12.1 - number, 2, 0)
+        RequestMark(
+            f"chatcmpl-{number:032x}", "encoding" if number < 20 else "decoding", ["e0"], 12.1 - number, 2, 0, ""
+        )
         for number in range(23)
     ],
     events=[

@@ -93,6 +93,8 @@ class RequestMark(Struct, frozen=True, gc=False):
     num_items: int
     num_tokens: int
     """Tokens generated so far."""
+    queue: str
+    """The stage for which it, or all its items that are left, wait at the frontend; empty if an instance has it."""
 
 
 class EventView(Struct, frozen=True):

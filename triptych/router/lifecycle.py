@@ -363,7 +363,7 @@ class RequestLifecycle:
 
     def waiting_for_prefill(self) -> list[RequestState]:
         """Return the requests whose decode instance waits for a prefill instance."""
-        return [one for one in self.requests if one.prefill_needed is not None and one.prefill is None]
+        return [one for one in self.requests if one.waits_for_prefill]
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -425,6 +425,6 @@ class RequestLifecycle:
             return self.missing(Stage.PREFILL if members.decode_instances() else Stage.DECODE)
         if state.phase is RequestPhase.ENCODING and not members.encode_instances(begun=True):
             return self.missing(Stage.ENCODE)
-        if state.prefill_needed and state.prefill is None and not members.prefill_instances(begun=True):
+        if state.waits_for_prefill and not members.prefill_instances(begun=True):
             return self.missing(Stage.PREFILL)
         return None

@@ -33,19 +33,25 @@ def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float)
 
 
 def stage_queue(membership: Membership, lifecycle: RequestLifecycle, stage: Stage, now: float) -> StageQueue:
-    """Return what waits for an instance of a stage. Requests wait for one that decodes; where that also prefills,
-    prefill is the next that they need."""
-    since: float | None
+    """Return what waits at the frontend for an instance of a stage."""
+    length, began = 0, list[float | None]()
     if stage is Stage.ENCODE:
-        length, since = len(lifecycle.encodes), lifecycle.encodes.oldest()
-    elif any(lease.role.takes_kv for lease in membership) is (stage is Stage.DECODE):
-        length, since = len(lifecycle.admission), lifecycle.admission.oldest()
-    elif stage is Stage.DECODE:
-        length, since = 0, None
-    else:
+        length, began = len(lifecycle.encodes), [lifecycle.encodes.oldest()]
+    elif stage is queued_stage(membership):
+        length, began = len(lifecycle.admission), [lifecycle.admission.oldest()]
+    if stage is Stage.PREFILL:
         waiting = lifecycle.waiting_for_prefill()
-        length, since = len(waiting), min((one.entered for one in waiting), default=None)
+        length += len(waiting)
+        began += [one.entered for one in waiting]
+    since = min((one for one in began if one is not None), default=None)
     return StageQueue(length, 0.0 if since is None else max(0.0, now - since))
+
+
+def queued_stage(membership: Membership) -> Stage:
+    """Return the stage that queued requests wait for: decode if all that they lack is an instance which decodes what
+    others have prefilled, else prefill."""
+    apart = membership.prefill_instances() and not any(lease.role.prefills for lease in membership.decode_instances())
+    return Stage.DECODE if apart else Stage.PREFILL
 
 
 def busy_share(lease: InstanceLease) -> float:

@@ -18,7 +18,7 @@ from triptych.observe.pipeline import (
 )
 from triptych.observe.timeline import Interval
 from triptych.router.launcher_view import STAGE_NAMES
-from triptych.router.load_window import busy_share, stage_queue, step_seconds
+from triptych.router.load_window import busy_share, queued_stage, stage_queue, step_seconds
 from triptych.router.membership import InstanceLease
 from triptych.router.request_state import RequestPhase, RequestState
 from triptych.router.router import Router
@@ -124,6 +124,7 @@ class PipelineView:
     def _marks(self, now: float) -> list[RequestMark]:
         """Return the marks, by position, because they are most of the work of a snapshot."""
         shown = (state for state in self._router.lifecycle.requests if state.stream.record.counted)
+        queued = STAGE_NAMES[queued_stage(self._router.membership)]
         return [
             RequestMark(
                 state.http_id,
@@ -132,9 +133,19 @@ class PipelineView:
                 round(now - state.entered, 2),
                 len(state.prompt.items),
                 len(state.generated),
+                self._queue(state, queued),
             )
             for state in islice(shown, MAX_MARKS)
         ]
+
+    def _queue(self, state: RequestState, queued: str) -> str:
+        """Return the stage in whose queue (``stage_queue``) a request is. ``queued`` is the one of those that no
+        instance has."""
+        if state.phase is RequestPhase.QUEUED:
+            return queued
+        if state.phase is RequestPhase.ENCODING and not self._router.lifecycle.encodes.working_on(state.id):
+            return STAGE_NAMES[Stage.ENCODE]
+        return STAGE_NAMES[Stage.PREFILL] if state.waits_for_prefill else ""
 
     def _working(self, state: RequestState) -> list[str]:
         """Return the names of the instances that work on a request, the one that it waits for first."""

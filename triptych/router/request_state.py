@@ -125,6 +125,11 @@ class RequestState:
         instance does so before, since tokens received so far aren't computed again one by one."""
         return self.losses == MAX_LOSSES - 1 and self.decode is not None and not self.has_answered
 
+    @property
+    def waits_for_prefill(self) -> bool:
+        """Whether its decode instance has asked for a prefill that no instance was given."""
+        return self.prefill_needed is not None and self.prefill is None
+
     def works_on(self, instance: InstanceLease) -> bool:
         """Return whether a language instance works on the request."""
         return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))

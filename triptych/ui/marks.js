@@ -7,14 +7,12 @@ const SIZE = 12; // pixels from mark to mark
 
 const PHASES = { queued: "queued", encoding: "encode", prefilling: "prefill", decoding: "decode" };
 
-/** Name of the place where a request is: a panel's or a queue's. */
+/** Name of the place where a request is: a queue's, or the panel's of an instance that runs its stage, or else of any that has it. */
 export function placeOf(request, roles) {
+  if (request.queue) return `queue ${request.queue}`;
   const stage = PHASES[request.phase];
-  const worker = request.instances.find((name) => stagesOf(roles.get(name) ?? "").includes(stage));
-  if (worker !== undefined) return `instance ${worker}`;
-  if (request.instances.length && stage !== "encode" && stage !== "queued" && roles.has(request.instances[0])) return `instance ${request.instances[0]}`;
-  if (stage === "queued") return request.num_items && roles.encodes ? "queue encode" : "queue prefill";
-  return `queue ${stage}`;
+  const known = request.instances.filter((name) => roles.has(name));
+  return `instance ${known.find((name) => stagesOf(roles.get(name)).includes(stage)) ?? known[0]}`;
 }
 
 export class Marks {

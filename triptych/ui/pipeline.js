@@ -146,7 +146,6 @@ class Board {
       for (const flow of Object.values(this.flows)) if (flow.update(instances, this.boxes)) this.dirty = true;
     }
     const roles = new Map(instances.map((one) => [one.name, one.role]));
-    roles.encodes = instances.some((one) => one.role.includes("E"));
     this.marks.update(requests, roles);
   }
 
