@@ -157,6 +157,32 @@ def test_joins_and_losses_are_events_and_so_is_what_became_of_the_requests() -> 
     assert [event.number for event in harness.router.events] == list(range(1, len(texts(harness)) + 1))
 
 
+@pytest.mark.parametrize(
+    ("others", "hold", "told"),
+    [
+        ([], 0.0, [("failed", "2 requests of pd0 failed")]),
+        ([], 30.0, [("recovered", "2 requests of pd0 were queued again")]),
+        (
+            [PD1],
+            0.0,
+            [("recovered", "1 request of pd0 continues"), ("recovered", "1 request of pd0 was queued again")],
+        ),
+    ],
+)
+def test_what_became_of_a_lost_instances_requests_is_told_when_it_is_known(
+    others: list[Address], hold: float, told: list[tuple[str, str]]
+) -> None:
+    harness = RouterHarness(PD0, max_num_seqs=1, restart_hold=hold)
+    for _ in range(2):
+        harness.submit()
+    for address in others:
+        harness.register(address)
+        for _ in range(2):
+            harness.submit()  # there, and one more has room
+    harness.router.handle(Deregister(PD0, suspect=True))
+    assert [(event.kind, event.text) for event in harness.router.events][-len(told) :] == told
+
+
 def test_an_instance_that_is_told_to_end_has_left() -> None:
     harness = RouterHarness(E0, E1)
     harness.router.handle(Deregister(E0, suspect=False))

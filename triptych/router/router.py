@@ -56,7 +56,7 @@ from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_window import LoadWindow
 from triptych.router.membership import InstanceLease, Membership, has_new_role, is_before, is_same
-from triptych.router.request_state import blamed
+from triptych.router.request_state import RequestPhase, blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
 from triptych.topology import Stage
@@ -520,18 +520,23 @@ class Router:
             elif state.id in encoding:
                 self.metrics.recovered("encode")
                 self.lifecycle.update_phase(state)
-        self._report_recovery(lease, list(affected))
         self._encodes.dispatch()
         self.lifecycle.dispatch_queued()
         self.lifecycle.fail_unservable()
+        self._report_recovery(lease, list(affected))
         self._disconnect(lease.address)
 
     def _report_recovery(self, lease: InstanceLease, affected: list[RequestId]) -> None:
         """Add events of what has become of the requests that an instance worked on when it was lost."""
-        continued = sum(self._requests.get(one) is not None for one in affected)
-        if continued:
-            self.events.add("recovered", f"{_requests(continued)} of {lease.name} continue")
-        if failed := len(affected) - continued:
+        left = [state for one in affected if (state := self._requests.get(one))]
+        queued = sum(state.phase is RequestPhase.QUEUED for state in left)
+        if continued := len(left) - queued:
+            verb = "continues" if continued == 1 else "continue"
+            self.events.add("recovered", f"{_requests(continued)} of {lease.name} {verb}")
+        if queued:
+            verb = "was" if queued == 1 else "were"
+            self.events.add("recovered", f"{_requests(queued)} of {lease.name} {verb} queued again")
+        if failed := len(affected) - len(left):
             self.events.add("failed", f"{_requests(failed)} of {lease.name} failed")
 
     def _notify(self, to: Address, message: Message) -> None:
