@@ -82,6 +82,7 @@ def test_with_keys_the_data_needs_one_wherever_it_is_asked_for(guarded_frontend:
             assert guarded_frontend.ask_as(peer, f"{DATA}?api_key={KEY}", {"Host": host}).status_code == 401
     for path in ui_files():
         assert guarded_frontend.ask_as("192.0.2.7", path, {}).status_code == 200
+    assert guarded_frontend.ask_as("192.0.2.7", "/ui/", {}).headers["location"] == "../ui"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from triptych.api.errors import error_body
 from triptych.api.ui_access import UiHeaders
-from triptych.api.ui_files import ui_files
+from triptych.api.ui_files import PAGE, ui_files
 from triptych.config import FrontendConfig
 from triptych.errors import ConfigError
 
-UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", *ui_files()})
+UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", f"{PAGE}/", *ui_files()})
 """Paths that need no key: those of probes, and of the page at ``/ui``, which asks for one."""
 EXPOSED_HEADERS = ("Retry-After", "X-Correlation-ID", "X-Request-ID")
 """Response headers that web pages may read: OpenAI's client obeys the first and reports the last."""
