@@ -56,7 +56,8 @@ def test_a_tiny_kv_cache_binds() -> None:
     found = verdict(window(instance("e0"), full, p=(20, 4.0), num_in={PREFILLING: 12, DECODING: 3}), CONTROL)
     assert found.stage == "decode"
     assert found.sentence == (
-        "Decode binds: the KV cache of pd0 is 97 % full, 12 requests wait for its pages, 4 requests preempted of late."
+        "Decode binds: the KV cache of pd0 is 97 % full, 12 requests wait for its pages, "
+        "4 preemptions in the last 10 s."
     )
     assert found.advice.startswith("A larger KV cache (--kv-cache-memory)")
     assert f"triptych scale --control {CONTROL} PD=2" in found.advice

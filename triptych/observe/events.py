@@ -1,4 +1,4 @@
-"""What happened to a service's instances of late."""
+"""What happened to a service's instances recently."""
 
 import time
 from collections import deque

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Role, Stage
 
+PREEMPTION_SECONDS = 10.0
+"""Seconds in which preemptions are counted."""
+
 
 @dataclass(frozen=True)
 class StageQueue:
@@ -33,7 +36,7 @@ class InstanceSample:
     kv_fill: float = 0.0
     """Share of its KV pages that requests hold, of the layers that have the fewest left."""
     preemptions: int = 0
-    """In the last ten seconds."""
+    """In the last ``PREEMPTION_SECONDS``."""
     step_seconds: float = 0.0
     """Mean time of a step or an item; 0 without one."""
 

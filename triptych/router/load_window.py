@@ -5,7 +5,7 @@ from collections import deque
 from triptych.messages.stats import InstanceStats
 from triptych.observe.request_history import client_name
 from triptych.router.lifecycle import RequestLifecycle
-from triptych.router.load_sample import InstanceSample, LoadSample, StageQueue
+from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Stage
@@ -14,8 +14,6 @@ INTERVAL = 0.5
 """Seconds between two samples."""
 WINDOW = 3.0
 """Seconds that a window spans, as long as those that rates are means of."""
-PREEMPTION_SECONDS = 10.0
-"""Seconds in which preemptions are counted."""
 
 
 def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float) -> LoadSample:

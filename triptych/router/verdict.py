@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from triptych.observe.pipeline import Verdict
 from triptych.router.launcher_view import STAGE_NAMES
-from triptych.router.load_sample import InstanceSample, LoadSample, StageQueue
+from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Role, Stage
 
@@ -55,7 +55,7 @@ class _Load:
 
     members: list[_Member]
     queues: dict[Stage, StageQueue]
-    """Lengths are rounded up, so that 0 means none."""
+    """Lengths are whole; 0 means that there was none most of the time."""
     last: LoadSample
     waits_for_rows: float
     """Share of the time in which requests waited for embeddings, and none was prefilled."""
@@ -120,7 +120,7 @@ def _full_cache(load: _Load, control: str) -> Verdict | None:
     waiting, preemptions = sum(one.waiting for one in full), sum(one.preemptions for one in full)
     facts = [f"the KV cache of {_names(full)} is {_percent(fmean(one.kv_fill for one in full))} full"]
     facts += [f"{_count(waiting, 'request')} wait for its pages"] if waiting >= WAITING else []
-    facts += [f"{_count(preemptions, 'request')} preempted of late"] if preemptions else []
+    facts += [f"{_count(preemptions, 'preemption')} in the last {PREEMPTION_SECONDS:g} s"] if preemptions else []
     return Verdict(
         STAGE_NAMES[stage],
         _binds(stage, ", ".join(facts)),

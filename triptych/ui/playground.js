@@ -140,7 +140,7 @@ function begin() {
   say(byId("answer-text"), "");
   say(byId("reasoning"), "");
   for (const id of ["reasoning", "answer-error", "answer-empty"]) show(byId(id), false);
-  byId("answer-way").replaceChildren();
+  byId("answer-waterfall").replaceChildren();
   byId("answer-text").classList.add("streaming");
   byId("send").disabled = true;
   show(byId("stop"), true);
@@ -175,16 +175,16 @@ async function look(mine) {
     if (running !== mine) return;
     try {
       const request = await getJson(`ui/requests/${mine.id}`);
-      if (running === mine) drawWay(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
+      if (running === mine) drawWaterfall(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
     } catch {
       // it hasn't arrived yet, or has just ended
     }
   }
 }
 
-function drawWay(mine, rows, seconds) {
+function drawWaterfall(mine, rows, seconds) {
   if (!rows.length) return;
-  byId("answer-way").replaceChildren(...[figuresOf(mine), waterfall(rows, seconds), whoDidWhat(rows)].filter(Boolean));
+  byId("answer-waterfall").replaceChildren(...[figuresOf(mine), waterfall(rows, seconds), whoDidWhat(rows)].filter(Boolean));
 }
 
 function figuresOf(mine) {
@@ -209,9 +209,9 @@ function finish(mine, wasStopped) {
   show(byId("stop"), false);
   const failed = !byId("answer-error").hidden;
   say(byId("answer-state"), wasStopped ? "stopped" : failed ? "failed" : "complete");
-  if (mine.timeline) drawWay(mine, fromAnswer(mine.timeline), (mine.ended - mine.began) / 1000);
+  if (mine.timeline) drawWaterfall(mine, fromAnswer(mine.timeline), (mine.ended - mine.began) / 1000);
   if (!failed) announce(wasStopped ? "Stopped" : `Answer: ${byId("answer-text").textContent}`);
-  byId("answer-way").append(h("p", {}, h("a", { href: `#requests/${mine.id}`, text: "See it among the requests" })));
+  byId("answer-waterfall").append(h("p", {}, h("a", { href: `#requests/${mine.id}`, text: "See it among the requests" })));
 }
 
 function start() {
