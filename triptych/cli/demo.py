@@ -15,6 +15,7 @@ from rich.console import Console
 from triptych.cli import flags
 from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.gentle_load import Tally, keep_asking
+from triptych.cli.seeing import NEEDS_KEY, ways_to_see
 from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
@@ -78,10 +79,10 @@ async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, 
     """Ask questions until interrupted, for the page to show."""
     console, tally = Console(stderr=True), Tally()
     async with started(config, topology, console, verbose) as service:
-        page = f"{service.url}/ui"
-        print(f"The demo model is served as {topology}. See it at work, until Ctrl-C ends it:\n")
-        print(f"  {page}\n  triptych top --url {service.url}\n", flush=True)
-        if opens and not await asyncio.to_thread(webbrowser.open, page):
+        ways = ways_to_see(config.frontend, service.url)
+        print(f"The demo model is served as {topology}, until Ctrl-C ends it. See it at work:\n")
+        print("".join(f"  {way}\n" for way in ways or (NEEDS_KEY,)), flush=True)
+        if opens and ways and not await asyncio.to_thread(webbrowser.open, ways[0]):
             console.print("no browser could be opened")
         async with client_of(service.url, config.frontend) as client:
             try:

@@ -12,12 +12,13 @@ from typing import Any
 
 from triptych.cli import flags
 from triptych.cli.ray_flags import ray_address, ray_resources
+from triptych.cli.seeing import seeing_note
 from triptych.cluster.launcher import Launcher
 from triptych.cluster.on_ray.launcher import RayLauncher
 from triptych.cluster.service import LocalService
 from triptych.cluster.service_folder import RayPlace, ServiceFolder, ServiceRecord, ServiceState
 from triptych.cluster.service_manager import tell_service_manager
-from triptych.config import RENAMED_ROLES, ClusterConfig, FrontendConfig, ServeConfig, flag, is_loopback
+from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
 from triptych.models.registry import identity_of
 from triptych.observe import logs, sd_notify
@@ -208,24 +209,13 @@ async def _serve_frontend(config: ServeConfig) -> int:
 
 def _announce(config: ServeConfig, what: str, url: str, control: str) -> None:
     _print_announcement(f"ready: {config.frontend.http.served_model_name} as {what} on {url}/v1")
-    if page := _page_note(config.frontend, url):
-        _print_announcement(page)
+    if note := seeing_note(config.frontend, url):
+        _print_announcement(note)
     trust = _given_flags(config.cluster)
     join = ["triptych", "serve", str(config.model), "--role", "E", "--join", control, *trust]
     _print_announcement(f"instances can join with: {shlex.join(join)}")
     status = ["triptych", "status", "--control", control, *trust]
     _print_announcement(f"to list instances and their load: {shlex.join(status)}")
-
-
-def _page_note(frontend: FrontendConfig, url: str) -> str:
-    """Return where the service can be seen at work; empty where it can't."""
-    if not frontend.http.ui:
-        return ""
-    if frontend.auth.api_keys():
-        return f"to see it at work, with an API key: {url}/ui or triptych top --url {url} --api-key-file FILE"
-    if is_loopback(frontend.http.host):
-        return f"to see it at work: {url}/ui or triptych top --url {url}"
-    return f"to see it at work from this machine alone, or with --api-key-file from anywhere: {url}/ui"
 
 
 def _given_flags(cluster: ClusterConfig) -> list[str]:
