@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import ROOT
 from tests.support.frontends import alone
 from tests.support.pipelines import hostile
-from tests.support.serving import CHAT, served
+from tests.support.serving import CHAT, served, wait_for
 from tests.support.terminals import on_a_terminal
 from triptych import exit_codes
 from triptych.cli import main
@@ -111,6 +112,17 @@ def test_keys(top: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert code == 0
         assert "no instances  not ready" in text
         assert top("--url", one.url, "--api-key-file", files["wrong"])[0] == exit_codes.CONFIG
+
+
+def test_a_key_that_no_header_can_carry(top: Run, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("schl\u00fcssel\n")
+    keys.chmod(0o600)
+    code, _, errors = top("--api-key-file", keys)
+    assert (code, errors) == (
+        exit_codes.CONFIG,
+        "triptych: an API key is 1 to 512 printable ASCII characters without spaces\n",
+    )
 
 
 def test_a_frontend_without_the_page(top: Run, folder: Path) -> None:
@@ -216,6 +228,22 @@ def test_a_terminal_follows_a_frontend_through_a_restart(folder: Path) -> None:
                 terminal.wait_for(lambda screen: "no instances" in screen and "trying again" not in screen)
                 terminal.press("q")
                 assert terminal.process.wait(20) == 0
+
+
+def test_a_job_in_the_background_is_not_stopped_for_keys(folder: Path) -> None:
+    with alone(folder) as one, on_a_terminal("top", "--url", one.url, background=True) as terminal:
+        terminal.wait_for(lambda screen: "not ready" in screen)
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(20) == 0
+
+
+def test_lines_of_json_leave_the_keys_to_others(folder: Path) -> None:
+    with alone(folder) as one, on_a_terminal("top", "--json", "--url", one.url) as terminal:
+        wait_for(lambda: b'"verdict"' in terminal.written, 30)
+        mode = termios.tcgetattr(terminal.descriptor)[3]
+        assert mode & termios.ICANON and mode & termios.ECHO
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(20) == 0
 
 
 def test_a_small_terminal_that_is_closed(folder: Path) -> None:

@@ -17,6 +17,14 @@ HOME = b"\x1b[H"
 """Begins each drawing."""
 ALTERNATE, BACK = b"\x1b[?1049h", b"\x1b[?1049l"
 """Switch to a screen of the command's own, and back."""
+SHELL = """
+import fcntl, signal, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+job = subprocess.Popen(sys.argv[1:], process_group=0)
+signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+sys.exit(job.wait())
+"""
+"""Runs a command in the background of its terminal, as a shell does; SIGTERM ends the command."""
 
 
 @dataclass
@@ -44,17 +52,20 @@ class Terminal:
 
 
 @contextmanager
-def on_a_terminal(*arguments: str, columns: int = 80, lines: int = 24) -> Iterator[Terminal]:
-    """Runs ``triptych`` with these arguments on a terminal of its own. In the end the terminal must be as before."""
+def on_a_terminal(*arguments: str, columns: int = 80, lines: int = 24, background: bool = False) -> Iterator[Terminal]:
+    """Runs ``triptych`` with these arguments on a terminal of its own, or in the background of one. In the end the
+    terminal must be as before."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (lines, columns))
     before = termios.tcgetattr(theirs)
+    words = [sys.executable, "-m", "triptych", *arguments]
     process = subprocess.Popen(
-        [sys.executable, "-m", "triptych", *arguments],
+        [sys.executable, "-c", SHELL, *words] if background else words,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         cwd=ROOT,
+        start_new_session=background,
         env={"PATH": "/usr/bin:/bin", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | MEASURED,
     )
     terminal = Terminal(process, ours)

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from triptych.api.security import ApiKeys
 from triptych.cli import flags
 from triptych.cli.pipeline_drawing import draw
 from triptych.cli.watching import Outage, Source, follow, snapshots
@@ -86,11 +87,14 @@ def _base_url(text: str) -> str:
 
 
 def _key(arguments: argparse.Namespace) -> str:
-    """Return the first key that was given, that of the flag's file before those of the environment."""
+    """Return the first key that was given, that of the flag's file before those of the environment. Raises ConfigError
+    for keys that no service accepts."""
     auth = flags.settings(AuthConfig, arguments)
     if arguments.api_key_file:
         auth = AuthConfig(api_key_file=auth.api_key_file)
-    return next(iter(auth.api_keys()), "")
+    keys = auth.api_keys()
+    ApiKeys(keys)  # checks them as the service does
+    return next(iter(keys), "")
 
 
 def _trust(ca_file: str | None) -> ssl.SSLContext | bool:
@@ -109,7 +113,7 @@ async def _until_interrupted(work: Coroutine[None, None, None]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, task.cancel)
-    with _on_key("q", task.cancel), contextlib.suppress(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError):
         await task
     return 0
 
@@ -132,8 +136,10 @@ async def _print_json(source: Source, *, once: bool) -> None:
 
 async def _show_live(source: Source, console: Console) -> None:
     last: Pipeline | None = None
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
     # a screen of its own, so that what the terminal showed before comes back
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with _on_key("q", task.cancel), Live(console=console, screen=True, auto_refresh=False) as live:
         async with aclosing(follow(source)) as news:
             async for one in news:
                 notice = ""
@@ -147,8 +153,9 @@ async def _show_live(source: Source, console: Console) -> None:
 
 @contextlib.contextmanager
 def _on_key(key: str, act: Callable[[], object]) -> Iterator[None]:
-    """Call ``act`` when that key is pressed. Needs a terminal as standard input; without one, nothing happens."""
-    if not sys.stdin.isatty():
+    """Call ``act`` when that key is pressed. Needs a terminal as standard input; without one, or in the background of
+    one, nothing happens."""
+    if not sys.stdin.isatty() or _is_in_background(sys.stdin.fileno()):
         yield
         return
     descriptor = sys.stdin.fileno()
@@ -169,3 +176,12 @@ def _on_key(key: str, act: Callable[[], object]) -> Iterator[None]:
     finally:
         loop.remove_reader(descriptor)
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _is_in_background(descriptor: int) -> bool:
+    """Return whether the kernel would stop this process for a change of its terminal: a shell has started it as a job
+    in the background."""
+    try:
+        return os.tcgetpgrp(descriptor) != os.getpgrp()
+    except OSError:  # a terminal that doesn't control this process
+        return False
