@@ -1,6 +1,7 @@
 """The page at /ui in a real browser, on a real service."""
 
 import asyncio
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def test_every_view_loads_without_errors_or_requests_to_elsewhere(browser: Brows
         viewer.open("pipeline")
         is_live(viewer.page)
         expect(viewer.page.locator("#service-topology")).to_have_text("1E1PD")
+        for pool, size in (("kv_pages", r" of [\d,]+ pages$"), ("encode_cache_bytes", r" of [\d.]+\W[kMGT]?B$")):
+            bar = viewer.page.locator(f'[aria-label="Fill of {pool}"]')
+            expect(bar).to_have_attribute("title", re.compile(size))
         for view in VIEWS:
             go(viewer.page, view)
             expect(viewer.page.get_by_role("heading", level=1)).to_have_text(TITLES[view])

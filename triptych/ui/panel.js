@@ -1,7 +1,7 @@
 // The panel of one instance.
 
 import { h, reconcile, say, show, svg, tune } from "./dom.js";
-import { count, duration, percent, plural, rate } from "./format.js";
+import { bytes, count, duration, percent, rate } from "./format.js";
 import { LETTERS, STAGES, stagesOf } from "./stages.js";
 
 const HISTORY = 60; // seconds of busy share that the curve shows
@@ -122,6 +122,7 @@ export class Panel {
 
 class Pool {
   constructor(pool) {
+    this.unit = pool.name.split("_").at(-1); // as in kv_pages
     this.value = h("span", { class: "pool-value" });
     this.bar = h("div", { class: "bar", role: "meter", "aria-label": `Fill of ${pool.name}`, "aria-valuemin": 0, "aria-valuemax": 100 }, h("i"), h("b"));
     this.element = h("div", { class: "pool" }, h("span", { class: "label", text: pool.name.replaceAll("_", " ") }), this.value, this.bar);
@@ -135,7 +136,9 @@ class Pool {
     tune(this.bar, "--second", Math.min(1, used + cached).toFixed(3));
     const now = String(Math.round(used * 100));
     if (this.bar.getAttribute("aria-valuenow") !== now) this.bar.setAttribute("aria-valuenow", now);
-    this.bar.title = `${count(pool.used)} used and ${count(pool.cached)} cached of ${plural(pool.size, "block")}`;
+    const amount = this.unit === "bytes" ? bytes : count;
+    const unit = this.unit === "bytes" ? "" : ` ${this.unit}`;
+    this.bar.title = `${amount(pool.used)} used and ${amount(pool.cached)} cached of ${amount(pool.size)}${unit}`;
   }
 }
 
