@@ -1,16 +1,21 @@
 """The page at /ui in a real browser, on a real service."""
 
 import asyncio
+import os
 import re
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.browser import HOSTILE, Viewer, viewing
 from tests.support.frontends import alone
 from tests.support.harness import make_instance
+from tests.support.image_cases import png
 from tests.support.serving import Served, image, image_part, text_part
 from triptych.topology import Role
 
@@ -90,7 +95,18 @@ def test_requests_in_flight_are_marks_where_they_are(browser: Browser, service: 
         expect(mark).to_have_count(0)
 
 
-def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser, service: Served) -> None:
+def run_in_a_shell(code: str, folder: Path) -> str:
+    """Standard output of a snippet."""
+    path = {"PATH": os.environ["PATH"]}  # and no proxy
+    done = subprocess.run(
+        ["bash", "-c", code], check=True, cwd=folder, env=path, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    return done.stdout
+
+
+def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(
+    browser: Browser, service: Served, tmp_path: Path
+) -> None:
     name = "<img src=x onerror=alert(2)> '\"$(id)`.png"
     with viewing(browser, service.url) as viewer:
         page = viewer.page
@@ -104,7 +120,12 @@ def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser
         page.get_by_label("Question").fill("What is this?")
         expect(page.locator("#plan")).to_contain_text("of them media")
         page.locator("#max-tokens").fill("8")
-        expect(page.locator("#code-panel")).to_contain_text(r"base64 -w0 -- '<img src=x onerror=alert(2)> '\''")
+        code = page.locator("#code-panel pre")
+        expect(code).to_contain_text(r"base64 < '<img src=x onerror=alert(2)> '\''")
+        # a picture of the size that cameras make, too long for an argument
+        large = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+        (tmp_path / name).write_bytes(png(Image.fromarray(large)))
+        assert run_in_a_shell(code.inner_text(), tmp_path).endswith("data: [DONE]\n\n")
         page.get_by_role("tab", name="Python").click()
         expect(page.locator("#code-panel")).to_contain_text("openai.OpenAI")
         page.get_by_role("button", name="Send").click()

@@ -15,14 +15,20 @@ function withHoles(body, hole) {
 
 /** `files` names the file of each media item, in order. */
 export function asCurl(base, body, files, needsKey) {
-  let item = 0;
-  const holes = [];
-  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`), null, 2);
-  files.forEach((file, index) => holes.push([`@@${index}@@`, `data:${shellQuoted(file.kind).slice(1, -1)};base64,'"$(base64 -w0 -- ${shellQuoted(file.name)})"'`]));
-  let data = shellQuoted(json);
-  for (const [mark, text] of holes) data = data.replace(mark, () => text);
   const key = needsKey ? ` \\\n  -H "Authorization: Bearer $TRIPTYCH_API_KEY"` : "";
-  return `curl -N ${base}v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d ${data}`;
+  const curl = `curl -N ${base}v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d `;
+  let item = 0;
+  let rest = JSON.stringify(withHoles(body, () => `@@${item++}@@`), null, 2);
+  if (!files.length) return curl + shellQuoted(rest);
+  // through standard input, because Linux limits an argument to 128 KiB; curl drops the line feeds of base64 from there
+  const lines = files.flatMap((file, index) => {
+    const mark = `@@${index}@@`;
+    const end = rest.indexOf(mark);
+    const before = `${rest.slice(0, end)}data:${file.kind};base64,`;
+    rest = rest.slice(end + mark.length);
+    return [`printf %s ${shellQuoted(before)}`, `base64 < ${shellQuoted(file.name)}`];
+  });
+  return `{\n${[...lines, `printf %s ${shellQuoted(rest)}`].join("\n")}\n} | ${curl}@-`;
 }
 
 export function asPython(base, body, files, needsKey) {
