@@ -2,14 +2,20 @@
 
 import { byId, h, say, show } from "./dom.js";
 import { count, duration, hourAndMinute, percent, plural, timeOfDay } from "./format.js";
-import { address, getJson } from "./net.js";
+import { address, call } from "./net.js";
 
 const EVERY = 5000; // milliseconds between two looks
 const HOUR = 3600;
 const SHORTEST = 300; // seconds that charts show at least
+const BEGUN = 5; // seconds of a span from which its rates are shown
 
 const perSecond = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const at = (list, index) => (list.length > index ? list[index] : null);
+
+/** A number per second of a bucket, whose span may not be over; null while it has hardly begun. */
+const perSecondOf = (number, bucket) => (bucket.seconds < BEGUN ? null : number / bucket.seconds);
+
+const perMinuteOf = (number, bucket) => perSecondOf(60 * number, bucket);
 
 /** `series`: a name, a colour, and the value of a bucket. */
 const CHARTS = [
@@ -23,7 +29,7 @@ const CHARTS = [
     format: duration,
     series: [["median", "--decode", (b) => at(b.time_per_token, 0)], ["90th percentile", "--encode", (b) => at(b.time_per_token, 1)]],
   },
-  { title: "Output tokens per second", format: perSecond, series: [["tokens", "--decode", (b, step) => b.num_tokens / step]], fromZero: true },
+  { title: "Output tokens per second", format: perSecond, series: [["tokens", "--decode", (b) => perSecondOf(b.num_tokens, b)]], fromZero: true },
   {
     title: "Goodput: requests within the objective",
     format: percent,
@@ -39,7 +45,7 @@ const CHARTS = [
   {
     title: "Requests per minute",
     format: perSecond,
-    series: [["ended", "--transfer", (b, step) => (b.num_ended * 60) / step], ["failed", "--bad", (b, step) => (b.num_failed * 60) / step]],
+    series: [["ended", "--transfer", (b) => perMinuteOf(b.num_ended, b)], ["failed", "--bad", (b) => perMinuteOf(b.num_failed, b)]],
     fromZero: true,
   },
 ];
@@ -77,7 +83,9 @@ async function refresh() {
   clearTimeout(timer);
   const query = new URLSearchParams({ ttft_ms: byId("objective-first").value || 1000, tpt_ms: byId("objective-token").value || 100 });
   try {
-    latest = await getJson(`ui/figures?${query}`);
+    const response = await call(`ui/figures?${query}`);
+    latest = { ...(await response.json()), now: (Date.parse(response.headers.get("Date")) || Date.now()) / 1000 };
+    for (const bucket of latest.buckets) bucket.seconds = Math.min(latest.step, latest.now - bucket.time);
     draw();
   } catch (error) {
     say(byId("figures-empty"), error.message);
@@ -91,23 +99,29 @@ function draw() {
   say(byId("figures-empty"), "No request has ended in the last hour.");
   show(byId("figures-empty"), buckets.length === 0);
   show(byId("charts"), buckets.length > 0);
-  drawTiles(buckets, step);
+  drawTiles(buckets);
   const filled = withGaps(buckets, step);
-  for (const chart of charts) chart.update(filled, step, buckets);
+  for (const chart of charts) chart.update(filled, buckets);
 }
 
-function drawTiles(buckets, step) {
+/** The latest value of a series; null if there is none of this span or the one before. */
+function latestOf(value) {
+  const recent = latest.buckets.filter((bucket) => bucket.time > latest.now - 2 * latest.step);
+  return recent.map(value).findLast((one) => one !== null) ?? null;
+}
+
+function drawTiles(buckets) {
   const sum = (name) => buckets.reduce((total, bucket) => total + bucket[name], 0);
   const ended = sum("num_ended");
-  const last = buckets.at(-1);
+  const tokens = latestOf((bucket) => perSecondOf(bucket.num_tokens, bucket));
   const tile = (name, value, note) => h("div", {}, h("dt", { text: name }), h("dd", {}, value, h("small", { text: note })));
   byId("tiles").replaceChildren(
     tile("Requests ended", count(ended), "last hour"),
     tile("Within the objective", ended ? percent(sum("num_good") / ended) : "–", `${plural(sum("num_good"), "request")}`),
     tile("Failed", count(sum("num_failed")), ended ? percent(sum("num_failed") / ended) : ""),
-    tile("First token", duration(last ? at(last.time_to_first_token, 0) : null), "median, latest"),
-    tile("Per token", duration(last ? at(last.time_per_token, 0) : null), "median, latest"),
-    tile("Output tokens per second", last ? perSecond(last.num_tokens / step) : "–", "latest"),
+    tile("First token", duration(latestOf((bucket) => at(bucket.time_to_first_token, 0))), "median, latest"),
+    tile("Per token", duration(latestOf((bucket) => at(bucket.time_per_token, 0))), "median, latest"),
+    tile("Output tokens per second", tokens === null ? "–" : perSecond(tokens), "latest"),
   );
 }
 
@@ -116,14 +130,15 @@ function withGaps(buckets, step) {
   const filled = [];
   for (const bucket of buckets) {
     const before = filled.at(-1);
-    if (before && bucket.time - before.time > step * 1.5) filled.push(nothingAt(before.time + step), nothingAt(bucket.time - step));
+    if (before && bucket.time - before.time > step * 1.5) filled.push(nothingAt(before.time + step, step), nothingAt(bucket.time - step, step));
     filled.push(bucket);
   }
   return filled.filter((bucket, index) => index === 0 || bucket.time > filled[index - 1].time);
 }
 
-const nothingAt = (time) => ({
+const nothingAt = (time, seconds) => ({
   time,
+  seconds,
   num_ended: 0,
   num_failed: 0,
   num_good: 0,
@@ -170,17 +185,15 @@ class Chart {
     if (this.data) this.drawPlot();
   }
 
-  update(filled, step, buckets) {
-    this.data = [filled.map((bucket) => bucket.time), ...this.chart.series.map(([, , value]) => filled.map((bucket) => value(bucket, step)))];
+  update(filled, buckets) {
+    this.data = [filled.map((bucket) => bucket.time), ...this.chart.series.map(([, , value]) => filled.map(value))];
     this.buckets = buckets;
-    this.step = step;
     this.drawPlot();
-    const last = buckets.at(-1);
     this.latest.replaceChildren(
       ...this.chart.series.map(([name, variable, value]) => {
         const key = h("i");
         key.style.setProperty("--colour", `var(${variable})`);
-        return h("span", {}, key, `${name} ${last ? this.format(value(last, step)) : "–"}`);
+        return h("span", {}, key, `${name} ${this.format(latestOf(value))}`);
       }),
     );
     this.fillTable();
@@ -194,7 +207,7 @@ class Chart {
     if (!this.details.open || !this.buckets) return;
     this.table.replaceChildren(
       ...[...this.buckets].reverse().map((bucket) =>
-        h("tr", {}, h("th", { scope: "row", text: timeOfDay(bucket.time) }), ...this.chart.series.map(([, , value]) => h("td", { text: this.format(value(bucket, this.step)) }))),
+        h("tr", {}, h("th", { scope: "row", text: timeOfDay(bucket.time) }), ...this.chart.series.map(([, , value]) => h("td", { text: this.format(value(bucket)) }))),
       ),
     );
   }
@@ -222,7 +235,7 @@ class Chart {
 
   /** The last hour, or less while there are no figures of most of it. */
   span() {
-    const now = Date.now() / 1000;
+    const { now } = latest;
     const first = this.data[0][0] ?? now;
     return [Math.max(now - HOUR, Math.min(first, now - SHORTEST)), now];
   }
