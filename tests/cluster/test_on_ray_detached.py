@@ -78,6 +78,20 @@ def test_another_supervisor_goes_on_with_the_instances(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_the_next_supervisor_says_what_has_no_place_too(folder: Path, tmp_path: Path) -> None:
+    says = r"instance (?:e0|pd0) has no place yet: it asks for 1 CPU; free on all nodes: "
+    with ray_cluster([NODE]) as cluster:
+        with detached(cluster, folder, tmp_path) as first:
+            first.wait_for_line(says)
+            killed(first)
+        with attached(tmp_path) as second:
+            second.wait_for_line(says)
+            with triptych("stop", "--name", "kept", XDG_STATE_HOME=str(tmp_path)) as stop:
+                assert stop.end(60) == 0, stop.text + second.text
+            assert second.end() == 0, second.text
+
+
+@pytest.mark.slow
 def test_a_service_whose_supervisor_has_ended_is_stopped_by_name(folder: Path, tmp_path: Path) -> None:
     with ray_cluster([NODE, NODE]) as cluster:
         with detached(cluster, folder, tmp_path) as first:

@@ -53,7 +53,9 @@ class RayConnection:
         self._killed: set[str] = set()
         """Keys of those that the supervisor wants to be gone."""
         self._heard: set[str] = set()
-        """Keys of those that have answered, and so have a place."""
+        """Keys of those that have answered a process like this."""
+        self._placed: set[str] = set()
+        """Keys of those that have a place: this process has reached them, or knows that it can't for now."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, message: Place | Signal) -> None:
@@ -125,6 +127,7 @@ class RayConnection:
             try:
                 news = msgspec.msgpack.decode(await actor.news.remote(seen, pid), type=News)
             except ray.exceptions.ActorUnavailableError:  # its node may come back
+                self._placed.add(key)
                 await asyncio.sleep(UNAVAILABLE_DELAY)
                 continue
             except ray.exceptions.RayActorError as error:
@@ -132,6 +135,7 @@ class RayConnection:
                 self._send(Gone(key, _why(error), killed=key in self._killed, failed=failed))
                 return
             self._heard.add(key)
+            self._placed.add(key)
             seen, pid = news.seen, news.pid
             self._send(msgspec.structs.replace(news, key=key))
             if news.ended:
@@ -141,7 +145,7 @@ class RayConnection:
     async def _watch(self, key: str, resources: Mapping[str, float]) -> None:
         """Say what an actor waits for that Ray doesn't place, since Ray doesn't."""
         await asyncio.sleep(WAITING_AFTER)
-        while key not in self._heard:
+        while resources and key not in self._placed:  # what asks for nothing fits
             free = await asyncio.to_thread(ray.available_resources)
             self._send(Waiting(key, f"it asks for {_shown(resources)}; free on all nodes: {_shown(_asked(free))}"))
             await asyncio.sleep(WAITING_INTERVAL)
