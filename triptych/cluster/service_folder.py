@@ -79,6 +79,8 @@ class ServiceFolder:
         self.path = state_home() / "triptych" / "services" / name
         self._place: RayPlace | None = None
         self._lock: int | None = None
+        self._holder = ""
+        """Process id of who held the folder when this process couldn't."""
 
     @property
     def secret_file(self) -> Path:
@@ -107,8 +109,7 @@ class ServiceFolder:
         """Hold the folder of a service, and return its record. Raises ConfigError when there is none, or another
         process holds it."""
         if not self.hold():
-            holder = (self.path / "lock").read_text("ascii", "replace")[:20]
-            raise ConfigError(f"the service {self.name} has a supervisor already: process {holder}")
+            raise ConfigError(f"the service {self.name} has a supervisor already: process {self._holder}")
         record = self.read()
         self._place = record.place
         return record
@@ -125,6 +126,8 @@ class ServiceFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with the process, however it ends
             except BlockingIOError:
+                # by its descriptor, because the holder may remove the folder meanwhile
+                self._holder = os.pread(lock, 20, 0).decode("ascii", "replace")
                 os.close(lock)
                 return False
             self._lock = lock
