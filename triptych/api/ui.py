@@ -5,6 +5,7 @@ machine (``ui_access.py``). None of it has content of requests."""
 
 import time
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -85,14 +86,14 @@ class UiEndpoints:
         """The requests in flight and the last that ended (``RequestView``), the latest first."""
         query = request.query_params
         limit = int(_number(request, "limit", MAX_ENDED))
-        found = [
+        found = (
             structs.replace(view, timeline=[])
             for view in self._service.history
             if ("client" not in query or view.client == query["client"])
             and ("stage" not in query or view.slowest == query["stage"])
             and ("status" not in query or matches(view, query["status"]))
-        ]
-        return _json(found[:limit])
+        )
+        return _json(list(islice(found, limit)))
 
     async def _request(self, request: Request) -> Response:
         """One request with its timeline (``RequestView``), also in flight: it ends with what is done now."""

@@ -50,7 +50,10 @@ class RequestHistory:
 
     def find(self, id: str) -> RequestView | None:
         """Return the latest request of that id; None if there is none."""
-        return next((view for view in self if view.id == id), None)
+        for record in reversed(self._in_flight):
+            if record.id == id:
+                return view_of(record, time.time())
+        return next((view for view in reversed(self._ended) if view.id == id), None)
 
 
 def view_of(record: RequestRecord, now: float) -> RequestView:

@@ -17,7 +17,7 @@ WINDOW = 3.0
 
 
 def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float) -> LoadSample:
-    """Return the load now. ``now`` is by the router's clock. Takes time in proportion to instances and clients."""
+    """Return the load now. ``now`` is by the router's clock. Looks at each instance, client and request once."""
     requests = lifecycle.requests
     client, num_of_client = requests.largest_client()
     return LoadSample(
