@@ -1,4 +1,5 @@
-"""One service and one browser for all tests of the page."""
+"""One service and one browser for all tests of the page. Both end with these tests: Playwright keeps an event loop
+running meanwhile, which other tests in the process could not bear."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +15,18 @@ MODEL = "<img src=x onerror=alert(1)>"
 """A name that would run code if the page took it for HTML."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("ui") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_service(browser: Browser, folder: Path) -> Iterator[Served]:
     """Asks for the browser first: without one, no service is started."""
     with served(folder, served_model_name=MODEL) as service:
