@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -19,6 +19,15 @@ from triptych.demo import MODEL_DIR
 ENOUGH = 10
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell makes what it runs in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_it_asks_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gentle_load, "RATE", 200.0)
     asked, most = set(), 0
