@@ -1,6 +1,5 @@
 """Who may see the data of ``/ui``, and the headers of its answers."""
 
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -10,6 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.api.ui_files import PAGE
+from triptych.config import is_loopback
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
@@ -40,10 +40,10 @@ def is_local(request: Request) -> bool:
     headers, client = request.headers, request.client
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return False  # a request without Origin, as of an image of another page: it would take a viewer's place
-    if client is None or not _is_loopback(client.host) or any(name in headers for name in FORWARDED):
+    if client is None or not is_loopback(client.host) or any(name in headers for name in FORWARDED):
         return False
     host = headers.get("host", "")
-    if (match := _HOST.fullmatch(host)) is None or not _is_loopback(match[1]):
+    if (match := _HOST.fullmatch(host)) is None or not is_loopback(match[1].strip("[]")):
         return False
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == host
@@ -70,13 +70,3 @@ class UiHeaders:
 
         under = scope["type"] == "http" and (scope["path"] == PAGE or scope["path"].startswith(f"{PAGE}/"))
         await self._app(scope, receive, send_with_headers if under else send)
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether an address, maybe in brackets, or a name is certainly of this machine."""
-    try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return host.lower() == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

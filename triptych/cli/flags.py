@@ -26,6 +26,7 @@ from triptych.config import (
     Settings,
     TransferConfig,
     flag,
+    host_and_port,
     is_loopback,
     names_of,
     parse_value,
@@ -213,10 +214,9 @@ def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
 
 def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:
     """Raise ConfigError unless ``address`` is the HOST:PORT of a frontend that could answer to this process."""
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     if not _HOST_PORT.fullmatch(address) or not 1 <= int(port) <= 65535:
         raise ConfigError(f"{given_as} {address!r} is not HOST:PORT")
-    host = host.strip("[]")
     if is_loopback(cluster.cluster_host) and not is_loopback(host):
         raise ConfigError(
             f"{given_as} {address} may be another machine, which couldn't answer to {cluster.cluster_host}: give the "

@@ -24,7 +24,7 @@ from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.scale import Scale
 from triptych.cluster.service_folder import ServiceFolder, ServiceState
-from triptych.config import FrontendSpec, ServeConfig, changed
+from triptych.config import FrontendSpec, ServeConfig, changed, host_and_port
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartChange, StartRollout, StartScale
 from triptych.models.registry import family_of, identity_of
@@ -106,7 +106,7 @@ class LocalService:
             self._reserved = [
                 stack.enter_context(reserve(host, port))
                 for host, port in (
-                    map(_host_and_port, before.controls)
+                    [(host, int(port)) for host, port in map(host_and_port, before.controls)]
                     if before
                     else [(cluster_host, http.control_port and http.control_port + n) for n in range(http.frontends)]
                 )
@@ -114,7 +114,9 @@ class LocalService:
             self._joins = self._reserved
             """Where instances join."""
             if before and before.joins != before.controls:
-                self._joins = [stack.enter_context(reserve(*_host_and_port(one))) for one in before.joins]
+                self._joins = [
+                    stack.enter_context(reserve(host, int(port))) for host, port in map(host_and_port, before.joins)
+                ]
             children, self._own_controls = self._children(config, self._joins)
             stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
@@ -417,11 +419,6 @@ class LocalService:
 
         fds = (listener,) if own is None else (listener, own)
         return ChildSpec(name, None, "triptych.server.frontend_main", written, pass_fds=fds)
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _drain_timeout(config: ServeConfig) -> float:

@@ -2,7 +2,7 @@
 ``--max-num-seqs``), its environment variable (``TRIPTYCH_MAX_NUM_SEQS``) and its key in a file. ``cli/flags.py`` maps
 them onto the field."""
 
-from triptych.config.addresses import is_loopback, is_unspecified, split_addresses
+from triptych.config.addresses import host_and_port, is_loopback, is_unspecified, split_addresses
 from triptych.config.admission import AdmissionConfig
 from triptych.config.changes import changed
 from triptych.config.cluster import ClusterConfig
@@ -80,6 +80,7 @@ __all__ = [
     "TransferConfig",
     "changed",
     "flag",
+    "host_and_port",
     "is_loopback",
     "is_unspecified",
     "names_of",

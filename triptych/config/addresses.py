@@ -6,9 +6,17 @@ import ipaddress
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach ``host``. A name may mean any address, unless it is localhost."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def host_and_port(text: str) -> tuple[str, str]:
+    """Return the parts of ``HOST:PORT``, an IPv6 address without its brackets. Checks neither."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), port
 
 
 def split_addresses(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from triptych.config import MAX_MESSAGE_BYTES
+from triptych.config import MAX_MESSAGE_BYTES, host_and_port
 from triptych.errors import BadAddress, BadMessage, Unavailable
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
@@ -75,8 +75,7 @@ def endpoint(host: str, port: str | int) -> Address:
 
 def endpoint_of(host_port: str) -> Address:
     """Return ``endpoint`` of a ``HOST:PORT``, where an IPv6 address is in brackets. Raises BadAddress."""
-    host, _, port = host_port.rpartition(":")
-    return endpoint(host.strip("[]"), port)
+    return endpoint(*host_and_port(host_port))
 
 
 class Channel:

@@ -3,6 +3,7 @@
 import ipaddress
 import threading
 
+from triptych.config import host_and_port
 from triptych.errors import BadAddress
 from triptych.messages.channel import endpoint
 from triptych.types import Address
@@ -12,8 +13,7 @@ class NameLookup:
     """Resolves one ``HOST:PORT``, again and again. Used by one thread, which looks at ``result`` until it is there."""
 
     def __init__(self, host_port: str) -> None:
-        host, _, self._port = host_port.rpartition(":")
-        self._host = host.strip("[]")
+        self._host, self._port = host_and_port(host_port)
         self._thread: threading.Thread | None = None
         self.result: Address | BadAddress | None = None
         """The last answer; None before the first."""

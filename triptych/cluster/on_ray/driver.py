@@ -17,6 +17,7 @@ import msgspec
 from triptych import exit_codes
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.messages import Connect, Connected, FromRay, Gone, News, Place, Signal, Waiting
+from triptych.config import host_and_port
 from triptych.observe import logs
 
 with warnings.catch_warnings():
@@ -202,8 +203,7 @@ async def serve(connect: Connect) -> None:
 def _check_address(address: str) -> None:
     """Raise OSError when nothing listens at HOST:PORT, which takes Ray twenty seconds to say."""
     if address != "auto":
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+        socket.create_connection(host_and_port(address), REACH_SECONDS).close()
 
 
 def main() -> None:
