@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from triptych.messages.operations import LaunchState
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
 from triptych.router.launcher_view import LauncherView
@@ -165,8 +164,6 @@ NUM_INSTANCES_MEANING = (
     "supervisor says: starting, restarting, failed"
 )
 NUM_INSTANCES_LABELS = ("role", "state")
-_JOINED = (LaunchState.READY, LaunchState.DRAINING)
-"""States of instances that have joined, or are about to leave."""
 
 
 class TopologyCollector(Collector):
@@ -178,11 +175,8 @@ class TopologyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metric = GaugeMetricFamily(PREFIX + NUM_INSTANCES, NUM_INSTANCES_MEANING, labels=NUM_INSTANCES_LABELS)
-        joined = {(lease.name, lease.incarnation) for lease in self._membership}
-        counts = Counter((lease.role, "serving" if lease.takes_work else "draining") for lease in self._membership)
-        for one in self._membership.launched.processes(self._clock()):
-            if one.role is not None and (one.name, one.incarnation) not in joined and one.state not in _JOINED:
-                counts[one.role, str(one.state)] += 1
+        counts = Counter((str(lease.role), lease.state) for lease in self._membership)
+        counts.update((str(one.role), str(one.state)) for one in self._membership.expected(self._clock()))
         for (role, state), count in counts.items():
             metric.add_metric([role, state], count)
         yield metric

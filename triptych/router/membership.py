@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.identity import ModelIdentity
-from triptych.messages.operations import InstanceStatus
+from triptych.messages.operations import InstanceStatus, LaunchedInstance, LaunchState
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Credit, Heartbeat, Register
@@ -19,6 +19,9 @@ _DTYPE_SETTINGS = {
     RowKind.KV: "--dtype, --quantization, --kv-cache-dtype",
 }
 """The settings that decide the format of rows, by their kind."""
+
+_JOINED = (LaunchState.READY, LaunchState.DRAINING)
+"""States of instances that have joined, or are about to leave."""
 
 NO_CREDIT = Credit(0, 0, 0)
 
@@ -92,6 +95,11 @@ class InstanceLease:
     def takes_work(self) -> bool:
         """Whether it stays and keeps its role."""
         return self.next_role is None and not self.draining
+
+    @property
+    def state(self) -> str:
+        """What metrics and the page at ``/ui`` call it: ``serving`` or ``draining``."""
+        return "serving" if self.takes_work else "draining"
 
     def add_request(self, count: int, *, may_stall: bool) -> None:
         """Add to its number of requests; ``count`` may be negative."""
@@ -183,6 +191,14 @@ class Membership:
         if (since := self._last_served.get(stage)) is None:  # but perhaps before this frontend was started
             return self.launched.has_served(stage, now)
         return now - since < self.hold or bool(self.launched.returning(stage, now))
+
+    def expected(self, now: float) -> Iterator[LaunchedInstance]:
+        """Yield the instances that supervisors start, start again or have given up, and that haven't joined."""
+        joined = {(lease.name, lease.incarnation) for lease in self}
+        for one in self.launched.processes(now):
+            has_joined = one.state in _JOINED or (one.name, one.incarnation) in joined
+            if one.role is not None and not has_joined:
+                yield one
 
     def refresh_all(self, now: float) -> None:
         """Count every instance as seen now."""

@@ -1,11 +1,10 @@
 """Snapshots of a service at work, made of what the router knows."""
 
 import time
-from collections.abc import Iterator
 from itertools import islice
 
 from triptych import __version__
-from triptych.messages.operations import LaunchedInstance, LaunchState
+from triptych.messages.operations import LaunchedInstance
 from triptych.messages.stats import InstanceStats
 from triptych.observe.pipeline import (
     InstanceView,
@@ -52,12 +51,11 @@ class PipelineView:
         """Return the service as it is now."""
         router = self._router
         now = router.clock()
-        instances = [*self._joined(now), *self._launched(now)]
         return Pipeline(
             time=time.time(),
             service=self._service(),
             stages=[self._stage(stage, now) for stage in Stage],
-            instances=instances,
+            instances=self._instances(now),
             requests=self._marks(now),
             events=list(router.events),
             verdict=self._latest_verdict(),
@@ -108,18 +106,11 @@ class PipelineView:
             busy=sum(busy_share(lease) for lease in members) / len(members) if members else 0.0,
         )
 
-    def _joined(self, now: float) -> Iterator[InstanceView]:
-        launched = {one.name: one for one in self._router.launcher_view.processes(now)}
-        for lease in self._router.membership:
-            yield _joined(lease, launched.get(lease.name))
-
-    def _launched(self, now: float) -> Iterator[InstanceView]:
-        """Yield the processes that haven't joined, but run or are to run."""
-        joined = {(lease.name, lease.incarnation) for lease in self._router.membership}
-        for one in self._router.launcher_view.processes(now):
-            expected = one.state not in (LaunchState.READY, LaunchState.DRAINING)
-            if one.role is not None and expected and (one.name, one.incarnation) not in joined:
-                yield _launched(one)
+    def _instances(self, now: float) -> list[InstanceView]:
+        membership = self._router.membership
+        launched = {one.name: one for one in membership.launched.processes(now)}
+        joined = [_joined(lease, launched.get(lease.name)) for lease in membership]
+        return joined + [_expected(one) for one in membership.expected(now)]
 
     def _marks(self, now: float) -> list[RequestMark]:
         """Return the marks, by position, because they are most of the work of a snapshot."""
@@ -163,7 +154,7 @@ def _joined(lease: InstanceLease, launched: LaunchedInstance | None) -> Instance
     return InstanceView(
         name=lease.name,
         role=lease.role,
-        state="serving" if lease.takes_work else "draining",
+        state=lease.state,
         busy=busy_share(lease),
         running=load.running,
         waiting=load.waiting,
@@ -178,7 +169,7 @@ def _joined(lease: InstanceLease, launched: LaunchedInstance | None) -> Instance
     )
 
 
-def _launched(one: LaunchedInstance) -> InstanceView:
+def _expected(one: LaunchedInstance) -> InstanceView:
     return InstanceView(
         name=one.name,
         role=one.role or "",
