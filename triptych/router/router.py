@@ -97,7 +97,7 @@ class Router:
         self._disconnect = disconnect
         self._identity = identity
         self._lease = lease
-        self.clock = self._clock = clock
+        self.clock = clock
         self._ticked = clock()
         self.last_token = float("-inf")
         """When an instance last produced a token, by the router's clock."""
@@ -240,7 +240,7 @@ class Router:
                 client=state.client,
                 priority=state.priority,
                 cache_salt=state.generate.cache_salt,
-                since=self._clock(),
+                since=self.clock(),
             )
             if self._encodes.enqueue(task):
                 self.metrics.reencoded()
@@ -254,7 +254,7 @@ class Router:
 
     def _can_encode(self) -> bool:
         """Whether items of requests in flight can be encoded, now or soon."""
-        soon = self.membership.serves(Stage.ENCODE, self._clock())
+        soon = self.membership.serves(Stage.ENCODE, self.clock())
         return soon or bool(self.membership.encode_instances(begun=True))
 
     def _on_fetch_media(self, message: FetchMedia) -> None:
@@ -265,7 +265,7 @@ class Router:
         if (encode := self._encodes.get(message.transfer, message.attempt)) is None:
             return
         if not message.cached:
-            self.last_encoded = self._clock()
+            self.last_encoded = self.clock()
         state = self._requests.get(encode.task.request)
         assert state is not None, "items are released when their request ends"
         state.stream.record.add(message.intervals, encode.instance.name, encode.task.index)
@@ -288,7 +288,7 @@ class Router:
             self.lifecycle.dispatch_queued()
             return
         self._requests.prefilled(state)
-        self.last_token = self._clock()
+        self.last_token = self.clock()
         try:
             report = state.stream.read(message)
         except InternalError as error:
@@ -321,7 +321,7 @@ class Router:
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_get_status(self, message: GetStatus) -> None:
-        now = self._clock()
+        now = self.clock()
         instances = [lease.status(now) for lease in self.membership]
         ready = self.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
@@ -342,7 +342,7 @@ class Router:
 
     def _on_start_change(self, message: StartChange | StopService) -> None:
         """Pass it on to the supervisor, which answers the operator itself: this frontend may be replaced, too."""
-        launchers = self.launcher_view.launchers(self._clock())
+        launchers = self.launcher_view.launchers(self.clock())
         if self.draining and not isinstance(message, StopService):
             self._reply(message.reply_to, ChangeRefused("the service is shutting down"))
         elif len(launchers) != 1:
@@ -355,7 +355,7 @@ class Router:
 
     def _in_other_roles(self) -> str:
         """Return which instances have another role than they were started in; empty if none has."""
-        started = {one.name: one.role for one in self.launcher_view.processes(self._clock())}
+        started = {one.name: one.role for one in self.launcher_view.processes(self.clock())}
         return ", ".join(
             f"{lease.name} has been changed to {lease.next_role or lease.role}"
             for lease in self.membership
@@ -386,7 +386,7 @@ class Router:
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
-        lease = self.membership.add(message, self._clock())
+        lease = self.membership.add(message, self.clock())
         log.info("%s joined as %s", lease.name, lease.role)
         if lease is not held:
             self.events.add("changed" if changed else "joined", f"{lease.name} joined as {lease.role}")
@@ -402,7 +402,7 @@ class Router:
     def _is_outdated(self, message: Register) -> bool:
         """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
         supervisor has both run: it replaces one by the other, and ends the older one itself."""
-        now = self._clock()
+        now = self.clock()
         others = [lease for lease in self.membership.named(message.name) if lease.address != message.address]
         for older in [lease for lease in others if lease.incarnation < message.incarnation]:
             if not self.launcher_view.keeps(older.name, older.incarnation, now):
@@ -412,7 +412,7 @@ class Router:
         return not is_newest and not self.launcher_view.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if (lease := self.membership.refresh(message, self._clock())) is not None:
+        if (lease := self.membership.refresh(message, self.clock())) is not None:
             self._notify(lease.address, HeartbeatReceived(self._address, self.lifecycle.demand(lease)))
         else:
             self._notify(message.address, RegisterAgain(self._address))
@@ -448,7 +448,7 @@ class Router:
             self._remove_instance(lease, "has left", kind=kind, suspect=message.suspect)
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
-        now = self._clock()
+        now = self.clock()
         for one in self.launcher_view.update(message, now):
             if one.state is LaunchState.FAILED:
                 self.events.add("failed", f"{one.name} has ended, and isn't started again")
@@ -465,13 +465,13 @@ class Router:
         """Return which stages have no instance, and when one is started again."""
         needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
         served = {stage for lease in self.membership if lease.takes_work for stage in lease.role.stages}
-        now = self._clock()
+        now = self.clock()
         return "; ".join(self.launcher_view.why_missing(stage, now) for stage in needed if stage not in served)
 
     def tick(self) -> None:
         """Expire leases and requests whose time has run out, and dispatch what has got room meanwhile, as by a larger
         credit. Call a few times a second."""
-        now = self._clock()
+        now = self.clock()
         if now - self._ticked > self._lease.lease_expiry / 2:
             # this process was stalled: heartbeats may be waiting unread in its inbox
             self.membership.refresh_all(now)
@@ -492,7 +492,7 @@ class Router:
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
         event. ``suspect`` as in Deregister."""
-        self.membership.remove(lease, self._clock())
+        self.membership.remove(lease, self.clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
         transfers, encoding = self._encodes.instance_lost(lease)
