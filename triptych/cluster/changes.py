@@ -8,18 +8,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from triptych.cluster.answers import Answers
 from triptych.cluster.child import ChildSpec
 from triptych.cluster.local import LocalCluster
 from triptych.cluster.rollout import Finish, GiveUp, Remove, Replacing, Retire, Start, Step, Switch, Wait
 from triptych.errors import TriptychError
-from triptych.messages.codec import Send
 from triptych.messages.operations import (
     ChangeEnded,
     ChangeProgress,
     ChangeRefused,
     StartChange,
 )
-from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +68,14 @@ class Changes:
         self,
         cluster: LocalCluster,
         plan: Callable[[StartChange], Awaitable[Plan]],
-        send: Send,
-        disconnect: Callable[[Address], None],
+        answer: Answers,
     ) -> None:
-        """``plan`` raises TriptychError for a change that isn't possible. ``send`` reaches operators, and
-        ``disconnect`` closes the connection to one after the last message."""
+        """``plan`` raises TriptychError for a change that isn't possible."""
         self._kind = self._text = ""
         """The change in progress, and what it does; empty without one."""
         self._cluster = cluster
         self._plan = plan
-        self._send = send
-        self._disconnect = disconnect
+        self._answer = answer
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -97,7 +93,7 @@ class Changes:
 
     def _refuse(self, message: StartChange, reason: str) -> None:
         log.warning("refused a %s: %s", message.kind, reason)
-        self._answer(message, ChangeRefused(reason))
+        self._answer(message.reply_to, ChangeRefused(reason))
 
     async def close(self) -> None:
         """End the change in progress, if there is one. Its processes stay as they are."""
@@ -109,7 +105,7 @@ class Changes:
         try:
             planning = asyncio.ensure_future(self._plan(message))
             while not (await asyncio.wait([planning], timeout=PROGRESS_INTERVAL))[0]:
-                self._answer(message, ChangeProgress(self._text, 0, 0))  # large files take long to identify
+                self._answer(message.reply_to, ChangeProgress(self._text, 0, 0))  # large files take long to identify
             plan = planning.result()
         except TriptychError as error:
             self._refuse(message, str(error))
@@ -134,14 +130,14 @@ class Changes:
             plan.end(not reason)
             outcome = f"{len(policy.done)} of {policy.total} {message.outcome}{'; ' * bool(reason)}{reason}"
             log.info("the %s has ended: %s", self._kind, outcome)
-            self._answer(message, ChangeEnded(len(policy.done), policy.total, reason))
+            self._answer(message.reply_to, ChangeEnded(len(policy.done), policy.total, reason))
 
     async def _take_steps(self, message: StartChange, plan: Plan) -> str:
         """Return why the change ends early; empty if it doesn't."""
         specs, policy, told = {spec.name: spec for spec in plan.specs}, plan.policy, 0.0
         if plan.warning:
             log.warning("%s", plan.warning)
-            self._answer(message, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
+            self._answer(message.reply_to, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
         while True:
             now = time.monotonic()
             step = policy.next({name: self._cluster.replacing(name) for name in plan.names}, now)
@@ -174,18 +170,10 @@ class Changes:
                     return ""
             if self._text != before or now - told >= PROGRESS_INTERVAL:
                 told = now
-                self._answer(message, ChangeProgress(self._text, len(policy.done), policy.total))
+                self._answer(message.reply_to, ChangeProgress(self._text, len(policy.done), policy.total))
             await asyncio.sleep(LOOK_INTERVAL)
 
     def _kept(self, names: Sequence[str]) -> str:
         """Return which of these processes still exist, for the end of a message."""
         kept = [name for name in names if self._cluster.has(name)]
         return f"; {', '.join(kept)} {'stays as it was' if len(kept) == 1 else 'stay as they were'}" if kept else ""
-
-    def _answer(self, message: StartChange, answer: ChangeRefused | ChangeProgress | ChangeEnded) -> None:
-        try:
-            self._send(message.reply_to, answer)
-        except TriptychError as error:
-            log.debug("couldn't answer an operator: %s", error)
-        if not isinstance(answer, ChangeProgress):
-            self._disconnect(message.reply_to)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from triptych.cluster.answers import Answers
 from triptych.cluster.changes import Changes, Plan
 from triptych.cluster.local import LocalCluster
 from triptych.cluster.stop import ServiceStop
@@ -48,8 +49,9 @@ class FrontendLink:
             self._channel = Channel(config.cluster_host, secret=config.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
-        self._changes = Changes(cluster, plan, self._channel.send, self._channel.disconnect)
-        self.stop = ServiceStop(cluster, self._channel.send, self._channel.disconnect, refusal=no_stop)
+        answer = Answers(self._channel.send, self._channel.disconnect)
+        self._changes = Changes(cluster, plan, answer)
+        self.stop = ServiceStop(cluster, answer, refusal=no_stop)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 
