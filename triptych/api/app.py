@@ -30,8 +30,6 @@ from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
-from triptych.api.ui_access import refusal
-from triptych.api.ui_files import PAGE
 from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
@@ -58,8 +56,7 @@ def create_app(service: Service) -> FastAPI:
     _add_token_endpoints(app, service)
     _add_service_endpoints(app, service)
     if service.frontend.http.ui:
-        ui.add_endpoints(app, service)
-        _add_plan_endpoint(app, service)
+        ui.add_endpoints(app, service, _plan_handler(service))
     add_openapi(app)
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
@@ -112,17 +109,16 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
         return await _stream(request, service, prepared.stream_response(), prepared.on_error)
 
 
-def _add_plan_endpoint(app: FastAPI, service: Service) -> None:
-    @app.post(f"{PAGE}/plan", include_in_schema=False)
+def _plan_handler(service: Service) -> ui.Handler:
     async def plan(request: Request) -> Response:
         """What becomes of a conversation (``PromptPlan``), which isn't answered."""
-        if (refused := refusal(request)) is not None:
-            return refused
         text, context = await _read_request(request, service)
         parsed = parse_request(ChatCompletionRequest, text)
         context = context.with_timeout(parsed.timeout)
         prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(service, parsed, context))
         return JsonResponse(prompt_plan(prompt))
+
+    return plan
 
 
 def _add_token_endpoints(app: FastAPI, service: Service) -> None:

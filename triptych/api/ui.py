@@ -30,10 +30,11 @@ DAY_MS = 86_400_000.0
 """An objective that every answer meets, in milliseconds."""
 
 
-def add_endpoints(app: FastAPI, service: Service) -> None:
-    """Add the page and its endpoints."""
+def add_endpoints(app: FastAPI, service: Service, plan: Handler) -> None:
+    """Add the page and its endpoints. ``plan`` answers with what becomes of a conversation."""
     for path, handler in UiEndpoints(service).data.items():
         _add(app, f"{PAGE}/{path}", _guarded(handler), "GET")
+    _add(app, f"{PAGE}/plan", _guarded(plan), "POST")
     _add(app, PAGE, _file, "GET", "HEAD")
     _add(app, f"{PAGE}/{{name:path}}", _file, "GET", "HEAD")
 
