@@ -25,10 +25,7 @@ def shared_service(folder: Path) -> Iterator[Served]:
 def service(shared_service: Served) -> Iterator[Served]:
     """The shared service; fails a test that leaves requests or memory behind."""
     yield shared_service
-    for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
-        gate.opened.set()
-        gate.delay, gate.failures = 0.0, 0
-    wait_for(shared_service.is_idle, SOON)
+    shared_service.settle()
 
 
 @pytest.fixture(scope="session")

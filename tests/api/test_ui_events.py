@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from triptych.observe.pipeline import Pipeline
 HELLO = b"GET /ui/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def snapshots(client: httpx.Client, path: str = "/ui/events") -> Iterator[Pipeline]:
+def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline, None, None]:
     with client.stream("GET", path) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
@@ -119,7 +119,7 @@ def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
         for rate, least, most in ((10, 0.08, 2.0), (2, 0.45, 3.0)):
             stream = snapshots(client, f"/ui/events?rate={rate}")
             first, second = next(stream), next(stream)
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             assert least <= second.time - first.time <= most
         for wrong in ("0", "-1", "nan", "inf", "x", "1e400"):
             assert client.get(f"/ui/events?rate={wrong}").status_code == 400

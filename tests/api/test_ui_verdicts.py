@@ -74,13 +74,13 @@ def test_a_tiny_kv_cache(folder: Path) -> None:
         assert "--kv-cache-memory" in found.advice
 
 
-def test_one_slow_decode_instance_of_several(folder: Path) -> None:
+def test_one_slow_decode_instance_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(folder, "1P3D") as service:
         service.steps.delay = 0.02
         [slow] = [one for one in service.running.instances if one.name == "d2"]
         for loop in slow.loops:
             if isinstance(loop, EngineLoop):
-                loop.runner.run = slowed(loop.runner.run, 0.15)  # type: ignore[method-assign]
+                monkeypatch.setattr(loop.runner, "run", slowed(loop.runner.run, 0.15))
         with asked(service, 12, max_tokens=400):
             found = verdict(service, "decode", "at d2 and ")
         assert "d2" in found.advice

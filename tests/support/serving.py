@@ -36,6 +36,11 @@ class Gate:
     def __post_init__(self) -> None:
         self.opened.set()
 
+    def reset(self) -> None:
+        """Let work pass as at first."""
+        self.opened.set()
+        self.delay, self.failures = 0.0, 0
+
     def close(self) -> None:
         self.entered.clear()
         self.opened.clear()
@@ -98,6 +103,12 @@ class Served:
             if isinstance(host, EngineLoop) and host.debug_state()["active"]:
                 return False
         return True
+
+    def settle(self, seconds: float = SOON) -> None:
+        """Open all gates, and wait until the service is idle."""
+        for gate in (self.steps, self.encoder, self.preprocessor):
+            gate.reset()
+        wait_for(self.is_idle, seconds)
 
     def is_idle(self) -> bool:
         """Everything is back, and no step runs: a request that is cancelled leaves before its step ends."""

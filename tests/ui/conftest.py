@@ -9,7 +9,7 @@ from playwright.sync_api import Browser
 
 from tests.support.browser import chromium
 from tests.support.checkpoints import make_checkpoint
-from tests.support.serving import Served, served, wait_for
+from tests.support.serving import Served, served
 
 MODEL = "<img src=x onerror=alert(1)>"
 """A name that would run code if the page took it for HTML."""
@@ -36,7 +36,4 @@ def shared_service(browser: Browser, folder: Path) -> Iterator[Served]:
 @pytest.fixture
 def service(shared_service: Served) -> Iterator[Served]:
     yield shared_service
-    for gate in (shared_service.steps, shared_service.encoder, shared_service.preprocessor):
-        gate.opened.set()
-        gate.delay = 0.0
-    wait_for(shared_service.is_idle)
+    shared_service.settle(10.0)
