@@ -1,7 +1,8 @@
 """Snapshots of a service at work, as the page at ``/ui`` and ``triptych top`` show them. They hold no content of
 requests.
 
-Times are in seconds since the epoch, durations in seconds, shares from 0 to 1.
+Times are in seconds since the epoch, durations in seconds, shares from 0 to 1. Those that a snapshot has many of are
+left to reference counting (``gc=False``): none is part of a cycle, and ten snapshots a second are made.
 """
 
 from msgspec import Struct

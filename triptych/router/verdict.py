@@ -80,7 +80,7 @@ def verdict(window: Sequence[LoadSample], control: str = "HOST:PORT") -> Verdict
     """Return which stage binds, from samples of the last seconds, the latest last. ``control`` is the frontend's
     control address, for the commands in the advice."""
     if not window:
-        return Verdict("", "Nothing binds: no request has come yet.", "")
+        return Verdict("", "Nothing binds: nothing has been measured yet.", "")
     load = _means(window)
     rules: tuple[Callable[[_Load, str], Verdict | None], ...] = (
         _missing_stage,
