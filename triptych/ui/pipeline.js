@@ -194,7 +194,7 @@ class Lane {
       "header",
       { class: "lane-head" },
       h("h2", { id: title, text: TITLES[stage] }),
-      h("p", { class: "lane-figures" }, h("span", {}, "busy ", this.busy), h("span", { title: "Share of the work that its instances may have which they have" }, "full ", this.saturation)),
+      h("p", { class: "lane-figures" }, h("span", {}, "busy ", this.busy), h("span", { title: "Share of the work that its instances may have which they have" }, "saturation ", this.saturation)),
     );
     this.element = h("section", { class: "lane", data: { stage }, "aria-labelledby": title }, this.head, this.queue, this.empty);
   }
