@@ -2,39 +2,48 @@
 
 const shellQuoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** JSON, indented, with `hole(part)` in place of the address of each media item. */
-function withHoles(body, hole) {
+/** The request with `address()` in place of the address of each media item. */
+function withAddresses(body, address) {
   const messages = body.messages.map((message) => ({
     ...message,
     content: Array.isArray(message.content)
-      ? message.content.map((part) => (part.type === "text" ? part : { type: part.type, [part.type]: { url: hole(part) } }))
+      ? message.content.map((part) => (part.type === "text" ? part : { type: part.type, [part.type]: { url: address() } }))
       : message.content,
   }));
   return { ...body, messages };
+}
+
+/** The request with a mark in place of the address of each media item, and the marks: texts that nothing else in it has. */
+function marked(body, files) {
+  const texts = JSON.stringify(withAddresses(body, () => ""));
+  let edge = "@@";
+  while (texts.includes(edge)) edge += "@";
+  const marks = files.map((_, index) => edge + index + edge);
+  let item = 0;
+  return { request: withAddresses(body, () => marks[item++]), marks };
 }
 
 /** `files` names the file of each media item, in order. */
 export function asCurl(base, body, files, needsKey) {
   const key = needsKey ? ` \\\n  -H "Authorization: Bearer $TRIPTYCH_API_KEY"` : "";
   const curl = `curl -N ${base}v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d `;
-  let item = 0;
-  let rest = JSON.stringify(withHoles(body, () => `@@${item++}@@`), null, 2);
+  const { request, marks } = marked(body, files);
+  let rest = JSON.stringify(request, null, 2);
   if (!files.length) return curl + shellQuoted(rest);
   // through standard input, because Linux limits an argument to 128 KiB; curl drops the line feeds of base64 from there
   const lines = files.flatMap((file, index) => {
-    const mark = `@@${index}@@`;
-    const end = rest.indexOf(mark);
+    const end = rest.indexOf(marks[index]);
     const before = `${rest.slice(0, end)}data:${file.kind};base64,`;
-    rest = rest.slice(end + mark.length);
+    rest = rest.slice(end + marks[index].length);
     return [`printf %s ${shellQuoted(before)}`, `base64 < ${shellQuoted(file.name)}`];
   });
   return `{\n${[...lines, `printf %s ${shellQuoted(rest)}`].join("\n")}\n} | ${curl}@-`;
 }
 
 export function asPython(base, body, files, needsKey) {
-  let item = 0;
-  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`).messages, null, 4);
-  const messages = files.reduce((text, file, index) => text.replace(`"@@${index}@@"`, () => `data_url(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
+  const { request, marks } = marked(body, files);
+  const json = JSON.stringify(request.messages, null, 4);
+  const messages = files.reduce((text, file, index) => text.replace(JSON.stringify(marks[index]), () => `data_url(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
   const key = needsKey ? 'os.environ["TRIPTYCH_API_KEY"]' : '"none"';
   const reader = files.length
     ? `def data_url(name, kind):
@@ -62,9 +71,9 @@ for chunk in stream:
 }
 
 export function asJavaScript(base, body, files, needsKey) {
-  let item = 0;
-  const json = JSON.stringify(withHoles(body, () => `@@${item++}@@`).messages, null, 2);
-  const messages = files.reduce((text, file, index) => text.replace(`"@@${index}@@"`, () => `dataUrl(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
+  const { request, marks } = marked(body, files);
+  const json = JSON.stringify(request.messages, null, 2);
+  const messages = files.reduce((text, file, index) => text.replace(JSON.stringify(marks[index]), () => `dataUrl(${JSON.stringify(file.name)}, ${JSON.stringify(file.kind)})`), json);
   const key = needsKey ? "process.env.TRIPTYCH_API_KEY" : '"none"';
   const reader = files.length ? `import { readFileSync } from "node:fs";\n` : "";
   const helper = files.length ? 'const dataUrl = (name, kind) => `data:${kind};base64,${readFileSync(name).toString("base64")}`;\n' : "";
