@@ -1,4 +1,4 @@
-"""What operators are told of the changes that they ask for."""
+"""Answers to operators who ask for a change."""
 
 import logging
 from collections.abc import Callable
