@@ -23,6 +23,7 @@ from triptych.errors import InvalidRequest
 from triptych.observe.perfetto import trace_events
 from triptych.observe.pipeline import RequestView
 from triptych.observe.request_history import MAX_ENDED, matches
+from triptych.observe.timeline import Interval
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -97,13 +98,16 @@ class UiEndpoints:
         return _json(list(islice(found, limit)))
 
     async def _request(self, request: Request) -> Response:
-        """One request with its timeline (``RequestView``), also in flight: it ends with what is done now."""
-        return _json(self._find(request))
+        """One request with its timeline (``RequestView``), also in flight: it ends with what is done now, whose end is
+        0."""
+        view = self._find(request)
+        now = [structs.replace(part, end=0.0) for part in self._current(view)]
+        return _json(structs.replace(view, timeline=[*view.timeline, *now]))
 
     async def _perfetto(self, request: Request) -> Response:
         """One request's timeline as a file for ui.perfetto.dev."""
         view = self._find(request)
-        return _json(trace_events([(view.id, view.timeline)]))
+        return _json(trace_events([(view.id, [*view.timeline, *self._current(view)])]))
 
     async def _figures(self, request: Request) -> Response:
         """The last hour (``Figures``), against the objective of ``ttft_ms`` and ``tpt_ms``."""
@@ -113,9 +117,11 @@ class UiEndpoints:
     def _find(self, request: Request) -> RequestView:
         if (view := self._service.history.find(request.path_params["id"])) is None:
             raise HTTPException(404, "no such request: it ended too long ago, or at another frontend")
-        if view.ended:
-            return view
-        return structs.replace(view, timeline=[*view.timeline, *self._service.pipeline.current(view.id)])
+        return view
+
+    def _current(self, view: RequestView) -> list[Interval]:
+        """Return what is done for a request now, until now."""
+        return [] if view.ended else self._service.pipeline.current(view.id)
 
 
 def _json(data: Any) -> JsonResponse:

@@ -164,7 +164,7 @@ class RequestView(Struct, frozen=True):
     """The stage of the timeline that took longest."""
     trace_id: str
     timeline: list[Interval] = []
-    """Empty in lists."""
+    """Empty in lists. What is still being done has an end of 0."""
 
 
 class FiguresBucket(Struct, frozen=True):
