@@ -1,5 +1,6 @@
 """A headless Chromium, and pages that note what must not happen on them."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,16 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, 
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 AXE = Path(__file__).parents[1] / "ui" / "axe.min.js"
+PASTE = """
+([bytes, name, type]) => {
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([new Uint8Array(bytes)], name, {type}));
+    document.dispatchEvent(new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true}));
+}
+"""
 WAIT = 30_000
 """Milliseconds within which what a test expects must happen, on a busy machine, too."""
+PHONE = {"width": 360, "height": 720}
 HOSTILE = "triptych.example"
 """A name that means this machine, as in an attack by DNS rebinding."""
 
@@ -27,6 +36,7 @@ def chromium() -> Iterator[Browser]:
         pytest.skip("no Chromium: sudo apt-get install chromium-headless-shell")
     expect.set_options(timeout=WAIT)
     options = ["--no-sandbox", "--disable-gpu", f"--host-resolver-rules=MAP {HOSTILE} 127.0.0.1"]
+    options += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a camera that may be used
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         yield browser
@@ -66,6 +76,37 @@ class Viewer:
         found = self.page.evaluate("options => axe.run(document, options)", options)["violations"]
         serious = [one for one in found if one["impact"] in ("serious", "critical")]
         return [f"{one['id']}: {node['html']} {node['failureSummary']}" for one in serious for node in one["nodes"]]
+
+
+def is_live(page: Page) -> None:
+    expect(page.locator("#connection")).to_have_text("live")
+
+
+def is_ready(page: Page) -> None:
+    """The playground's code has loaded, and knows the model."""
+    expect(page.locator("#code-panel pre")).to_contain_text(re.compile('"model": "[^"]'))
+
+
+def go(page: Page, view: str) -> None:
+    page.locator(f"nav a[data-view={view}]").click()
+    expect(page.locator(f"#{view}-title")).to_be_visible()
+
+
+def paste(page: Page, content: bytes, name: str, kind: str = "image/png") -> None:
+    page.evaluate(PASTE, [list(content), name, kind])
+
+
+def drop(page: Page, where: str, *files: Path, text: str = "") -> None:
+    """Drag files or text from outside the browser to an element, and let go of them there."""
+    place = page.locator(where).bounding_box()
+    assert place is not None
+    items = [{"mimeType": "text/plain", "data": text}] if text else []
+    dragged = {"items": items, "files": [str(path) for path in files], "dragOperationsMask": 1}
+    event = {"x": place["x"] + 5, "y": place["y"] + 5, "data": dragged}
+    session = page.context.new_cdp_session(page)
+    for kind in ("dragEnter", "dragOver", "drop"):
+        session.send("Input.dispatchDragEvent", {"type": kind} | event)
+    session.detach()
 
 
 @contextmanager

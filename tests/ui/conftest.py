@@ -8,8 +8,8 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.support.browser import chromium
-from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import Served, served
+from tests.support.tiny import make_tiny
 
 MODEL = "<img src=x onerror=alert(1)>"
 """A name that would run code if the page took it for HTML."""
@@ -23,7 +23,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("ui") / "tiny")
+    """A model that sees and hears."""
+    return make_tiny(tmp_path_factory.mktemp("ui") / "tiny", "qwen2_5_omni")
 
 
 @pytest.fixture(scope="package")

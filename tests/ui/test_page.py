@@ -1,22 +1,17 @@
 """The page at /ui in a real browser, on a real service."""
 
 import asyncio
-import os
 import re
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
-from tests.support.browser import HOSTILE, Viewer, viewing
+from tests.support.browser import HOSTILE, PHONE, Viewer, go, is_live, is_ready, paste, viewing
 from tests.support.frontends import alone
 from tests.support.harness import make_instance
-from tests.support.image_cases import png
-from tests.support.serving import Served, image, image_part, text_part
+from tests.support.serving import Served, image_part, text_part
 from triptych.topology import Role
 
 VIEWS = ("pipeline", "requests", "playground", "figures")
@@ -26,28 +21,6 @@ TITLES = {
     "playground": "Playground",
     "figures": "Figures of the last hour",
 }
-PHONE = {"width": 360, "height": 720}
-PASTE = """
-([bytes, name, type]) => {
-    const transfer = new DataTransfer();
-    transfer.items.add(new File([new Uint8Array(bytes)], name, {type}));
-    document.dispatchEvent(new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true}));
-}
-"""
-
-
-def is_live(page: Page) -> None:
-    expect(page.locator("#connection")).to_have_text("live")
-
-
-def is_ready(page: Page) -> None:
-    """The playground's code has loaded, and knows the model."""
-    expect(page.locator("#code-panel pre")).to_contain_text("onerror=alert(1)")
-
-
-def go(page: Page, view: str) -> None:
-    page.locator(f"nav a[data-view={view}]").click()
-    expect(page.locator(f"#{view}-title")).to_be_visible()
 
 
 def test_every_view_loads_without_errors_or_requests_to_elsewhere(browser: Browser, service: Served) -> None:
@@ -95,56 +68,8 @@ def test_requests_in_flight_are_marks_where_they_are(browser: Browser, service: 
         expect(mark).to_have_count(0)
 
 
-def run_in_a_shell(code: str, folder: Path) -> str:
-    """Standard output of a snippet."""
-    path = {"PATH": os.environ["PATH"]}  # and no proxy
-    done = subprocess.run(
-        ["bash", "-c", code], check=True, cwd=folder, env=path, stdout=subprocess.PIPE, text=True, timeout=60
-    )
-    return done.stdout
-
-
-def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(
-    browser: Browser, service: Served, tmp_path: Path
-) -> None:
-    name = "<img src=x onerror=alert(2)> '\"$(id)`.png"
-    with viewing(browser, service.url) as viewer:
-        page = viewer.page
-        viewer.open("playground")
-        is_ready(page)
-        page.evaluate(PASTE, [list(image(96, 64, seed=7)), name, "image/png"])
-        item = page.get_by_role("list", name="Attached media").get_by_role("listitem")
-        expect(item).to_contain_text(name)
-        expect(item).to_contain_text("96")
-        expect(item).to_contain_text("tokens")
-        page.get_by_label("Question").fill("What is this?")
-        expect(page.locator("#plan")).to_contain_text("of them media")
-        page.locator("#max-tokens").fill("8")
-        code = page.locator("#code-panel pre")
-        expect(code).to_contain_text(r"base64 < '<img src=x onerror=alert(2)> '\''")
-        # a picture of the size that cameras make, too long for an argument
-        large = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
-        (tmp_path / name).write_bytes(png(Image.fromarray(large)))
-        assert run_in_a_shell(code.inner_text(), tmp_path).endswith("data: [DONE]\n\n")
-        page.get_by_role("tab", name="Python").click()
-        expect(page.locator("#code-panel")).to_contain_text("openai.OpenAI")
-        page.get_by_role("button", name="Send").click()
-        expect(page.locator("#answer-state")).to_have_text("complete")
-        waterfall = page.locator("#answer-waterfall")
-        expect(waterfall.locator(".track[data-stage=encode] i")).to_have_count(1)
-        expect(waterfall.get_by_role("list", name="Which instance did what")).to_contain_text("e0")
-        expect(waterfall).to_contain_text("pd1 prefilled")
-        waterfall.get_by_role("link", name="See it among the requests").click()
-        expect(page.locator("#detail-body")).to_contain_text("/v1/chat/completions")
-        expect(page.locator("#detail-body .track[data-stage=decode] i")).to_have_count(1)
-        with page.expect_download() as download:
-            page.get_by_role("button", name="Save for Perfetto").click()
-        assert "traceEvents" in Path(download.value.path()).read_text()
-        assert page.locator("img[src=x]").count() == 0
-
-
 def test_what_comes_from_outside_is_text(browser: Browser, service: Served) -> None:
-    """The model's name, ids of requests and texts of errors; names of files are pasted above."""
+    """The model's name, ids of requests and texts of errors; names of files are pasted in the playground's tests."""
     id = "//x/../javascript:alert"
     with service.client() as client:
         body = service.body(max_tokens=2)
@@ -161,7 +86,7 @@ def test_what_comes_from_outside_is_text(browser: Browser, service: Served) -> N
         expect(page.locator("#request-rows")).to_contain_text("404 UnknownModel")
         go(page, "playground")
         is_ready(page)
-        page.evaluate(PASTE, [list(b"<svg onload=alert(3)>"), "<svg onload=alert(3)>.png", "image/png"])
+        paste(page, b"<svg onload=alert(3)>", "<svg onload=alert(3)>.png")
         expect(page.locator("#plan.error")).not_to_be_empty()
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#answer-error")).not_to_be_empty()

@@ -3,24 +3,22 @@
 import { byId, h, reconcile, say, show } from "./dom.js";
 import { bytes, count } from "./format.js";
 
-const NOT_MEDIA = "is neither a picture, a video nor audio";
-
 /** A list of files with their data URLs. `onChange` is called whenever it changes. */
 export class Attachments {
-  constructor(onChange, onError) {
+  constructor(onChange) {
     this.list = [];
     this.views = new Map();
     this.onChange = onChange;
-    this.onError = onError;
     this.number = 0;
     this.plans = [];
   }
 
   async add(files) {
+    const refused = [];
     for (const file of files) {
       const modality = ["image", "video", "audio"].find((kind) => file.type.startsWith(`${kind}/`));
       if (!modality) {
-        this.onError(`${file.name} ${NOT_MEDIA}`);
+        refused.push(`${file.name} is neither a picture, a video nor audio.`);
         continue;
       }
       try {
@@ -28,18 +26,21 @@ export class Attachments {
         this.number += 1;
         this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file });
       } catch {
-        this.onError(`${file.name} can't be read`);
+        refused.push(`${file.name} can't be read.`);
       }
     }
-    this.changed();
+    this.changed(refused.join(" "));
   }
 
   remove(key) {
     this.list = this.list.filter((one) => one.key !== key);
-    this.changed();
+    this.changed("");
   }
 
-  changed() {
+  /** `refused` says which files aren't in the list, and why. */
+  changed(refused) {
+    say(byId("files-error"), refused);
+    show(byId("files-error"), refused !== "");
     this.plans = [];
     this.draw();
     this.onChange();
@@ -100,22 +101,26 @@ const dataUrl = (file) =>
     reader.readAsDataURL(file);
   });
 
-/** Lets the viewer drop, paste, choose and photograph while `isActive()`. */
-export function acceptFiles(attachments, area, isActive) {
+/** Lets the viewer drop, paste, choose and photograph while `area` is shown. Files may be dropped anywhere on the page:
+ *  beside the area, the browser would leave the page for the file. */
+export function acceptFiles(attachments, area) {
   const filesOf = (transfer) => [...(transfer?.files ?? [])];
-  area.addEventListener("dragover", (event) => {
+  const brings = (event) => !area.hidden && event.dataTransfer?.types.includes("Files"); // and not text for the question
+  document.addEventListener("dragover", (event) => {
+    if (!brings(event)) return;
     event.preventDefault();
     area.classList.add("dragging");
   });
-  area.addEventListener("dragleave", (event) => area.contains(event.relatedTarget) || area.classList.remove("dragging"));
-  area.addEventListener("drop", (event) => {
+  document.addEventListener("dragleave", (event) => event.relatedTarget || area.classList.remove("dragging"));
+  document.addEventListener("drop", (event) => {
+    if (!brings(event)) return;
     event.preventDefault();
     area.classList.remove("dragging");
     attachments.add(filesOf(event.dataTransfer));
   });
   document.addEventListener("paste", (event) => {
     const files = filesOf(event.clipboardData);
-    if (!isActive() || !files.length) return;
+    if (area.hidden || !files.length) return;
     event.preventDefault();
     attachments.add(files);
   });
@@ -151,8 +156,8 @@ async function photograph(onPicture) {
     if (!navigator.mediaDevices) throw new Error("the browser offers cameras only to pages on this machine or over HTTPS");
     stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
     if (!dialog.open) return end();
+    view.onloadeddata = () => (byId("camera-take").disabled = false); // there is no picture before
     view.srcObject = stream;
-    byId("camera-take").disabled = false;
   } catch (error) {
     say(byId("camera-error"), `No camera: ${error.message}`);
     show(byId("camera-error"), true);

@@ -17,7 +17,7 @@ let planNumber = 0;
 let running = null;
 let language = "curl";
 
-const attachments = new Attachments(changed, (text) => planText(text, true));
+const attachments = new Attachments(changed);
 
 export async function enter() {
   if (model) return;
@@ -215,7 +215,7 @@ function finish(mine, wasStopped) {
 }
 
 function start() {
-  acceptFiles(attachments, byId("playground"), () => !byId("playground").hidden);
+  acceptFiles(attachments, byId("playground"));
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();

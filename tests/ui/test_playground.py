@@ -1,0 +1,140 @@
+"""The playground in a real browser: every way to attach media, and the answer. The model sees and hears."""
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.support.browser import PHONE, drop, is_ready, paste, viewing
+from tests.support.clips import clip
+from tests.support.serving import Served, image
+from tests.support.sounds import sound, tone
+
+HOSTILE_NAME = "<img src=x onerror=alert(2)> '\"$(id)`.png"
+
+
+def attached(page: Page) -> Locator:
+    return page.get_by_role("list", name="Attached media").get_by_role("listitem")
+
+
+def send(page: Page, question: str) -> None:
+    page.get_by_label("Question").fill(question)
+    page.locator("#max-tokens").fill("8")
+    page.get_by_role("button", name="Send").click()
+
+
+def is_answered(page: Page) -> Locator:
+    """The waterfall of the answer, which is complete."""
+    expect(page.locator("#answer-state")).to_have_text("complete")
+    expect(page.locator("#answer-text")).not_to_be_empty()
+    return page.locator("#answer-waterfall")
+
+
+def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        paste(page, image(96, 64, seed=401), HOSTILE_NAME)
+        for fact in (HOSTILE_NAME, "96 × 64", "tokens", "cost"):
+            expect(attached(page)).to_contain_text(fact)
+        page.get_by_label("Question").fill("What is this?")
+        expect(page.locator("#plan")).to_contain_text("of them media")
+        send(page, "What is this?")
+        waterfall = is_answered(page)
+        expect(waterfall.locator(".track[data-stage=encode] i")).to_have_count(1)
+        expect(waterfall.get_by_role("list", name="Which instance did what")).to_contain_text("e0")
+        expect(waterfall).to_contain_text("pd1 prefilled")
+        waterfall.get_by_role("link", name="See it among the requests").click()
+        expect(page.locator("#detail-body")).to_contain_text("/v1/chat/completions")
+        expect(page.locator("#detail-body .track[data-stage=decode] i")).to_have_count(1)
+        assert page.locator("img[src=x]").count() == 0
+
+
+def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
+    browser: Browser, service: Served, tmp_path: Path
+) -> None:
+    """The camera is Chromium's own, which films a green face. Files are dropped beside the dashed frame, too."""
+    film, song = tmp_path / "film.mp4", tmp_path / "song.wav"
+    film.write_bytes(clip(frames=20, seed=402))
+    song.write_bytes(sound("wav", tone(1.3, 16_000)))
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        camera = page.get_by_role("button", name="Use the camera")
+        camera.click()
+        assert viewer.faults() == []
+        page.get_by_role("button", name="Take it").click()  # as soon as it can be clicked
+        expect(attached(page).nth(0)).to_contain_text(re.compile(r"camera\.jpg.*640 × 480.* tokens · cost \d"))
+        expect(camera).to_be_focused()
+        drop(page, ".top", film)
+        expect(attached(page).nth(1)).to_contain_text(
+            re.compile(r"film\.mp4.*2\.0 s, 96 × 64.* 2 steps in time .* tokens · cost \d")
+        )
+        with page.expect_file_chooser() as chooser:
+            page.get_by_role("button", name="Choose files").click()
+        chooser.value.set_files(song)
+        expect(attached(page).nth(2)).to_contain_text(re.compile(r"song\.wav.*1\.3 s · 2 parts .* tokens · cost \d"))
+        expect(page.locator("#plan")).to_contain_text("of them media")
+        planned = [int(found) for found in re.findall(r"· (\d+) tokens", page.locator("#items").inner_text())]
+
+        service.encoder.close()
+        send(page, "What is this?")
+        waterfall = page.locator("#answer-waterfall")
+        expect(waterfall.locator("tr.running")).to_contain_text("encode")
+        expect(page.locator("#answer-state")).to_have_text("waiting for the first token")
+        service.encoder.opened.set()
+        is_answered(page)
+        for item in (1, 2, 3):
+            expect(waterfall.locator("tr").filter(has_text=re.compile(rf"^encode {item}\s*e0"))).to_have_count(1)
+        who = waterfall.get_by_role("list", name="Which instance did what")
+        expect(who).to_contain_text(re.compile(r"e0 .*encoded item 1, 2, 3 in"))
+        expect(who).to_contain_text(re.compile(r"pd1 .*received rows of item 1, 2, 3 in .*decoded in"))
+        prompt = page.locator(".answer-figures div").filter(has_text="Prompt").locator("dd").inner_text()
+        assert f"The prompt will have {prompt}, {sum(planned)} of them media." == page.locator("#plan").inner_text()
+
+        assert viewer.faults() == []
+        page.set_viewport_size(PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        assert viewer.faults() == []
+        page.get_by_role("button", name="Remove film.mp4").click()
+        expect(attached(page)).to_have_count(2)
+        expect(page.locator("#code-panel")).not_to_contain_text("film.mp4")
+
+
+def test_files_that_are_no_media_are_named_and_text_can_be_dragged(
+    browser: Browser, service: Served, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("no picture")
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        drop(page, "#drop", notes)
+        error = page.locator("#files-error")
+        expect(error).to_have_text("notes.txt is neither a picture, a video nor audio.")
+        with page.expect_response("**/ui/plan"):
+            page.get_by_label("Question").fill("Hello")
+        expect(page.locator("#plan")).to_contain_text("The prompt will have")
+        expect(error).to_be_visible()
+        paste(page, image(96, 64, seed=403), "first.png")
+        expect(error).to_be_hidden()
+        drop(page, "#question", text=" and goodbye")
+        expect(page.get_by_label("Question")).to_have_value(re.compile("goodbye"))
+        expect(attached(page)).to_have_count(1)
+
+
+def test_an_answer_is_stopped(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        service.steps.close()
+        send(page, "Hello")
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator("#answer-state")).to_have_text("stopped")
+        service.steps.opened.set()
+        send(page, "Hello")
+        is_answered(page)
