@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, ViewportSize, expect, sync_playwright
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome")
 AXE = Path(__file__).parents[1] / "ui" / "axe.min.js"
@@ -23,7 +23,7 @@ PASTE = """
 """
 WAIT = 30_000
 """Milliseconds within which what a test expects must happen, on a busy machine, too."""
-PHONE = {"width": 360, "height": 720}
+PHONE: ViewportSize = {"width": 360, "height": 720}
 HOSTILE = "triptych.example"
 """A name that means this machine, as in an attack by DNS rebinding."""
 

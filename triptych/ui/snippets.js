@@ -13,9 +13,10 @@ function withAddresses(body, address) {
   return { ...body, messages };
 }
 
-/** The request with a mark in place of the address of each media item, and the marks: texts that nothing else in it has. */
+/** The request with a mark in place of the address of each media item, and the marks: texts that neither the rest of it
+ *  nor a file's name has. */
 function marked(body, files) {
-  const texts = JSON.stringify(withAddresses(body, () => ""));
+  const texts = JSON.stringify([withAddresses(body, () => ""), files]);
   let edge = "@@";
   while (texts.includes(edge)) edge += "@";
   const marks = files.map((_, index) => edge + index + edge);
