@@ -1,6 +1,9 @@
-"""Kimi K2.5's videos: frames, text, pixels and rows as transformers and an independent implementation have them."""
+"""Kimi K2.5's videos: frames, text, pixels and rows as transformers and an independent implementation have them. What
+transformers' video processor makes of videos is stored (``golden/make_kimi_videos.py``, which needs torchvision)."""
 
+import json
 import random
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +14,11 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
+from tests.models.golden.make_kimi_videos import CASES as ASKED
+from tests.models.golden.make_kimi_videos import FILE, settings_of
+from tests.models.golden.make_videos import digest, video
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.clips import picture
+from tests.support.clips import packed, picture
 from tests.support.forward import assert_close
 from tests.support.image_cases import png
 from tests.support.kimi import kimi_k25_size, kimi_k25_video
@@ -20,7 +26,7 @@ from tests.support.tiny import OWN_TOWERS, make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch, UnsupportedMedia
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.media.frames import PackedFrames, pack_frames
+from triptych.media.frames import FORMAT, PackedFrames, pack_frames
 from triptych.models.base import EncoderInput
 from triptych.models.kimi.plan import KimiK25Planner
 from triptych.models.kimi.preprocess import KimiK25Preprocessor
@@ -89,6 +95,24 @@ def row_by_row(part: EncoderInput) -> torch.Tensor:
     frames, rows, columns = part.grid
     squares = torch.from_numpy(part.patches).view(frames, rows // 2, columns // 2, 2, 2, 3, 14, 14)
     return squares.transpose(2, 3).reshape(-1, 3, 14, 14)
+
+
+@pytest.mark.parametrize("number", range(len(ASKED)))
+def test_as_the_reference(number: int) -> None:
+    """Frames, text and pixels, whose bits are transformers' own."""
+    case: dict[str, Any] = json.loads(FILE.read_text())[number]
+    assert case.items() >= ASKED[number].items()
+    planner = planner_of(settings := settings_of(case))
+    size, rate, is_chosen = (case["width"], case["height"]), case["rate"], case.get("chosen", False)
+    header = VideoHeader(FORMAT, *size, case["frames"], rate, presampled=is_chosen)
+    plan = planner.plan(header, ItemContext(sampling=FrameSampling(**case.get("asked", {}))))
+    assert list(sampled_frames(plan)) == case["indices"]
+    assert planner.placeholder(plan, lambda _: "#") == re.sub("#+", "#", case["text"])
+    assert planner.runs(plan) == [len(run) for run in re.findall("#+", case["text"])]
+    data = packed(video(number, case["frames"], case["height"], case["width"]))
+    parts = list(KimiK25Preprocessor(TINY.config, TINY.preprocessor or {}, settings)(data, plan))
+    assert [list(part.grid) for part in parts] == case["grids"]
+    assert digest(torch.cat([row_by_row(part) for part in parts]).numpy()) == case["digest"]
 
 
 @pytest.mark.parametrize("size", [(80, 48), (30, 90), (13, 14), (200, 150)])
