@@ -5,14 +5,16 @@
 
 Towers have the widths of one released checkpoint (``tests/support/released.py``), random weights in float32 and, unless
 ``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides run in this process in turns, with
-as many threads. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow processors or, where
-there is none, the tests' own.
+as many threads, and each has run once before. A stage gets ``--rounds`` rounds, fewer if they would take longer than
+``--seconds``, and at least one. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow
+processors or, where there is none, the tests' own.
 """
 
 import argparse
 import io
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bench.measuring import like_an_instance, report, seconds_in_turns
+from bench.measuring import like_an_instance, median_seconds, report
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.reference import image_features, image_processor
 from tests.support.released import RELEASED
@@ -102,21 +104,31 @@ def check_equal(rows: list[torch.Tensor], output: Any) -> None:
         raise ValueError(f"embeddings differ by {difference:.1e} of the largest value")
 
 
-def measured(name: str, layers: int, rounds: int, data: bytes) -> dict[str, Any]:
+def in_turns(stage: Stage, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """The seconds of both sides in each round. None but the first begins once ``seconds`` have passed."""
+    ours, theirs, began = list[float](), list[float](), time.perf_counter()
+    while not ours or (len(ours) < rounds and time.perf_counter() - began < seconds):
+        for work, times in ((stage.ours, ours), (stage.reference, theirs)):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+    return ours, theirs
+
+
+def measured(name: str, layers: int, rounds: int, seconds: float, data: bytes) -> dict[str, Any]:
     """One family's figures: times in ms, medians and the spread of the ratios of each round."""
     with tempfile.TemporaryDirectory() as folder:
         found = stages_of(make_tiny(Path(folder), RELEASED[name].tiny(name, layers)), data)
         figures: dict[str, Any] = {"checkpoint": RELEASED[name].name}
         for stage, work in found.items():
             if not isinstance(work, Stage):
-                seconds = seconds_in_turns({"": work}, rounds)[""]
-                figures[stage] = {"ms": round(1000 * statistics.median(seconds) / PLANS, 4)}
+                figures[stage] = {"ms": round(1000 * median_seconds(work, rounds) / PLANS, 4)}
                 continue
-            times = seconds_in_turns({"ours": work.ours, "reference": work.reference}, rounds)
-            ratios = sorted(ours / theirs for ours, theirs in zip(times["ours"], times["reference"], strict=True))
-            ours, theirs = (1000 * statistics.median(times[side]) for side in ("ours", "reference"))
-            figures[stage] = {"ms": round(ours, 1), "transformers ms": round(theirs, 1)}
-            figures[stage] |= {"ratio": round(statistics.median(ratios), 2)}
+            ours, theirs = in_turns(work, rounds, seconds)
+            ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+            figures[stage] = {"ms": round(1000 * statistics.median(ours), 1)}
+            figures[stage] |= {"transformers ms": round(1000 * statistics.median(theirs), 1)}
+            figures[stage] |= {"ratio": round(statistics.median(ratios), 2), "rounds": len(ratios)}
             figures[stage] |= {"lowest": round(ratios[0], 2), "highest": round(ratios[-1], 2)}
         return figures
 
@@ -129,6 +141,7 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=1080)
     parser.add_argument("--layers", type=int, default=2, help="layers of each tower")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=20, help="of a stage, after which no round begins")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -137,9 +150,11 @@ def main() -> None:
     like_an_instance(arguments.threads)
     data, found = picture(arguments.width, arguments.height), dict[str, Any]()
     for name in arguments.families or MEASURED:
-        found[name] = measured(name, arguments.layers, arguments.rounds, data)
+        found[name] = measured(name, arguments.layers, arguments.rounds, arguments.seconds, data)
         print(f"{name}: {found[name]}", flush=True)
-    settings = {name: getattr(arguments, name) for name in ("width", "height", "layers", "rounds", "threads")}
+    settings = {
+        name: getattr(arguments, name) for name in ("width", "height", "layers", "rounds", "seconds", "threads")
+    }
     report(settings | {"families": found}, arguments.out)
 
 

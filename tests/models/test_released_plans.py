@@ -95,3 +95,12 @@ def test_published_figures(name: str, header: AudioHeader | ImageHeader, rows: i
 def test_longest_clips(name: str, seconds: int) -> None:
     with pytest.raises(MediaTooLarge, match=f"at most {seconds} s"):
         planner_of(name).plan(AudioHeader("WAV", 16_000, 1, 16_000 * seconds + 161))
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_all_files_have_the_sizes(name: str) -> None:
+    """Of images, videos and audio alike: what prepares items takes them together."""
+    tiny, preprocess = RELEASED[name].tiny(name), FAMILIES[name].preprocessor
+    assert preprocess is not None
+    resolve(preprocess)(with_text_config(tiny.config), tiny.preprocessor or {}, tiny.video_preprocessor or {})
+    planner_of(name)

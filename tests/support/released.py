@@ -27,6 +27,9 @@ QWEN3_SIZE |= {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
 WHISPER = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
 WHISPER |= {"num_mel_bins": 128}
 
+SAM_B: dict[str, Any] = {"heads": 12, "layers": 12, "width": 768, "global_attn_indexes": [2, 5, 8, 11]}
+SAM_B |= {"downsample_channels": [512, 1024]}
+OCR_CLIP_L = {"heads": 16, "layers": 24, "width": 1024, "image_size": 224, "patch_size": 14}
 OCR_LANGUAGE = {"num_attention_heads": 10, "num_key_value_heads": 10}
 
 
@@ -40,15 +43,18 @@ class Released:
     video_preprocessor: dict[str, Any] = field(default_factory=dict)
     depth: str = "num_hidden_layers"
     """Setting of ``vision_config`` with the tower's layers."""
+    shallow: dict[str, Any] = field(default_factory=dict)
+    """Further settings if the tower has fewer layers: all of them are used."""
     is_measured: bool = True
     """Whether ``bench/families.py`` measures its tower: of images, and no other checkpoint's."""
 
     def tiny(self, family: str, layers: int | None = None) -> Tiny:
-        """The checkpoint with the tower's released sizes, but with ``layers`` of its layers if given."""
+        """The checkpoint with the tower's released sizes, but with ``layers`` of its layers if given (DeepSeek-OCR's
+        two towers: with one)."""
         tiny = BASES[family]
         config = merged(tiny.config, self.config)
         if layers is not None:
-            config = merged(config, {"vision_config": {self.depth: layers}})
+            config = merged(merged(config, {"vision_config": {self.depth: layers}}), self.shallow)
         return replace(
             tiny,
             config=config,
@@ -157,8 +163,9 @@ RELEASED = {
     ),
     "phi4_multimodal": Released(
         "Phi-4-multimodal-instruct",
-        {"hidden_size": 3072, "vision_config": SO400M | {"image_size": 448, "crop_size": 448}},
+        {"hidden_size": 3072, "rope_scaling": None} | {"vision_config": SO400M | {"image_size": 448, "crop_size": 448}},
         {"size": _square(448), "dynamic_hd": 36},
+        shallow={"vision_config": {"feature_layer": -1}},
     ),
     "glm4v": Released(
         "GLM-4.1V-9B-Thinking",
@@ -184,6 +191,7 @@ RELEASED = {
         "llava-1.5-7b-hf",
         {"text_config": {"hidden_size": 4096}, "vision_config": CLIP_L | {"image_size": 336}},
         {"size": {"shortest_edge": 336}, "crop_size": _square(336)},
+        shallow={"vision_feature_layer": -1},
     ),
     "llava_next": Released(
         "llava-v1.6-vicuna-7b-hf",
@@ -193,6 +201,7 @@ RELEASED = {
             "image_grid_pinpoints": None,
         },
         {"size": {"shortest_edge": 336}, "crop_size": _square(336), "image_grid_pinpoints": None},
+        shallow={"vision_feature_layer": -1},
     ),
     "llava_onevision": Released(
         "llava-onevision-qwen2-7b-ov-hf",
@@ -203,6 +212,7 @@ RELEASED = {
             "vision_aspect_ratio": "anyres_max_9",
         },
         {"size": _square(384), "image_grid_pinpoints": None},
+        {"size": _square(384)},
     ),
     "llava+pixtral": Released(
         "pixtral-12b",
@@ -286,6 +296,7 @@ RELEASED = {
         },
         {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
         video_preprocessor={"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+        shallow={"insert_layer_id": 0},
     ),
     "minicpmv": Released(
         "MiniCPM-V-4_5",
@@ -300,14 +311,18 @@ RELEASED = {
             "language_config": {"hidden_size": 1280} | OCR_LANGUAGE,
             "vision_config": {
                 "image_size": 1024,
-                "width": {
-                    "sam_vit_b": {"heads": 12, "layers": 12, "width": 768, "global_attn_indexes": [2, 5, 8, 11]}
-                    | {"downsample_channels": [512, 1024]},
-                    "clip-l-14-224": {"heads": 16, "layers": 24, "width": 1024, "image_size": 224, "patch_size": 14},
-                },
+                "width": {"sam_vit_b": SAM_B, "clip-l-14-224": OCR_CLIP_L},
             },
         },
         {"tile_size": None},
+        shallow={
+            "vision_config": {
+                "width": {
+                    "sam_vit_b": SAM_B | {"layers": 1, "global_attn_indexes": [0]},
+                    "clip-l-14-224": OCR_CLIP_L | {"layers": 1},
+                }
+            }
+        },
     ),
     "deepseek_ocr2": Released(
         "DeepSeek-OCR-2",
@@ -323,6 +338,12 @@ RELEASED = {
             },
         },
         {"size": _square(1024), "tile_size": 768},
+        shallow={
+            "vision_config": {
+                "sam_config": {"num_hidden_layers": 1, "global_attn_indexes": [0]},
+                "encoder_config": {"num_hidden_layers": 1},
+            }
+        },
     ),
     "cogvlm2": Released(
         "cogvlm2-llama3-chat-19B",
@@ -341,6 +362,7 @@ RELEASED = {
             "image_seq_length": 256,
         },
         {"size": _square(448), "max_patches": 12},
+        {"size": _square(448)},
     ),
 }
 """By model type. Sizes of towers and processors; a language model has its width alone."""
