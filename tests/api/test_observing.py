@@ -1,18 +1,14 @@
 """Records of ended requests: the log line, the trace, and the file for Perfetto."""
 
-import gzip
-import http.server
 import json
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.support.collector import Collector, collecting
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
 from triptych.cli import main
 from triptych.config import ObserveConfig
@@ -20,43 +16,10 @@ from triptych.config import ObserveConfig
 SECRET = "a prompt that stays private"
 
 
-@dataclass
-class Collector:
-    """An OpenTelemetry collector that stores the spans it receives, each with its process's name."""
-
-    spans: list[tuple[str, Any]] = field(default_factory=list)
-    url: str = ""
-
-    def take(self, body: bytes) -> None:
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            attributes = {one.key: one.value.string_value for one in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                self.spans += [(attributes["service.instance.id"], span) for span in scope.spans]
-
-
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    collected = Collector()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            collected.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    collected.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    yield collected
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with collecting() as collector:
+        yield collector
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,15 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(f"TRIPTYCH_{item.name.upper()}", raising=False)
 
 
-NOT_ALONE = ("lease_expiry", "ssl_certfile", "ssl_keyfile", "request_log_file", "max_queue_per_client", "own_port")
+NOT_ALONE = (
+    "lease_expiry",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "request_log_file",
+    "max_queue_per_client",
+    "own_port",
+    "ui_trace_url",
+)
 """Settings that another one has to go with."""
 
 

@@ -1,5 +1,6 @@
 """Bounds of settings, one by one and together, for every group."""
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ from triptych.errors import ConfigError
         (LeaseConfig, {"heartbeat": 0.0}),
         (ObserveConfig, {"log_level": "loud"}),
         (ObserveConfig, {"request_log_file": "x"}),
+        (ObserveConfig, {"ui_trace_url": "http://host/{trace_id}"}),
         (ClusterConfig, {"cluster_host": "0.0.0.0", "cluster_secret_file": "secret"}),
         (ClusterConfig, {"cluster_host": "::", "cluster_secret_file": "secret"}),
         (ClusterConfig, {"cluster_host": "", "cluster_secret_file": "secret"}),
@@ -77,6 +79,46 @@ def test_settings_that_make_no_sense_are_named(config: type, values: dict[str, o
         name = next(iter(values)).replace("_", "-")
         with pytest.raises(ConfigError, match=f"--{name}"):
             config(**values)
+
+
+def observed(url: str) -> ObserveConfig:
+    return ObserveConfig(otlp_traces_endpoint="http://host:4318/v1/traces", ui_trace_url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host:16686/trace/{trace_id}", "https://[::1]/#{trace_id}",
+        "https://grafana/explore?left={%22queries%22:[{%22query%22:%22{trace_id}%22}]}",
+    ],
+)  # fmt: skip
+def test_traces_are_linked_to_by_urls_of_the_web(url: str) -> None:
+    assert observed(url).ui_trace_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("javascript:alert('{trace_id}')", "http:// or https://"),
+        ("JavaScript://host/%0Aalert('{trace_id}')", "http:// or https://"),
+        ("data:text/html,{trace_id}", "http:// or https://"),
+        ("//host/{trace_id}", "http:// or https://"),
+        ("/trace/{trace_id}", "http:// or https://"),
+        ("http:///{trace_id}", "and a host"),
+        ("http://[::1/{trace_id}", "and a host"),
+        ("http://host:port/{trace_id}", "and a host"),
+        ("http://host/{trace_id} ", "spaces or control characters"),
+        ("http://host/\n{trace_id}", "spaces or control characters"),
+        ("http://name:word@host/{trace_id}", "a user or a password"),
+        ("http://{trace_id}/", "no {trace_id} after its host"),
+        ("http://{trace_id}/{trace_id}", "no {trace_id} after its host"),
+        ("http://host/{id}", "no {trace_id} after its host"),
+    ],
+)
+def test_other_links_to_traces_are_refused(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        observed(url)
+    assert str(refused.value).startswith(f"--ui-trace-url {url!r} ")
 
 
 def test_every_number_has_a_bound_that_is_checked() -> None:

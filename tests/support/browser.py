@@ -1,7 +1,9 @@
 """A headless Chromium, and pages that note what must not happen on them."""
 
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,6 +109,15 @@ def drop(page: Page, where: str, *files: Path, text: str = "") -> None:
     for kind in ("dragEnter", "dragOver", "drop"):
         session.send("Input.dispatchDragEvent", {"type": kind} | event)
     session.detach()
+
+
+def output(folder: Path, *command: str, **variables: str) -> str:
+    """Standard output of a command that the page shows, run in that folder."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "1"} | variables  # and no proxy
+    done = subprocess.run(
+        command, check=True, cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", timeout=60
+    )
+    return done.stdout
 
 
 @contextmanager

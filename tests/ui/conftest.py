@@ -8,8 +8,10 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.support.browser import chromium
+from tests.support.collector import Collector, collecting
 from tests.support.serving import Served, served
 from tests.support.tiny import make_tiny
+from triptych.config import ObserveConfig
 
 MODEL = "<img src=x onerror=alert(1)>"
 """A name that would run code if the page took it for HTML."""
@@ -28,9 +30,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def shared_service(browser: Browser, folder: Path) -> Iterator[Served]:
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="package")
+def shared_service(browser: Browser, folder: Path, collector: Collector) -> Iterator[Served]:
     """Asks for the browser first: without one, no service is started."""
-    with served(folder, served_model_name=MODEL) as service:
+    links = f"{collector.address}/trace/{{trace_id}}?<img src=x>"
+    observe = ObserveConfig(otlp_traces_endpoint=collector.url, ui_trace_url=links.replace(" ", "%20"))
+    with served(folder, observe=observe, served_model_name=MODEL) as service:
         yield service
 
 

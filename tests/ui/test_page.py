@@ -1,17 +1,20 @@
 """The page at /ui in a real browser, on a real service."""
 
 import asyncio
+import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.support.browser import HOSTILE, PHONE, Viewer, go, is_live, is_ready, paste, viewing
+from tests.support.browser import HOSTILE, PHONE, Viewer, go, is_live, is_ready, output, paste, viewing
+from tests.support.collector import Collector
 from tests.support.frontends import alone
 from tests.support.harness import make_instance
-from tests.support.serving import Served, image_part, text_part
+from tests.support.serving import Served, image, image_part, text_part
 from triptych.topology import Role
 
 VIEWS = ("pipeline", "requests", "playground", "figures")
@@ -92,6 +95,57 @@ def test_what_comes_from_outside_is_text(browser: Browser, service: Served) -> N
         expect(page.locator("#answer-error")).not_to_be_empty()
         expect(page.locator("#answer-state")).to_have_text("failed")
         assert page.locator("img[src=x], svg[onload]").count() == 0
+
+
+def test_a_request_leads_to_its_trace_and_to_perfetto(browser: Browser, service: Served, collector: Collector) -> None:
+    id, trace = "/a/../traced:1", "0af7651916cd43dd8448eb211c80319c"
+    headers = {"X-Request-ID": id, "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    with service.client() as client:
+        body = service.body([image_part(image(seed=404)), text_part("What is this?")])
+        assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    with viewing(browser, service.url, permissions=["clipboard-read", "clipboard-write"]) as viewer:
+        page = viewer.page
+        viewer.open(f"requests/{quote(id, safe='')}")
+        page.get_by_role("button", name="Copy the trace id").click()
+        expect(page.get_by_role("button", name="Copy the trace id")).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == trace
+        with page.context.expect_page() as opened:
+            page.get_by_role("link", name="Open its trace").click()
+        opened.value.wait_for_load_state()
+        path, sent = collector.looks[-1]
+        assert path.startswith(f"/trace/{trace}?%3Cimg")
+        assert "Referer" not in sent
+        assert opened.value.evaluate("window.opener") is None
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Save for Perfetto").click()
+        assert download.value.suggested_filename == "_a____traced_1.perfetto.json"
+        events = json.loads(Path(download.value.path()).read_text())["traceEvents"]
+        assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+            "frontend",
+            "e0",
+            "pd1",
+        }
+        assert {"fetch", "encode", "prefill", "decode"} <= {event["name"] for event in events}
+
+
+def test_the_command_that_repeats_a_request_runs(browser: Browser, service: Served, tmp_path: Path) -> None:
+    hello = {"model": service.model, "max_tokens": 3, "ignore_eos": True}
+    asked = {
+        "chat/completions": hello | {"messages": [{"role": "user", "content": "Hello"}]},
+        "completions": hello | {"prompt": "Hello"},
+        "responses": {"model": service.model, "max_output_tokens": 3, "input": "Hello"},
+    }
+    with viewing(browser, service.url) as viewer, service.client() as client:
+        for endpoint, body in asked.items():
+            headers = {"X-Request-ID": endpoint}
+            assert client.post(f"/v1/{endpoint}", json=body, headers=headers).status_code == 200
+            viewer.open(f"requests/{quote(endpoint, safe='')}")
+            expect(viewer.page.locator("#detail-body")).to_contain_text(f"/v1/{endpoint}")
+            command = viewer.page.locator("#detail-body pre").inner_text()
+            answer = json.loads(output(tmp_path, "bash", "-c", command))
+            assert answer["model"] == service.model, answer
+            usage = answer["usage"]
+            assert usage.get("completion_tokens", usage.get("output_tokens")) in (1, 2, 3)
 
 
 def test_requests_are_filtered(browser: Browser, service: Served) -> None:

@@ -1,8 +1,6 @@
 """The playground's code, run as a reader would: it asks what the page asks, whatever texts and names of files have."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import numpy as np
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.browser import is_ready, paste, viewing
+from tests.support.browser import is_ready, output, paste, viewing
 from tests.support.image_cases import png
 from tests.support.serving import Served, image
 
@@ -27,15 +25,6 @@ def code(page: Page, language: str) -> str:
     panel = page.get_by_role("tabpanel", name=language)
     expect(panel).to_be_visible()
     return str(panel.locator("pre").evaluate("element => element.textContent"))
-
-
-def output(folder: Path, *command: str, **variables: str) -> str:
-    """Standard output of a command in that folder."""
-    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "1"} | variables  # and no proxy
-    done = subprocess.run(
-        command, check=True, cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", timeout=60
-    )
-    return done.stdout
 
 
 def streamed(events: str) -> str:

@@ -80,6 +80,8 @@ class Service:
     frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
     """Called with the record of every request that has ended."""
+    ui_trace_url: str = ""
+    """Where the page at ``/ui`` links to a trace, as configured."""
     memory_budget: MemoryBudget = field(init=False)
     pipeline: PipelineView = field(init=False)
     """What the page at ``/ui`` shows of the router."""

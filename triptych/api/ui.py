@@ -19,6 +19,7 @@ from triptych.api.sse import EventStream
 from triptych.api.ui_access import refusal
 from triptych.api.ui_files import PAGE, ui_files
 from triptych.api.viewers import MAX_RATE
+from triptych.config.observe import TRACE_ID
 from triptych.errors import InvalidRequest
 from triptych.observe.perfetto import trace_events
 from triptych.observe.pipeline import RequestView
@@ -102,7 +103,7 @@ class UiEndpoints:
         0."""
         view = self._find(request)
         now = [structs.replace(part, end=0.0) for part in self._current(view)]
-        return _json(structs.replace(view, timeline=[*view.timeline, *now]))
+        return _json(structs.replace(view, timeline=[*view.timeline, *now], trace_url=self._trace_url(view.trace_id)))
 
     async def _perfetto(self, request: Request) -> Response:
         """One request's timeline as a file for ui.perfetto.dev."""
@@ -118,6 +119,9 @@ class UiEndpoints:
         if (view := self._service.history.find(request.path_params["id"])) is None:
             raise HTTPException(404, "no such request: it ended too long ago, or at another frontend")
         return view
+
+    def _trace_url(self, trace_id: str) -> str:
+        return self._service.ui_trace_url.replace(TRACE_ID, trace_id) if trace_id else ""
 
     def _current(self, view: RequestView) -> list[Interval]:
         """Return what is done for a request now, until now."""

@@ -163,6 +163,9 @@ class RequestView(Struct, frozen=True):
     slowest: str
     """The stage of the timeline that took longest."""
     trace_id: str
+    """Empty without traces."""
+    trace_url: str = ""
+    """Where the trace is shown; empty in lists, and if the operator hasn't said where."""
     timeline: list[Interval] = []
     """Empty in lists. What is still being done has an end of 0."""
 

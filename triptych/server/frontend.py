@@ -98,8 +98,7 @@ class Frontend:
         self._handed_over = False
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        caps = _media_caps(config.frontend.media)
-        builder = PromptBuilder(config.model, config.engine.max_model_len or None, caps)
+        builder = PromptBuilder(config.model, config.engine.max_model_len or None, _media_caps(config.frontend.media))
         secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
@@ -132,6 +131,7 @@ class Frontend:
             frontend=config.frontend,
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
+            ui_trace_url=config.observe.ui_trace_url,
         )
         self._server = _HttpServer(_http_settings(self.service, config.frontend))
         self._tasks: list[asyncio.Task[None]] = []

@@ -147,6 +147,7 @@ function detailOf(request) {
       { class: "detail-links" },
       rows.length ? save : null,
       request.trace_id ? h("span", {}, h("span", { class: "label", text: "Trace " }), h("code", { text: request.trace_id }), trace) : null,
+      request.trace_url ? h("a", { href: request.trace_url, target: "_blank", rel: "noopener noreferrer", text: "Open its trace in a new tab" }) : null,
     ),
     h("p", { class: "label", text: "Repeat it (its content isn't kept)" }),
     h("div", { class: "snippet" }, h("pre", { tabindex: 0, text: curl }), copyButton(() => curl, "the command")),
