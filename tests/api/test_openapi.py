@@ -94,7 +94,9 @@ def check_path(short: Served, document: Any, method: str, path: str, num_cases: 
         if case.body and isinstance(case.body, dict) and choice.draw(st.booleans()):
             # all fields at once are hardly ever right, nor is another model: half of the cases are a right request with
             # at most one other field
-            names = choice.draw(st.sets(st.sampled_from(sorted({*case.body} - {"model", *RIGHT[path]}) or [""]), max_size=1))
+            names = choice.draw(
+                st.sets(st.sampled_from(sorted({*case.body} - {"model", *RIGHT[path]}) or [""]), max_size=1)
+            )
             names.discard("")
             case.body = {"model": short.model} | RIGHT[path] | {name: case.body[name] for name in names}
             case.body |= {"stream": True} if events and choice.draw(st.booleans()) else {}
