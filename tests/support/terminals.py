@@ -51,14 +51,21 @@ class Terminal:
         os.write(self.descriptor, key.encode())
 
 
+def closing(closed: str, *words: str) -> list[str]:
+    """A command that runs ``words`` with some standard streams closed, such as ``<&- 2>&-``."""
+    return ["bash", "-c", f'exec "$@" {closed}', "bash", *words]
+
+
 @contextmanager
-def on_a_terminal(*arguments: str, columns: int = 80, lines: int = 24, background: bool = False) -> Iterator[Terminal]:
-    """Runs ``triptych`` with these arguments on a terminal of its own, or in the background of one. In the end the
-    terminal must be as before."""
+def on_a_terminal(
+    *arguments: str, columns: int = 80, lines: int = 24, background: bool = False, closed: str = ""
+) -> Iterator[Terminal]:
+    """Runs ``triptych`` with these arguments on a terminal of its own, or in the background of one, with some standard
+    streams ``closed``. In the end the terminal must be as before."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (lines, columns))
     before = termios.tcgetattr(theirs)
-    words = [sys.executable, "-m", "triptych", *arguments]
+    words = closing(closed, sys.executable, "-m", "triptych", *arguments)
     process = subprocess.Popen(
         [sys.executable, "-c", SHELL, *words] if background else words,
         stdin=theirs,

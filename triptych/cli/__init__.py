@@ -63,6 +63,7 @@ def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> Parser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments, run the command and exit. An error that the operator can fix is one line."""
+    _open_closed_streams()
     words = sys.argv[1:] if arguments is None else arguments
     # no flag before the command takes a value, so that the first of these words is the command
     parser = make_parser([word for word in words if word in COMMANDS][:1])
@@ -80,6 +81,19 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = exit_codes.INTERRUPTED
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device as each standard stream that the caller has closed. Else Python has None in its place, and
+    the next socket or file gets its number: what child processes and libraries write as errors would go there."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
 
 
 def _set_up_logs(parsed: argparse.Namespace) -> None:
