@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,14 +21,19 @@ from triptych.observe.pipeline import Pipeline, Verdict
 pytestmark = pytest.mark.slow
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 @contextmanager
-def asked(service: Served, count: int, **settings: Any) -> Iterator[None]:
-    """That many requests are in flight, and are given up at the end."""
+def asked(service: Served, count: int, key: str = "", **settings: Any) -> Iterator[None]:
+    """That many requests are in flight, of the holder of that key, and are given up at the end."""
     left = threading.Event()
+    headers = bearer(key) if key else {}
 
     def ask(number: int) -> None:
         body = service.body(f"{number} " * 40, stream=True, **settings)
-        with service.client() as client, client.stream("POST", CHAT, json=body) as response:
+        with service.client() as client, client.stream("POST", CHAT, json=body, headers=headers) as response:
             for _ in response.iter_raw():
                 if left.is_set():
                     return
@@ -84,3 +90,21 @@ def test_one_slow_decode_instance_of_several(folder: Path, monkeypatch: pytest.M
         with asked(service, 12, max_tokens=400):
             found = verdict(service, "decode", "at d2 and ")
         assert "d2" in found.advice
+
+
+def test_one_client_floods_the_service(folder: Path) -> None:
+    """Each key is a client. Until another has requests, too, the flood is the load of the service."""
+    engine = replace(FLOAT32, max_num_seqs=2)
+    with served(folder, "1PD", engine=engine, api_key=("flooding", "modest")) as service:
+        service.headers = bearer("modest")
+        service.steps.delay = 0.05
+        with asked(service, 16, "flooding", max_tokens=400):
+            verdict(service, "prefill", " requests wait")
+            with asked(service, 1, "modest", max_tokens=200):
+                found = verdict(service, "client", "One client binds: ")
+                with service.client() as client:
+                    running = client.get("/ui/requests?status=running").json()
+        [(flooding, most), (_, fewest)] = Counter(one["client"] for one in running).most_common()
+        assert fewest <= 2 < most
+        assert found.sentence.startswith(f"One client binds: {flooding} has 9")
+        assert "--max-queue-per-client" in found.advice

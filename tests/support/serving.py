@@ -69,13 +69,15 @@ class Served:
     encoder: Gate
     preprocessor: Gate
     model: str
+    headers: dict[str, str] = field(default_factory=dict)
+    """What clients send unless they say otherwise."""
 
     @property
     def url(self) -> str:
         return self.running.frontend.url
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60, headers=self.headers)
 
     def body(self, content: Any = "Hello", **settings: Any) -> dict[str, Any]:
         """A request of eight tokens that the end token can't cut short."""
