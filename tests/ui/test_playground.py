@@ -17,9 +17,9 @@ def attached(page: Page) -> Locator:
     return page.get_by_role("list", name="Attached media").get_by_role("listitem")
 
 
-def send(page: Page, question: str) -> None:
+def send(page: Page, question: str, num_tokens: int = 8) -> None:
     page.get_by_label("Question").fill(question)
-    page.locator("#max-tokens").fill("8")
+    page.locator("#max-tokens").fill(str(num_tokens))
     page.get_by_role("button", name="Send").click()
 
 
@@ -95,6 +95,8 @@ def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
         assert f"The prompt will have {prompt}, {sum(planned)} of them media." == page.locator("#plan").inner_text()
 
         assert viewer.faults() == []
+        page.emulate_media(color_scheme="dark")
+        assert viewer.faults("color-contrast") == []
         page.set_viewport_size(PHONE)
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         assert viewer.faults() == []
@@ -119,6 +121,7 @@ def test_files_that_are_no_media_are_named_and_text_can_be_dragged(
             page.get_by_label("Question").fill("Hello")
         expect(page.locator("#plan")).to_contain_text("The prompt will have")
         expect(error).to_be_visible()
+        assert viewer.faults() == []
         paste(page, image(96, 64, seed=403), "first.png")
         expect(error).to_be_hidden()
         drop(page, "#question", text=" and goodbye")
@@ -126,15 +129,19 @@ def test_files_that_are_no_media_are_named_and_text_can_be_dragged(
         expect(attached(page)).to_have_count(1)
 
 
-def test_an_answer_is_stopped(browser: Browser, service: Served) -> None:
+def test_an_answer_streams_in_and_is_stopped(browser: Browser, service: Served) -> None:
     with viewing(browser, service.url) as viewer:
         page = viewer.page
         viewer.open("playground")
         is_ready(page)
-        service.steps.close()
-        send(page, "Hello")
+        service.steps.delay = 0.1
+        send(page, "Hello", num_tokens=500)
+        expect(page.locator("#answer-text")).not_to_be_empty()
+        expect(page.locator("#answer-state")).to_have_text("answering")
+        expect(page.locator("#answer-waterfall tr.running")).to_contain_text("decode")
         page.get_by_role("button", name="Stop").click()
         expect(page.locator("#answer-state")).to_have_text("stopped")
-        service.steps.opened.set()
+        expect(page.locator("#answer-text")).not_to_be_empty()
+        service.steps.reset()
         send(page, "Hello")
         is_answered(page)
