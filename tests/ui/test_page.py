@@ -169,7 +169,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, 
     keys.chmod(0o600)
     with (
         alone(folder, api_key_file=str(keys)) as frontend,
-        viewing(browser, frontend.url, expected=("401 (Unauthorized)",)) as viewer,
+        viewing(browser, frontend.url, expected=("401 (Unauthorized)", "503 (Service Unavailable)")) as viewer,
     ):
         page = viewer.page
         viewer.open("pipeline")
@@ -188,6 +188,13 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, 
         page.reload()
         is_live(page)
         assert page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
+        go(page, "playground")
+        page.get_by_label("Question").fill("Hello")
+        command = page.locator("#code-panel pre")
+        expect(command).to_contain_text("$TRIPTYCH_API_KEY")
+        for key, code in (("right-key", "unavailable"), ("wrong-key", "invalid_api_key")):
+            answer = output(tmp_path, "bash", "-c", command.inner_text(), TRIPTYCH_API_KEY=key)
+            assert json.loads(answer)["error"]["code"] == code
 
 
 def test_elsewhere_it_says_what_to_do(browser: Browser, folder: Path) -> None:
@@ -197,6 +204,11 @@ def test_elsewhere_it_says_what_to_do(browser: Browser, folder: Path) -> None:
             viewer.open("pipeline")
             expect(viewer.page.get_by_role("alert")).to_contain_text("--api-key-file")
             expect(viewer.page.locator("#connection")).to_have_text("no access")
+            go(viewer.page, "playground")
+            viewer.page.get_by_role("button", name="Use the camera").click()
+            expect(viewer.page.get_by_role("dialog")).to_contain_text("only to pages on this machine or over HTTPS")
+            viewer.page.keyboard.press("Escape")
+            expect(viewer.page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_it_says_that_the_service_is_gone_and_comes_back(browser: Browser, folder: Path) -> None:
