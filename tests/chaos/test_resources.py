@@ -78,7 +78,7 @@ class Service:
 
     def process(self, name: str) -> psutil.Process:
         """The one that has that name now."""
-        children = psutil.Process(self.command.process.pid).children()
+        children = psutil.Process(self.command.process.pid).children(recursive=True)
         return next(child for child in children if child.cmdline()[-2:] == ["--name", name])
 
     def is_whole(self) -> bool:

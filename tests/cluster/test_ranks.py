@@ -16,8 +16,8 @@ TWO_RANKS = (*FAST, "--topology", "1EPD", "--restart", "never", "--tensor-parall
 
 
 def ranks(command: Command) -> list[psutil.Process]:
-    """All instances' processes; beside them are the frontend, and those that decode media."""
-    others = {"triptych.sandbox.child", "triptych.server.frontend_main"}
+    """All instances' processes; beside them are the frontend, what forks them, and those that decode media."""
+    others = {"triptych.sandbox.child", "triptych.server.frontend_main", "triptych.server.fork_server"}
     return [child for child in command.descendants if not others & set(child.cmdline())]
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_during_the_start(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_size_that_does_not_divide(folder: Path) -> None:
     with triptych("serve", folder, *TWO_RANKS[:-1], "3") as command:
-        message = one_line_error(command)
+        message = one_line_error(command, exit_codes.CONFIG)
         assert message.endswith("--tensor-parallel-size 3 doesn't divide the model's query heads, of which there are 4")
 
 

@@ -44,7 +44,7 @@ def child(command: Command, name: str) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def look() -> bool:
-        for process in psutil.Process(command.process.pid).children():
+        for process in psutil.Process(command.process.pid).children(recursive=True):
             try:
                 if process.cmdline()[-2:] == ["--name", name]:
                     found.append(process)
@@ -231,11 +231,11 @@ def test_an_instance_whose_checkpoint_is_broken_is_not_started_again(own_copy: P
 
 @pytest.mark.slow
 def test_a_crash_loop_ends_the_service_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    """Processes that are started later find a Python that ends at once."""
+    """Instances that are started later end at once."""
     broken = tmp_path / "broken"
     words = [*("-P", "-m", "triptych", "serve", str(folder)), *FAST, "--topology", "1EPD"]
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys\nif os.path.exists({str(broken)!r}) and 'epd0' in sys.orig_argv:\n    os._exit(3)\n"
+        f"import os\nos.register_at_fork(after_in_child=lambda: os.path.exists({str(broken)!r}) and os._exit(3))\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with running([str(ROOT / ".venv/bin/python"), *words], tmp_path, environment) as command:

@@ -111,7 +111,7 @@ def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> N
 def test_a_signal_during_the_start_leaves_nothing(folder: Path, when: signal.Signals) -> None:
     with triptych("serve", folder, *FAST) as command:
         supervisor = psutil.Process(command.process.pid)
-        wait_for(lambda: len(supervisor.children()) == 3, 20, command)
+        wait_for(lambda: len(supervisor.children()) == 2, 20, command)
         command.descendants = supervisor.children(recursive=True)
         command.send(when)
         assert command.end(10) == 0

@@ -51,7 +51,7 @@ def process_of(command: Command, name: str) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def look() -> bool:
-        for process in psutil.Process(command.process.pid).children():
+        for process in psutil.Process(command.process.pid).children(recursive=True):
             with suppress(psutil.Error):
                 if process.cmdline()[-2:] == ["--name", name]:
                     found.append(process)

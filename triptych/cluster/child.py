@@ -7,12 +7,14 @@ import signal
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from triptych import children
+from triptych import children, exit_codes
+from triptych.cluster.forks import ForkServer
 from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
 from triptych.observe import logs
-from triptych.observe.machine import oom_kills
+from triptych.observe.machine import may_have_gpu, oom_kills
 from triptych.topology import Role
 
 LAST_WORDS = 1.0
@@ -21,6 +23,11 @@ MAX_LINE = 2**20
 """Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
 NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """The service manager's variables, which are for the supervisor alone."""
+
+MODULES = ("triptych.server.instance_process",)
+"""What every instance imports."""
+TOWER_MODULES = ("transformers.modeling_utils", "transformers.modeling_layers", "transformers.masking_utils")
+"""What instances with a tower import besides."""
 
 Print = Callable[[str], None]
 
@@ -40,6 +47,8 @@ class ChildSpec:
     """Added to its environment."""
     pass_fds: tuple[int, ...] = ()
     """File descriptors that it inherits."""
+    modules: tuple[str, ...] = ()
+    """What a fork server imports for it; empty for a process that can't be forked."""
 
     @classmethod
     def of_instance(cls, spec: InstanceSpec) -> "ChildSpec":
@@ -49,7 +58,17 @@ class ChildSpec:
             return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
 
         variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-        return cls(spec.name, spec.role, "triptych.server.instance_main", written, variables)
+        modules = MODULES + TOWER_MODULES * spec.role.encodes
+        # CUDA can't be used in a fork of a process that has used it; that importing doesn't was not tried on a GPU
+        on_cpu = spec.engine.device == "cpu" or (spec.engine.device == "auto" and not may_have_gpu())
+        module = "triptych.server.instance_main"
+        return cls(spec.name, spec.role, module, written, variables, modules=modules if on_cpu else ())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Its environment variables."""
+        kept = {name: value for name, value in children.environment().items() if name not in NOT_INHERITED}
+        return {**kept, "PYTHONUNBUFFERED": "1", **self.variables}
 
     @property
     def groups(self) -> frozenset[str]:
@@ -66,6 +85,40 @@ def groups_of(role: Role | None) -> frozenset[str]:
     return frozenset({"frontend"} if role is None else (names[stage] for stage in role.stages))
 
 
+class StartedProcess(Protocol):
+    """A process of this machine."""
+
+    @property
+    def pid(self) -> int:
+        """0 while it has none."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+
+    async def wait(self) -> int:
+        """Return its exit code, negative for a signal, once it has ended. Raises OSError if it can't be started."""
+
+
+class SpawnedProcess:
+    """A process that runs a program of its own."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    async def wait(self) -> int:
+        """As in ``StartedProcess``."""
+        return await self._process.wait()
+
+
 class Child:
     """A child process that runs, or has ended."""
 
@@ -74,11 +127,21 @@ class Child:
     pending = ""
     """It waits for nothing."""
 
-    def __init__(self, spec: ChildSpec, process: Process, show: Print) -> None:
+    def __init__(
+        self,
+        spec: ChildSpec,
+        process: StartedProcess,
+        output: asyncio.StreamReader,
+        show: Print,
+        transport: asyncio.BaseTransport | None = None,
+    ) -> None:
         self.last_line = ""
         """The last line that it wrote."""
         self._spec = spec
         self._process = process
+        self._output = output
+        self._transport = transport
+        """The transport of the output, unless the process closes it."""
         self._show = show
         self._oom_kills = oom_kills()
         self._relay = asyncio.create_task(self._relay_output())
@@ -89,50 +152,68 @@ class Child:
 
         It asks the kernel to be killed when the thread that started it ends, so this must be a thread that stays."""
         written = spec.written(incarnation)
-        kept = {name: value for name, value in children.environment().items() if name not in NOT_INHERITED}
         # its own process group: Ctrl-C in a terminal reaches the supervisor alone, which then decides
         process = await asyncio.create_subprocess_exec(
             *children.command(spec.module, "--name", spec.name),
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
-            env={**kept, "PYTHONUNBUFFERED": "1", **spec.variables},
+            env=spec.environment,
             cwd=children.FOLDER,
             process_group=0,
             pass_fds=spec.pass_fds,
             limit=MAX_LINE,
         )
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         process.stdin.write(written)
         process.stdin.close()
-        return cls(spec, process, show)
+        return cls(spec, SpawnedProcess(process), process.stdout, show)
+
+    @classmethod
+    async def fork(cls, spec: ChildSpec, incarnation: int, show: Print, server: ForkServer) -> "Child":
+        """Let a fork server start the process. Arguments and errors as in ``start``."""
+        read, write = os.pipe()
+        output = asyncio.StreamReader(MAX_LINE)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read, "rb", 0)
+        )
+        with os.fdopen(write, "wb", 0), os.fdopen(os.memfd_create(spec.name), "w+b", 0) as written:
+            written.write(spec.written(incarnation))
+            written.seek(0)
+            return cls(spec, server.fork(spec.name, spec.modules, written.fileno(), write), output, show, transport)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def is_running(self) -> bool:
-        return self._process.returncode is None
-
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        self._process.send(number)
 
     async def wait(self) -> Ended:
         """Return how the process ended, once it has and its output is shown."""
-        code = await self._process.wait()
+        try:
+            code = await self._process.wait()
+            if self.pid:
+                await self._end_output()
+        except OSError as error:  # no memory, process or descriptor is left
+            self.last_line = f"it can't be started: {error}"
+            return Ended(exit_codes.FAILED)
+        finally:
+            self._relay.cancel()
+            if self._transport:
+                self._transport.close()
+        return Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > self._oom_kills)
+
+    async def _end_output(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # what it started may still hold its output and its memory
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 await self._relay
-        return Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > self._oom_kills)
 
     async def _relay_output(self) -> None:
-        assert self._process.stdout is not None
-        while line := await _next_line(self._process.stdout):
+        while line := await _next_line(self._output):
             shown, self.last_line = logs.relayed(line, self._spec.name)
             # the child must be watched even when the output can't be written any more
             with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from triptych.cluster.child import Child, ChildSpec, Print
+from triptych.cluster.forks import ForkServer
 from triptych.cluster.supervision import Ended
 
 
@@ -45,6 +46,12 @@ class Launcher(Protocol):
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """Start a process, or let it wait for a place. ``show`` is given each line that it writes. Raises OSError."""
 
+    def renew(self) -> None:
+        """Start processes from now on with the code that is installed now."""
+
+    def close(self) -> None:
+        """Free what only new processes need. No process is started any more."""
+
 
 class LocalLauncher:
     """Starts processes on this machine. The thread that calls it must never end while they run."""
@@ -52,6 +59,32 @@ class LocalLauncher:
     earlier: Mapping[str, int] = {}
     """They end with their supervisor."""
 
+    def __init__(self) -> None:
+        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        """By the environment variables of their forks."""
+        self._former: list[ForkServer] = []
+        """Those whose instances may still run."""
+
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """As in ``Launcher``."""
+        if spec.modules:
+            return await Child.fork(spec, incarnation, show, self._server(spec))
         return await Child.start(spec, incarnation, show)
+
+    def renew(self) -> None:
+        """As in ``Launcher``."""
+        self._former = [one for one in (*self._former, *self._servers.values()) if not one.has_ended]
+        self._servers = {}
+        for server in self._former:
+            server.close()
+
+    def close(self) -> None:
+        """As in ``Launcher``. Instances that still run are killed once this process ends."""
+        self.renew()
+
+    def _server(self, spec: ChildSpec) -> ForkServer:
+        key = frozenset(spec.variables.items())
+        server = self._servers.get(key)
+        if server is None or server.has_ended:
+            server = self._servers[key] = ForkServer(spec.environment)
+        return server

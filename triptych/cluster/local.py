@@ -88,6 +88,8 @@ class LocalCluster:
         """The last one of each name."""
         self._earlier = dict(launcher.earlier)
         """Those of processes that are found when they are started the first time."""
+        self.ending = False
+        """Whether the service ends: instances then end by themselves, once the last frontend has ended."""
         self.killed: set[str] = set()
         """Names of processes that didn't end in time when they were asked to."""
         self._killing: set[asyncio.Task[None]] = set()
@@ -325,7 +327,7 @@ class LocalCluster:
         while not process.stopping:
             ended, who, last_line = await self._run(process)
             last_words = f": {last_line}" if ended.code > 0 and last_line else ""
-            if not process.restarts:
+            if not process.restarts or (self.ending and ended.code == 0):
                 process.why_ended = "" if process.stopping else f"{who} {ended}{last_words}"
                 self.changed.set()
                 return

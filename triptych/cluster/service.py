@@ -120,10 +120,11 @@ class LocalService:
             children, self._own_controls = self._children(config, self._joins)
             stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
+            self._launcher = launcher or LocalLauncher()
             self._cluster = LocalCluster(
                 children,
                 show,
-                launcher or LocalLauncher(),
+                self._launcher,
                 config.lease.max_restarts if restart else 0,
                 resumes=before is not None,
             )
@@ -181,6 +182,7 @@ class LocalService:
                 if self._folder:
                     self._folder.forget()
         finally:
+            self._launcher.close()
             await self._link.close()
             self._stack.close()
 
@@ -251,6 +253,7 @@ class LocalService:
         await ending
 
     async def _announce_end(self) -> None:
+        self._cluster.ending = True
         await self._link.end_change()
         if self._leaves_instances:
             for listener in (*self._listeners, *self._own):
@@ -353,6 +356,7 @@ class LocalService:
         end: Callable[[bool], object],
     ) -> Plan:
         """Return a plan whose new frontends accept no connections before they take over."""
+        self._launcher.renew()
         for bound in own_controls.values():
             self._link.add(host_port_of(bound), standby=True)
 

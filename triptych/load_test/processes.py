@@ -22,11 +22,12 @@ class ProcessUsage:
 
 
 def named_children(supervisor: int) -> dict[str, int]:
-    """Return the process ids of a supervisor's children by the names that it gave them."""
+    """Return the process ids of a supervisor's processes by the names that it gave them."""
     found = {}
-    for pid in _children().get(supervisor, ()):
+    for pid in descendants(supervisor):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            # forked instances have a title, in which spaces separate words
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
         except OSError:
             continue
         if "--name" in words:

@@ -23,12 +23,14 @@ def run(spec: InstanceSpec) -> None:
     run_instance(spec)
 
 
-def main() -> None:
+def main(started_by: int = 0) -> None:
+    """Run the instance whose settings are on standard input. ``started_by`` is the process that it ends with, unless
+    that is the supervisor."""
     logs.set_up(logs.LogSettings())
     try:
         spec = InstanceSpec.from_bytes(sys.stdin.buffer.read())
         if spec.supervisor:
-            end_with_parent(spec.supervisor)
+            end_with_parent(started_by or spec.supervisor)
         level = logging.getLevelNamesMapping()[spec.observe.log_level.upper()]
         logs.set_up(logs.LogSettings(spec.observe.log_format, level, spec.name))
         run(spec)

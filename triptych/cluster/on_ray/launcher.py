@@ -267,6 +267,14 @@ class RayLauncher:
         )
         return self._place(spec.name, place, show)
 
+    def renew(self) -> None:
+        """As in ``Launcher``. Each actor imports the code of its node."""
+        self._local.renew()
+
+    def close(self) -> None:
+        """As in ``Launcher``."""
+        self._local.close()
+
     def _place(self, name: str, place: Place, show: Print) -> RemoteProcess:
         process = self._processes[place.key] = RemoteProcess(name, place, show, self._send)
         self._send(place)

@@ -1,0 +1,39 @@
+"""Messages between a supervisor and the process that forks its instances, in MessagePack."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+MAX_MESSAGE = 2**16
+"""Bytes of the longest message."""
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """Request for an instance. Its standard input and output come with the message, in this order."""
+
+    name: str
+    modules: Sequence[str]
+    """What is imported first, unless it has been."""
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a ``Fork``, in their order. A file descriptor of the process (pidfd_open(2)) comes with it."""
+
+    pid: int
+
+
+class NotForked(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a ``Fork`` for which the kernel has no process left."""
+
+    errno: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """End of a process."""
+
+    pid: int
+    code: int
+    """Negative for a signal."""
+
+
+FromForkServer = Forked | NotForked | Exited
