@@ -13,7 +13,7 @@ from triptych.layers.devices import check_ranks
 from triptych.layers.parallel import rank_device
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
-from triptych.server.build_encoder import encode_loop_factory
+from triptych.server.build_encoder import encode_loop_factory, workers_factory
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
 from triptych.server.instance import Instance
@@ -68,6 +68,7 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
     instance.compute.submit(use_threads, num_threads)
+    start_workers = workers_factory(model, spec.encode, num_threads) if role.encodes else None
     with LoadProgress(model.num_bytes(role)) as progress:
         model.checkpoint.on_read = progress.advance
         encoder = _loaded("encoder", instance.compute.submit(model.load_encoder)) if role.encodes else None
@@ -87,8 +88,10 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
             group=group,
             check_always=spec.transfer.checksum == "always",
         )
-    if encoder is not None:
-        make_encode_loop = encode_loop_factory(model, encoder, instance, spec.encode, sender, num_threads=num_threads)
+    if encoder is not None and start_workers is not None:
+        make_encode_loop = encode_loop_factory(
+            model, encoder, instance, spec.encode, sender, start_workers=start_workers
+        )
     return Components(
         instance=instance,
         check_device=lambda role: check_device(model, role),

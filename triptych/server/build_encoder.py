@@ -34,12 +34,18 @@ class EncoderRunner:
 
 
 def encode_loop_factory(
-    model: ModelBundle, encoder: Encoder, instance: Instance, encode: EncodeConfig, sender: Sender, *, num_threads: int
+    model: ModelBundle,
+    encoder: Encoder,
+    instance: Instance,
+    encode: EncodeConfig,
+    sender: Sender,
+    *,
+    start_workers: Callable[[], PreprocessWorkers],
 ) -> Callable[[], EncodeLoop]:
     """Return a function that builds encode loops, one after another, which share one cache."""
     cache = EncoderCache(encode.encode_cache_mb * 2**20)
     return lambda: EncodeLoop(
-        preprocessors=_preprocess_workers(model, encode, num_threads),
+        preprocessors=_ready(start_workers()),
         encoder=EncoderRunner(encoder, model.weights.activations),
         queue=EncodeQueue(encode.encode_batch_patches),
         cache=cache,
@@ -52,11 +58,21 @@ def encode_loop_factory(
     )
 
 
-def _preprocess_workers(model: ModelBundle, encode: EncodeConfig, num_threads: int) -> PreprocessWorkers:
+def workers_factory(model: ModelBundle, encode: EncodeConfig, num_threads: int) -> Callable[[], PreprocessWorkers]:
+    """Start the workers of the first encode loop, which import while the encoder is loaded. Return a function that
+    returns these, and starts others for each later loop; it doesn't wait for them."""
     limits = Limits(memory_bytes=encode.decode_memory_mb * 2**20, seconds=encode.decode_timeout)
     # one worker keeps several threads of the encoder busy, which compute while it decodes
     num_workers = encode.decode_workers or max(1, num_threads // 4)
-    workers = PreprocessWorkers(model.checkpoint.folder, num_workers, limits)
+
+    def start() -> PreprocessWorkers:
+        return PreprocessWorkers(model.checkpoint.folder, num_workers, limits)
+
+    first = [start()]
+    return lambda: first.pop() if first else start()
+
+
+def _ready(workers: PreprocessWorkers) -> PreprocessWorkers:
     try:
         workers.wait_until_ready()
     except StartError:
