@@ -13,7 +13,7 @@ from tests.support.commands import FAST, picture_answer, triptych
 from tests.support.serving import wait_for
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec
-from triptych.cluster.forks import ForkServer
+from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.launcher import LocalLauncher
 from triptych.topology import Role
 
@@ -107,7 +107,7 @@ def test_new_code_gets_a_new_server() -> None:
 def test_a_long_message_is_an_error_of_the_start() -> None:
     async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
         read, write = os.pipe()
-        server = ForkServer(spec().environment)
+        server = InstanceForkServer(spec().environment)
         with pytest.raises(OSError, match="too long"):
             server.fork("e" * 2**20, (), read, write)
         server.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from triptych import children, exit_codes
-from triptych.cluster.forks import ForkServer
+from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
 from triptych.observe import logs
@@ -170,7 +170,7 @@ class Child:
         return cls(spec, SpawnedProcess(process), process.stdout, show)
 
     @classmethod
-    async def fork(cls, spec: ChildSpec, incarnation: int, show: Print, server: ForkServer) -> "Child":
+    async def fork(cls, spec: ChildSpec, incarnation: int, show: Print, server: InstanceForkServer) -> "Child":
         """Let a fork server start the process. Arguments and errors as in ``start``."""
         read, write = os.pipe()
         output = asyncio.StreamReader(MAX_LINE)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from triptych import children
-from triptych.server.fork_messages import MAX_MESSAGE, Exited, Fork, Forked, FromForkServer, NotForked
+from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
 
 
 class ForkedProcess:
@@ -70,7 +70,7 @@ class ForkedProcess:
         self.end(-signal.SIGKILL)
 
 
-class ForkServer:
+class InstanceForkServer:
     """The process that forks, as its parent sees it. It is started with this object, and imports nothing before the
     first request."""
 
@@ -102,7 +102,7 @@ class ForkServer:
     def fork(self, name: str, modules: Sequence[str], stdin: int, stdout: int) -> ForkedProcess:
         """Ask for an instance with these file descriptors, which the caller closes. Raises OSError."""
         process = ForkedProcess()
-        socket.send_fds(self._socket, [msgspec.msgpack.encode(Fork(name, modules))], [stdin, stdout])
+        socket.send_fds(self._socket, [msgspec.msgpack.encode(ForkInstance(name, modules))], [stdin, stdout])
         self._asked.append(process)
         return process
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from triptych.cluster.child import Child, ChildSpec, Print
-from triptych.cluster.forks import ForkServer
+from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
 
 
@@ -60,9 +60,9 @@ class LocalLauncher:
     """They end with their supervisor."""
 
     def __init__(self) -> None:
-        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        self._servers: dict[frozenset[tuple[str, str]], InstanceForkServer] = {}
         """By the environment variables of their forks."""
-        self._former: list[ForkServer] = []
+        self._former: list[InstanceForkServer] = []
         """Those whose instances may still run."""
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
@@ -82,9 +82,9 @@ class LocalLauncher:
         """As in ``Launcher``. Instances that still run are killed once this process ends."""
         self.renew()
 
-    def _server(self, spec: ChildSpec) -> ForkServer:
+    def _server(self, spec: ChildSpec) -> InstanceForkServer:
         key = frozenset(spec.variables.items())
         server = self._servers.get(key)
         if server is None or server.has_ended:
-            server = self._servers[key] = ForkServer(spec.environment)
+            server = self._servers[key] = InstanceForkServer(spec.environment)
         return server

@@ -8,7 +8,7 @@ MAX_MESSAGE = 2**16
 """Bytes of the longest message."""
 
 
-class Fork(msgspec.Struct, frozen=True):
+class ForkInstance(msgspec.Struct, frozen=True):
     """Request for an instance. Its standard input and output come with the message, in this order."""
 
     name: str
@@ -17,13 +17,13 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a ``Fork``, in their order. A file descriptor of the process (pidfd_open(2)) comes with it."""
+    """Answer to a ``ForkInstance``, in their order. A file descriptor of the process (pidfd_open(2)) comes with it."""
 
     pid: int
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a ``Fork`` for which the kernel has no process left."""
+    """Answer to a ``ForkInstance`` for which the kernel has no process left."""
 
     errno: int
 

@@ -23,7 +23,7 @@ import msgspec
 from triptych import exit_codes
 from triptych.heap import gc_paused
 from triptych.observe.machine import end_with_parent
-from triptych.server.fork_messages import MAX_MESSAGE, Exited, Fork, Forked, FromForkServer, NotForked
+from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
 from triptych.server.worker_extra import check_installed
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +48,7 @@ def serve(parent: socket.socket) -> str:
                 if not data:
                     selector.unregister(parent)
                     continue
-                request = msgspec.msgpack.decode(data, type=Fork)
+                request = msgspec.msgpack.decode(data, type=ForkInstance)
                 _import(request.modules)
                 try:
                     pid = os.fork()
