@@ -75,6 +75,16 @@ def test_readiness_for_long_enough_resets_the_delay_and_being_alive_does_not() -
     assert end(made, "e0", 3000.0 + RECOVERED_SECONDS).delay == FIRST_DELAY
 
 
+def test_the_loss_of_machines_has_the_first_delay_once_a_process_was_ready() -> None:
+    made = supervision()
+    lost = Ended(-9, lost=True)
+    for number in range(3):
+        assert end(made, "e0", float(number), lost).delay == FIRST_DELAY
+        made.set_ready(GROUPS, number + 0.5)
+    assert end(made, "e0", 4.0, lost).delay == FIRST_DELAY
+    assert end(made, "e0", 5.0, lost).delay > FIRST_DELAY, "it never was ready there"
+
+
 def test_ends_are_counted_within_ten_minutes() -> None:
     made = supervision()
     assert [end(made, "e0", now).recent_ends for now in (0.0, 500.0, 601.0, 2000.0)] == [1, 2, 2, 1]

@@ -179,7 +179,9 @@ class Supervision:
         return self._restart(process, ended, now)
 
     def _restart(self, process: ProcessState, ended: Ended, now: float) -> Restart:
-        delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(process.num_restarts, MAX_DOUBLINGS))
+        # a ready process whose machine is lost hasn't failed: the delay doesn't grow with other machines' ends
+        doublings = 0 if ended.lost and process.was_ready else min(process.num_restarts, MAX_DOUBLINGS)
+        delay = min(MAX_DELAY, FIRST_DELAY * 2**doublings)
         delay *= 1 + JITTER * (2 * self._random() - 1)
         if ended.out_of_memory:
             delay = max(delay, OUT_OF_MEMORY_DELAY)
