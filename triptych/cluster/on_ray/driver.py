@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 
 log = logging.getLogger("triptych.cluster.on_ray.driver")  # also when it is the main module
 
-WAITING_AFTER = 6.0
+WAITING_AFTER = 3.0
 """Seconds without a word of an actor after which it is said to wait for a place; Ray starts one in a second or two."""
 WAITING_INTERVAL = 2.0
 """Seconds between two looks at what is free."""
