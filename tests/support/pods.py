@@ -5,9 +5,6 @@ Each pod has an address of its own on a bridge, and a hosts file for the names t
 """
 
 import itertools
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,10 +13,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import pytest
-
 from tests.support.manifests import Document
-from tests.support.namespaces import Host, ip_command, run_command
+from tests.support.namespaces import Host, Switch, switch
 from tests.support.pod import Pod
 
 NETWORK = "10.78.0"
@@ -31,7 +26,7 @@ class Pods:
 
     folder: Path
     cache: Path
-    names: str
+    switch: Switch
     client: Host
     """Where clients are."""
     stack: ExitStack
@@ -46,7 +41,7 @@ class Pods:
     def start(self, name: str, template: Document, service: str = "") -> Pod:
         """Start a pod, which is known by its name in ``service``."""
         number = next(self._numbers)
-        host = self.stack.enter_context(_host(self.names, f"p{number}", f"{NETWORK}.{number}"))
+        host = self.stack.enter_context(self.switch.host(f"p{number}", f"{NETWORK}.{number}"))
         folder = self.folder / f"{name}-{number}"
         folder.mkdir()
         pod = Pod(name, template, host, folder, self.secrets, self.cache)
@@ -137,40 +132,10 @@ class Pods:
 @contextmanager
 def pods(folder: Path, cache: Path) -> Iterator[Pods]:
     """A network for pods. Skips the test where namespaces can't be made."""
-    names = f"triptych-{token_hex(3)}"
     with ExitStack() as stack:
-        switch = f"{names}-switch"
-        try:
-            run_command([ip_command(), "netns", "add", switch])
-            stack.callback(run_command, [ip_command(), "netns", "del", switch])
-            run_command([ip_command(), "-n", switch, "link", "add", "br0", "type", "bridge"])
-            run_command([ip_command(), "-n", switch, "link", "set", "br0", "up"])
-            client = stack.enter_context(_host(names, "client", f"{NETWORK}.2"))
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here, which take root: {error.stderr.strip()}")
-        made = Pods(folder, cache, names, client, stack)
+        joined = stack.enter_context(switch())
+        made = Pods(folder, cache, joined, stack.enter_context(joined.host("client", f"{NETWORK}.2")), stack)
         try:
             yield made
         finally:
             made.close()
-
-
-@contextmanager
-def _host(names: str, name: str, address: str) -> Iterator[Host]:
-    """A namespace on the bridge, with a hosts file of its own."""
-    namespace, cable = f"{names}-{name}", f"v{os.urandom(4).hex()}"
-    ip = ip_command()
-    with ExitStack() as stack:
-        run_command([ip, "netns", "add", namespace])
-        stack.callback(run_command, [ip, "netns", "del", namespace])
-        etc = Path("/etc/netns") / namespace
-        etc.mkdir(parents=True)
-        stack.callback(shutil.rmtree, etc)
-        (etc / "hosts").write_text("127.0.0.1 localhost\n")
-        ends = ["netns", namespace, "type", "veth", "peer", "name", cable, "netns", f"{names}-switch"]
-        run_command([ip, "link", "add", "eth0", *ends])
-        run_command([ip, "-n", f"{names}-switch", "link", "set", cable, "master", "br0", "up"])
-        run_command([ip, "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0"])
-        run_command([ip, "-n", namespace, "link", "set", "eth0", "up"])
-        run_command([ip, "-n", namespace, "link", "set", "lo", "up"])
-        yield Host(namespace, address)
