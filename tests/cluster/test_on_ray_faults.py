@@ -80,7 +80,7 @@ class Service:
 
 @contextmanager
 def serving(topology: str, nodes: int, fabric: str, variables: Mapping[str, str] = HEALTH_CHECKS) -> Iterator[Service]:
-    """A service with so many nodes for one instance each. ``variables`` are the head's."""
+    """A service with that number of nodes, each for one instance. ``variables`` are the head's."""
     if not _installed(fabric):
         pytest.skip(f"{fabric} isn't installed")
     with ray_hosts([{}, *[NODE] * nodes], variables) as hosts, on_host(hosts.operator.host):
@@ -207,8 +207,7 @@ def lose_all_room(service: Service, name: str, what: str) -> None:
         host = service.hosts.of(name)
         host.kill()
         service.says(rf"instance {name} has no place yet: it asks for 1 CPU; free on all nodes: nothing", seen.line)
-        said = seen.load.now - seen.moment
-        print(f"\n{seen.what}: said after {said:.1f} s")
+        said = seen.noticed = seen.load.now - seen.moment
         assert said <= SAID
         time.sleep(AFTER)
         if name.startswith("e"):

@@ -200,7 +200,7 @@ def ray_hosts(nodes: Sequence[Mapping[str, float]], variables: Mapping[str, str]
 
 
 def wait_for_nodes(host: RayHost, number: int) -> None:
-    """Wait until the cluster has so many nodes that are alive."""
+    """Wait until the cluster has that number of living nodes."""
     script = (
         "import sys, time, ray\n"
         "from ray._raylet import GcsClient\n"
