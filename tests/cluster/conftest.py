@@ -16,6 +16,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("cluster") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another revision of the model."""
+    return make_checkpoint(tmp_path_factory.mktemp("revision") / "tiny", seed=1)
+
+
 @pytest.fixture
 def folder_without_a_key(tmp_path: Path) -> Path:
     folder = make_checkpoint(tmp_path / "broken")

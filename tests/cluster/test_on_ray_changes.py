@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
@@ -76,3 +77,26 @@ def test_what_has_no_room_is_named_and_given_up(cluster: RayCluster, folder: Pat
         assert "it asks for 1 CPU; free on all nodes: nothing" in message
         assert incarnations(service).keys() == before.keys() | {"e1", "e2"}
         assert picture_answer(url, "tiny")
+
+
+@pytest.mark.slow
+def test_another_revision_of_the_model_is_rolled_out_under_load(
+    cluster: RayCluster, folder: Path, other_folder: Path
+) -> None:
+    with triptych("serve", other_folder, *FAST, "--topology", "1EPD") as alone:
+        new = answers(alone.wait_until_ready())
+    with triptych("serve", folder, "--on", f"ray://{cluster.address}", *FAST) as service:
+        url = service.wait_until_ready()
+        old, before = answers(url), status(service).model
+        assert set(old).isdisjoint(new)
+        with loaded(url, old, new, workers=1):
+            change(service, "rollout", "--model", str(other_folder))
+        assert answers(url) == new
+        wait_for(lambda: is_whole(service), 60, service)
+        assert status(service).model != before
+        killed = pid_of(service, "e0")
+        psutil.Process(killed).kill()
+        service.wait_for_line(rf"instance e0 \(process {killed} on \S+\) was killed by SIGKILL; starting again")
+        wait_for(lambda: is_whole(service), 60, service)
+        assert answers(url) == new
+        assert "Traceback" not in service.text

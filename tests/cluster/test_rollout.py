@@ -86,12 +86,6 @@ def test_two_frontends_are_replaced_one_after_the_other(folder: Path) -> None:
         assert "Traceback" not in service.text
 
 
-@pytest.fixture(scope="module")
-def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another revision of the model."""
-    return make_checkpoint(tmp_path_factory.mktemp("revision") / "tiny", seed=1)
-
-
 @pytest.mark.slow
 def test_every_answer_is_of_one_revision(folder: Path, other_folder: Path) -> None:
     with triptych("serve", other_folder, *FAST, "--topology", "1EPD") as alone:
