@@ -12,7 +12,7 @@ import torch
 from tests.support.audio_cases import CASES, Hears, audio_part, cases_of, noise
 from tests.support.harness import FLOAT32, running
 from tests.support.sounds import sound
-from tests.support.stage_loops import count_parts, first_logits
+from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
 from tests.support.tiny import HEARING, OMNI, make_tiny
 from tests.support.video_cases import answered, user
 from triptych.config import EncodeConfig
@@ -56,6 +56,14 @@ def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
     assert answered(model, "1E1PD", encode=encode) == model.answers
+
+
+@slow
+def test_an_encoder_that_is_lost_in_the_middle_of_a_clip(model: Hears) -> None:
+    name = "several windows"
+    number = list(model.cases).index(name)
+    [item] = model.prompts[number].items
+    assert answer_of_two_encoders(model.folder, model.cases[name], item.plan.rows) == model.answers[number]
 
 
 def test_first_token_logits(model: Hears) -> None:

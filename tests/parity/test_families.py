@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE, SLIDING_WINDOWS, 
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS, Case
 from tests.support.published_files import internvl_over, make_original_internvl
-from tests.support.stage_loops import count_parts, encode_loops, first_logits, hold_steps
+from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
 from tests.support.tiny import OWN_TOWERS, TINY, make_tiny
 from triptych.config import EngineConfig, RankSizes
 
@@ -56,6 +55,13 @@ def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> lis
     return asyncio.run(run())
 
 
+def check_lost_encoder(model: Model, reference: Model) -> None:
+    number = next(number for number, case in enumerate(model.cases) if case.name == "large image")
+    [item] = model.prompts[number].items
+    answer = answer_of_two_encoders(model.folder, model.cases[number].messages, item.plan.rows)
+    assert answer == reference.answers[number]
+
+
 @pytest.mark.parametrize("topology", ["1PD", "1P1D"])
 @pytest.mark.parametrize("family", TEXT_ALONE)
 def test_text_alone(models: dict[str, Model], family: str, topology: str) -> None:
@@ -90,31 +96,9 @@ def test_chunks_through_a_receive_pool_of_one_block(models: dict[str, Model], fa
 def test_an_encoder_that_is_lost_in_the_middle_of_an_item(
     models: dict[str, Model], cropped: Model, family: str
 ) -> None:
-    """Some of its rows have landed, and there is no room for more, because nothing is prefilled until the instance is
-    lost. The other one encodes the item again and sends the rest. Gemma 3's item has crops: the whole image alone is
-    one span, whose rows wait for no step."""
-    model, is_lost = cropped if family == "gemma3" else models[family], Event()
-    number = next(number for number, case in enumerate(model.cases) if case.name == "large image")
-    [item] = model.prompts[number].items
-    engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=8)
-
-    async def run() -> None:
-        async with running(model.folder, "2E1PD", engine, prepare=partial(hold_steps, until=is_lost)) as service:
-            asked = asyncio.create_task(service.answer(model.cases[number].messages))
-            [prefill] = service.engine_loops()
-            async with asyncio.timeout(30):
-                while not prefill.incoming.stats().counters.rows:
-                    await asyncio.sleep(0.001)
-            first, second = sorted(encode_loops(service), key=lambda loop: loop.num_requested, reverse=True)
-            assert (first.num_requested, second.num_requested) == (1, 0)
-            await service.end(next(one.name for one in service.instances if first in one.loops))
-            assert 0 < prefill.incoming.stats().counters.rows < item.plan.rows
-            is_lost.set()
-            assert await asked == model.answers[number]
-            assert (second.num_requested, second.num_encoded) == (1, 1)
-            assert prefill.incoming.stats().counters.rows == item.plan.rows
-
-    asyncio.run(run())
+    """Gemma 3's item has crops: the whole image alone is one span, whose rows wait for no step."""
+    model = cropped if family == "gemma3" else models[family]
+    check_lost_encoder(model, model)
 
 
 @pytest.mark.parametrize("family", TWO_RANKS)
@@ -151,6 +135,12 @@ def test_original_files_of_internvl(models: dict[str, Model], tmp_path: Path, to
     model = models["internvl"]
     original = Model(make_original_internvl(tmp_path, seed=4), model.cases)
     assert answered(original, topology) == model.answers
+
+
+@pytest.mark.slow
+def test_original_files_of_internvl_and_a_lost_encoder(models: dict[str, Model], tmp_path: Path) -> None:
+    reference = models["internvl"]
+    check_lost_encoder(Model(make_original_internvl(tmp_path, seed=4), reference.cases), reference)
 
 
 @pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss"])

@@ -18,7 +18,7 @@ from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture, png
 from tests.support.kimi import kimi_k25_pixels, kimi_k25_video
-from tests.support.stage_loops import first_logits
+from tests.support.stage_loops import answer_of_two_encoders, first_logits
 from tests.support.tiny import OWN_TOWERS, make_tiny
 from tests.support.video_cases import user, video_part
 from triptych.models.shared.video import sampled_frames
@@ -94,6 +94,12 @@ def test_answers(kimi: Kimi, topology: str, chunk: int) -> None:
             return await service.answers(list(CASES.values()))
 
     assert asyncio.run(run()) == kimi.answers
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_lost_in_the_middle_of_a_video(kimi: Kimi) -> None:
+    [item] = kimi.prompts[0].items
+    assert answer_of_two_encoders(kimi.folder, CASES["mp4"], item.plan.rows) == kimi.answers[0]
 
 
 def test_first_token_logits(kimi: Kimi) -> None:

@@ -22,6 +22,7 @@ from tests.support.image_cases import CASES, picture
 from tests.support.published_files import PHI4_LORAS, make_published_phi4, write_peft_loras
 from tests.support.reference import Reference
 from tests.support.sounds import sound
+from tests.support.stage_loops import answer_of_two_encoders
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import image_part, user
 from triptych.config import EngineConfig, RankSizes
@@ -153,6 +154,13 @@ def test_lost_instances_are_replaced(model: Model) -> None:
             assert await asyncio.gather(*asked) == model.answers
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_lost_in_the_middle_of_an_image(model: Model) -> None:
+    number = next(number for number, case in enumerate(CASES) if case.name == "large image")
+    [item] = PromptBuilder(model.folder).build(MESSAGES[number]).items
+    assert answer_of_two_encoders(model.folder, MESSAGES[number], item.plan.rows) == model.answers[number]
 
 
 async def lose(service: Running) -> None:

@@ -15,7 +15,7 @@ from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import CASES, picture, png
 from tests.support.minicpm import LANGUAGE_MODELS, Clip, MiniCPMReference, Shown, config_of, grouped, make_minicpm
-from tests.support.stage_loops import count_parts, first_logits
+from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
 from tests.support.video_cases import user, video_part
 from triptych.config import EngineConfig
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
@@ -134,6 +134,18 @@ def test_videos(models: dict[float, OldModel], version: float, topology: str) ->
     model = seeing(models[version])
     engine = FLOAT32 if topology == "1EPD" else replace(FLOAT32, max_num_batched_tokens=7)
     assert answered(model, topology, engine) == model.answers
+
+
+@pytest.mark.parametrize("case", ["large image", pytest.param("mp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("version", [2.6, pytest.param(4.5, marks=pytest.mark.slow)])
+def test_an_encoder_that_is_lost_in_the_middle_of_an_item(
+    models: dict[float, OldModel], version: float, case: str
+) -> None:
+    model = models[version] if case in STILLS else seeing(models[version])
+    number = list(model.cases).index(case)
+    messages, _ = model.cases[case]
+    [item] = model.prompts[number].items
+    assert answer_of_two_encoders(model.folder, messages, item.plan.rows) == model.answers[number]
 
 
 @pytest.mark.parametrize("videos", [False, True])

@@ -9,7 +9,7 @@ import pytest
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, running, together
 from tests.support.image_cases import CASES
-from tests.support.stage_loops import first_logits
+from tests.support.stage_loops import answer_of_two_encoders, first_logits
 
 REQUESTS = [case.messages for case in CASES]
 
@@ -45,6 +45,12 @@ def test_one_at_a_time(model: Model) -> None:
             return [await service.answer(messages) for messages in REQUESTS]
 
     assert asyncio.run(answers()) == model.answers
+
+
+def test_an_encoder_that_is_lost_in_the_middle_of_an_image(model: Model) -> None:
+    number = next(number for number, case in enumerate(CASES) if case.name == "large image")
+    [item] = model.prompts[number].items
+    assert answer_of_two_encoders(model.folder, REQUESTS[number], item.plan.rows) == model.answers[number]
 
 
 @pytest.mark.parametrize("topology", ["1E1PD", pytest.param("1EPD", marks=pytest.mark.slow), "2E1PD"])

@@ -13,7 +13,7 @@ import torch
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clips import clip, turned
 from tests.support.harness import FLOAT32, Messages, running
-from tests.support.stage_loops import count_parts, encode_loops
+from tests.support.stage_loops import answer_of_two_encoders, count_parts, encode_loops
 from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.encode.cache import EmbeddingRows
@@ -63,6 +63,12 @@ def test_batches(model: Model, patches: int) -> None:
     """However many parts go through the tower together, and however little is remembered of them."""
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
     assert answered(model, "1E1PD", encode=encode) == model.answers
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_lost_in_the_middle_of_a_video(model: Model) -> None:
+    [item] = model.prompts[0].items
+    assert answer_of_two_encoders(model.folder, CASES["mp4"], item.plan.rows) == model.answers[0]
 
 
 def test_a_second_chat_turn_does_not_encode_the_video_again(model: Model) -> None:

@@ -14,7 +14,7 @@ from tests.support.clips import clip
 from tests.support.families import FRAME_PARTS, FRAME_TILES, VIDEO_ANSWERS
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.serving import served
-from tests.support.stage_loops import count_parts
+from tests.support.stage_loops import answer_of_two_encoders, count_parts
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
@@ -68,6 +68,14 @@ def test_as_the_reference(
 ) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
     assert answered(models[family], topology, engine) == models[family].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*VIDEO_ANSWERS, *FRAME_TILES, *FRAME_PARTS])
+def test_an_encoder_that_is_lost_in_the_middle_of_a_video(models: dict[str, Model], family: str) -> None:
+    model = models[family]
+    [item] = model.prompts[0].items
+    assert answer_of_two_encoders(model.folder, model.cases["mp4"], item.plan.rows) == model.answers[0]
 
 
 @pytest.mark.slow

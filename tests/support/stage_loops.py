@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.harness import Messages, Running, running
+from tests.support.harness import FLOAT32, Messages, Running, running
 from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
@@ -105,3 +106,32 @@ def hold_steps(instance: Instance, until: Event) -> None:
             return schedule(ready)
 
         loop.scheduler.schedule = held  # type: ignore[method-assign]
+
+
+def answer_of_two_encoders(folder: Path, messages: Messages, rows: int) -> list[int]:
+    """The answer about one item of so many ``rows``, of whose two encode instances the first is lost in its middle.
+
+    Some rows have landed, and there is no room for more, because nothing is prefilled until the instance is lost. The
+    other one encodes the item again and sends the rest.
+    """
+    is_lost = Event()
+    engine = replace(FLOAT32, receive_blocks=1, receive_block_rows=min(8, rows // 2))
+
+    async def run() -> list[int]:
+        async with running(folder, "2E1PD", engine, prepare=partial(hold_steps, until=is_lost)) as service:
+            asked = asyncio.create_task(service.answer(messages))
+            [prefill] = service.engine_loops()
+            async with asyncio.timeout(30):
+                while not prefill.incoming.stats().counters.rows:
+                    await asyncio.sleep(0.001)
+            first, second = sorted(encode_loops(service), key=lambda loop: loop.num_requested, reverse=True)
+            assert (first.num_requested, second.num_requested) == (1, 0)
+            await service.end(next(one.name for one in service.instances if first in one.loops))
+            assert 0 < prefill.incoming.stats().counters.rows < rows
+            is_lost.set()
+            answer = await asked
+            assert (second.num_requested, second.num_encoded) == (1, 1)
+            assert prefill.incoming.stats().counters.rows == rows
+            return answer
+
+    return asyncio.run(run())
