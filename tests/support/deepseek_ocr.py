@@ -92,3 +92,13 @@ def inputs_of(images: Sequence[Image.Image], tile: int, whole: int) -> dict[str,
     if tiles := [pixels_of(view) for views, _ in made for view in views[:-1]]:
         found["pixel_values_local"] = torch.stack(tiles)
     return found
+
+
+class OCRPixels:
+    """``inputs_of`` as an image processor."""
+
+    def __init__(self, settings: dict[str, Any], config: dict[str, Any]) -> None:
+        self.tile, self.whole = settings.get("tile_size", 640), config["vision_config"]["image_size"]
+
+    def __call__(self, images: Sequence[Sequence[Any]], return_tensors: str = "pt") -> dict[str, Any]:
+        return inputs_of([Image.fromarray(np.asarray(image)) for image in images[0]], self.tile, self.whole)

@@ -20,7 +20,7 @@ from tests.support.forward import media_types
 from tests.support.kimi import KimiK25Pixels, KimiVLPixels
 from tests.support.llama4 import Llama4Pixels, projected
 from tests.support.phi4 import Phi4Pixels, phi4_rows
-from triptych.checkpoint.config_files import load_config, load_preprocessor_config
+from triptych.checkpoint.config_files import load_config
 from triptych.prompt.prompt import PlannedPrompt
 
 UNUSED = ("num_patches", "num_soft_tokens_per_image", "num_crops", "num_patches_per_image", "grids")
@@ -37,7 +37,9 @@ OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 
 def image_processor(folder: Path) -> Any:
     """Transformers' Pillow processor of a checkpoint or, where it has none, the tests' own."""
-    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings, config = json.loads((folder / "preprocessor_config.json").read_text()), load_config(folder)
+    if config["model_type"] == deepseek_ocr.PUBLISHED:
+        return deepseek_ocr.OCRPixels(settings, config)
     if (own := OWN_PROCESSORS.get(settings.get("image_processor_type"))) is not None:
         return own(settings)
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -58,14 +60,6 @@ class Reference:
     @cached_property
     def model(self) -> Any:
         return load_reference(self.folder)
-
-    @cached_property
-    def _published_ocr(self) -> tuple[int, int] | None:
-        """Pixels per side of DeepSeek-OCR's tiles and wholes; None for other models."""
-        config = load_config(self.folder)
-        if config["model_type"] != deepseek_ocr.PUBLISHED:
-            return None
-        return load_preprocessor_config(self.folder)["tile_size"], config["vision_config"]["image_size"]
 
     def generate(self, prompt: PlannedPrompt, images: Sequence[Image.Image], max_new_tokens: int = 32) -> list[int]:
         """Greedy tokens, without regard to end-of-text tokens."""
@@ -95,9 +89,7 @@ class Reference:
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if (image := getattr(self.model.config, "image_token_id", None)) is not None:
             inputs |= media_types(self.model, tokens == image)
-        if images and self._published_ocr is not None:
-            inputs |= deepseek_ocr.inputs_of(images, *self._published_ocr)
-        elif images:
+        if images:
             processor = image_processor(self.folder)
             processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
             inputs |= {name: value for name, value in processed.items() if name not in UNUSED}
