@@ -93,8 +93,8 @@ class Phi4MMPreprocessor:
         """Return the whole of uint8 [height, width, channels] as one tile, scaled after normalisation."""
         side, patch = self._tile.image_size, self._tile.patch_size
         values = np.empty((CHANNELS, *pixels.shape[:2]), dtype=np.float32)
-        for channel in range(CHANNELS):
-            np.take(self._table[channel], pixels[:, :, channel], out=values[channel])
+        for channel in range(CHANNELS):  # clipping changes no byte; without it, numpy writes to a buffer first
+            np.take(self._table[channel], pixels[:, :, channel], out=values[channel], mode="clip")
         scaled = interpolate(torch.from_numpy(values)[None], size=(side, side), mode="bicubic")[0]
         blocks = scaled.view(CHANNELS, side // patch, patch, side // patch, patch).permute(1, 3, 0, 2, 4)
         digest = blake3(np.array((patch, side, *pixels.shape)).tobytes())

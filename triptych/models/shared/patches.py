@@ -99,7 +99,7 @@ class PatchPreprocessor:
             some = slice(first, first + _PATCHES_AT_A_TIME)
             for channel in range(CHANNELS):
                 # broadcasts a still image to every frame of its temporal patch
-                patches[some, channel] = np.take(table[channel], ordered[some, channel])
+                patches[some, channel] = np.take(table[channel], ordered[some, channel], mode="clip")
         return patches.reshape(len(ordered), -1)
 
 
