@@ -109,7 +109,7 @@ def hold_steps(instance: Instance, until: Event) -> None:
 
 
 def answer_of_two_encoders(folder: Path, messages: Messages, rows: int) -> list[int]:
-    """The answer about one item of so many ``rows``, of whose two encode instances the first is lost in its middle.
+    """The answer about an item of ``rows`` embeddings; of two encode instances, the first is lost in its middle.
 
     Some rows have landed, and there is no room for more, because nothing is prefilled until the instance is lost. The
     other one encodes the item again and sends the rest.
