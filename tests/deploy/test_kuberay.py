@@ -1,5 +1,6 @@
 """The manifests for KubeRay: against strict schemas, and against the programs that their pods run."""
 
+import json
 import shlex
 from typing import Any
 
@@ -91,8 +92,12 @@ def test_the_service_fits_the_cluster(cluster: Document, serve: Document) -> Non
     roles = Topology.parse(settings.topology).roles
     assert groups["encode"]["replicas"] > roles.count(Role.E)
     assert groups["decode"]["replicas"] > len(roles) - roles.count(Role.E)
-    for asked in ray_resources(settings.ray_resources)[Role.E]:
-        assert f'\\"{asked}\\"' in groups["encode"]["rayStartParams"]["resources"]
+    # no instance takes a node of the other kind
+    asked = ray_resources(settings.ray_resources)
+    assert asked.keys() == set(roles)
+    for role, group in ((Role.E, "encode"), (Role.PD, "decode")):
+        (offered,) = shlex.split(groups[group]["rayStartParams"]["resources"])
+        assert asked[role] == json.loads(offered)
 
 
 def test_all_pods_are_alike(cluster: Document, serve: Document) -> None:
