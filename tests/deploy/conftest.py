@@ -40,4 +40,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "triptych").mkdir()
     for kernels in user_cache().glob("kernels-*"):
         shutil.copy(kernels, folder / "triptych")
+    for path in (folder, folder / "triptych"):
+        path.chmod(0o777)  # pods have a user of their own
     return folder

@@ -1,24 +1,25 @@
 """The chart's pods, run as processes in network namespaces: started, deleted under load, scaled and upgraded."""
 
+import re
 import shutil
 import signal
+import socket
 import ssl
 import stat
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from scripts.kubernetes_manifests import CHART
+from scripts.kubernetes_manifests import CHART, ROOT
 from tests.support.certificates import make_certificate
 from tests.support.manifests import Document, read
-from tests.support.pods import Pods, pods
-from tests.support.serving import image, image_part, text_part
+from tests.support.network_policies import NFT
+from tests.support.pod_load import Load
+from tests.support.pods import Pods, on, pods
 
 pytestmark = pytest.mark.slow
 
@@ -45,68 +46,6 @@ def manifests(render: Render, *settings: str, chart: Path = CHART) -> list[Docum
     return read(render(DEMO, *SETTINGS, *settings, chart=chart))
 
 
-@dataclass
-class Load:
-    """Clients that ask one after the other, of any frontend that a Service would send them to. Each keeps its
-    connections, as clients of a Service do, and opens one only when its last was closed."""
-
-    service: Pods
-    answers: Counter[tuple[int, str]] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-    _ending: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def __enter__(self) -> "Load":
-        self._threads = [threading.Thread(target=self._ask, args=[number], daemon=True) for number in range(4)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive(), "a request hangs"
-
-    def _ask(self, number: int) -> None:
-        self.service.client.enter()
-        content = [image_part(image(96, 96, number)), text_part("What is in the picture?")]
-        body = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 12,
-            "temperature": 0,
-            "seed": number,
-        }
-        while not self._ending.is_set():
-            if not (urls := self.service.endpoints()):
-                self.problems.append("no frontend receives connections")
-                return
-            url = urls[(number + sum(self.answers.values())) % len(urls)]
-            with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-                self._ask_there(client, number, body)
-
-    def _ask_there(self, client: httpx.Client, number: int, body: dict[str, object]) -> None:
-        """Ask until the frontend closes the connection, at most 20 times."""
-        for _ in range(20):
-            try:
-                reply = client.post("/v1/chat/completions", json=body)
-            except httpx.HTTPError as error:
-                self.problems.append(f"{client.base_url}: {error!r}")
-                return
-            if reply.status_code == 200:
-                self.answers[number, reply.json()["choices"][0]["message"]["content"]] += 1
-            else:
-                self.problems.append(f"{client.base_url}: {reply.status_code} {reply.text}")
-            if reply.headers.get("connection") == "close" or self._ending.is_set():
-                return
-
-    def check(self) -> None:
-        assert self.problems == []
-        assert sum(self.answers.values()) > 20
-        assert len({number for number, _ in self.answers}) == len(self.answers), "the same question, another answer"
-
-
 def test_the_pods_get_ready_by_their_probes_and_answer(service: Pods) -> None:
     assert len(service.of("frontend")) == 3
     assert len(service.endpoints()) == 3
@@ -117,6 +56,38 @@ def test_the_pods_get_ready_by_their_probes_and_answer(service: Pods) -> None:
         assert stat.S_IMODE((pod.path("secrets") / "secret").stat().st_mode) == 0o400
         assert pod.restarts == 0, pod.log
     assert any(" joined as E" in pod.log for pod in service.of("frontend"))
+
+
+@pytest.mark.skipif(not NFT, reason="no network policies without nft: apt-get install nftables")
+def test_the_policies_let_strangers_reach_the_port_for_clients_alone(service: Pods) -> None:
+    """All other tests show that the policies keep no pod from what it needs."""
+    frontends = {pod.name: {8000} for pod in service.of("frontend")}
+    assert {name: ports for name, ports in service.reached(service.client).items() if ports} == frontends
+    among_pods = service.reached(service.of("frontend")[0].host)
+    assert all(among_pods[pod.name] >= {8000, 8001} for pod in service.of("frontend"))
+    assert all(len(among_pods[pod.name]) >= 2 for pod in (*service.of("e"), *service.of("pd")))  # the fabric's, too
+    with on(service.client, lambda: socket.create_server((service.client.address, 0))) as server:
+
+        def connect() -> None:
+            socket.create_connection(server.getsockname(), 2).close()
+
+        on(service.of("frontend")[0].host, connect)  # they fetch media
+        with pytest.raises(OSError):
+            on(service.of("e")[0].host, connect)
+
+
+def test_queries_of_autoscalers_find_what_frontends_export(service: Pods, render: Render) -> None:
+    urls = service.endpoints()
+    exported = on(service.client, lambda: "".join(httpx.get(f"{url}/metrics", trust_env=False).text for url in urls))
+    samples = [one for family in text_string_to_metric_families(exported) for one in family.samples]
+    scaled = [one for one in read(render(DEMO.with_name("autoscaling.yaml"))) if one["kind"] == "ScaledObject"]
+    queries = [trigger["metadata"]["query"] for one in scaled for trigger in one["spec"]["triggers"]]
+    asked = [one for query in queries for one in re.findall(r"(triptych:\w+)\{([^}]*)\}", query)]
+    assert len(asked) >= len(queries) == 4
+    for name, selector in asked:
+        # of the others, Prometheus makes the labels
+        labels = set(re.findall(r'(engine|stage|role)="([^"]*)"', selector))
+        assert any(one.name == name and labels <= set(one.labels.items()) for one in samples), (name, selector)
 
 
 def test_pods_that_are_deleted_under_load_lose_no_request(service: Pods, render: Render) -> None:
@@ -159,8 +130,7 @@ def test_encode_is_scaled_to_three_and_back_under_load(service: Pods, render: Re
 
 def test_a_process_that_stands_still_is_restarted_by_its_liveness_probe(service: Pods) -> None:
     pod = service.of("e")[0]
-    before = pod.process
-    before.send_signal(signal.SIGSTOP)
+    pod.signal(signal.SIGSTOP)
     deadline = time.monotonic() + 120
     while not (pod.restarts == 1 and pod.ready):
         assert time.monotonic() < deadline, pod.log
@@ -183,6 +153,21 @@ def test_frontends_serve_https(render: Render, cache: Path, tmp_path: Path) -> N
             assert client.get(f"{url}/v1/models", extensions=name).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http"), trust_env=False)
+
+
+def test_the_example_with_encode_on_processors_answers(render: Render, cache: Path, tmp_path: Path) -> None:
+    """But for accelerators, threads and the model in the volume, everything is as in the example."""
+    settings = ['fabric="nixl"', "frontend.replicas=1", "roles.E.replicas=2", "roles.E.threads=1"]
+    settings += ["roles.PD.replicas=1", "roles.PD.threads=1", "roles.PD.gpus=0", 'roles.PD.kvCacheMemory="256MiB"']
+    documents = read(render(DEMO.with_name("e-on-cpu.yaml"), *settings, 'model.servedName="demo"'))
+    shutil.copytree(ROOT / "triptych" / "demo" / "model", tmp_path / "models" / "Qwen3-VL-8B-Instruct")
+    with pods(tmp_path, cache) as network:
+        network.claims["models"] = tmp_path / "models"
+        network.apply(documents)
+        network.wait_until_ready()
+        with Load(network) as load:
+            time.sleep(5)
+    load.check()
 
 
 def test_an_upgrade_of_the_chart_fails_no_request(service: Pods, render: Render, tmp_path: Path) -> None:

@@ -260,7 +260,8 @@ def _rights(workload: Workload, documents: Sequence[Document], _: object) -> Ite
 _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def _amount(text: str | float) -> float:
+def amount(text: str | float) -> float:
+    """A quantity as a number, such as bytes for ``1Gi``."""
     match = re.fullmatch(r"([0-9.]+)(\D*)", str(text))
     assert match is not None, text
     return float(match[1]) * _UNITS.get(match[2], 1)
@@ -269,15 +270,15 @@ def _amount(text: str | float) -> float:
 def _sizes(workload: Workload, _: object, __: object) -> Iterator[str]:
     resources = workload.container["resources"]
     limits = resources.get("limits", {})
-    for name, amount in resources.get("requests", {}).items():
-        if name in limits and _amount(amount) > _amount(limits[name]):
+    for name, asked in resources.get("requests", {}).items():
+        if name in limits and amount(asked) > amount(limits[name]):
             yield f"requests more {name} than its limit"
     kept = str(workload.settings.kv_cache_memory or "").removesuffix("B")
     has_amount = kept and not kept.endswith("%") and "memory" in limits and not _has_accelerator(limits)
-    if has_amount and _amount(kept) >= _amount(limits["memory"]):
+    if has_amount and amount(kept) >= amount(limits["memory"]):
         yield "the KV cache is larger than the memory"
     cores = resources.get("requests", {}).get("cpu")
-    if workload.settings.threads and cores and int(workload.settings.threads) > max(1.0, _amount(cores)):
+    if workload.settings.threads and cores and int(workload.settings.threads) > max(1.0, amount(cores)):
         yield "more threads than cores"
 
 
