@@ -42,13 +42,15 @@ WORD = 1000
 
 
 class Peer:
-    """Replaces an EPD instance, in a thread. Each request gets its tokens ``gap`` seconds apart."""
+    """Replaces an EPD instance, in a thread. Each request gets its tokens ``gap`` seconds apart, in step with one of
+    ``groups``."""
 
-    def __init__(self, control: str, gap: float) -> None:
+    def __init__(self, control: str, gap: float, groups: int = 1) -> None:
         host, _, port = control.rpartition(":")
         self._frontend = endpoint(host, port)
         self._channel = Channel()
-        self._gap = gap
+        self._gap = gap / groups
+        self._groups = groups
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -65,6 +67,7 @@ class Peer:
         self._channel.send(self._frontend, peer)
         left: dict[Any, int] = {}
         made: Counter[Any] = Counter()
+        turn = 0
         beat = step = time.monotonic()
         while not self._ended.is_set():
             wait = self._gap if left else 0.2
@@ -79,7 +82,8 @@ class Peer:
                 beat = now
             if now - step >= self._gap:
                 step = now
-                for request in list(left):
+                turn = (turn + 1) % self._groups
+                for request in [one for one in left if hash(one) % self._groups == turn]:
                     left[request] -= 1
                     reason = None if left[request] else "length"
                     self._channel.send(self._frontend, Tokens(request, [WORD], made[request], finish_reason=reason))

@@ -2,12 +2,14 @@
 
     python -m bench.ui_cost --out bench/results/ui-cost.json
 
-The frontend runs in its own process, with the peer of ``bench.frontend`` in place of an instance. Spans with and
+The frontend runs in its own process, with the peer of ``bench.frontend`` in place of an instance. Requests end and
+begin all the time, and their tokens come at ten times a second, so that no snapshot is like the last. Spans with and
 without viewers alternate, so that what else changes on the machine is in both.
 """
 
 import argparse
 import asyncio
+import random
 import statistics
 import threading
 import time
@@ -23,12 +25,14 @@ from bench.frontend import CHAT, Peer, body, cpu, joined, start_frontend
 from bench.measuring import report
 from triptych.transfer_bench.measure import machine
 
+GROUPS = 10
+"""Groups of requests that get their tokens at the same time."""
 SETTLE = 2.0
 """Seconds between two spans."""
 
 
 async def follow(client: httpx.AsyncClient, sizes: list[int]) -> None:
-    """Read snapshots until cancelled, and note their sizes in bytes."""
+    """Read events until cancelled, and note their sizes in bytes."""
     async with client.stream("GET", "/ui/events") as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
@@ -36,9 +40,13 @@ async def follow(client: httpx.AsyncClient, sizes: list[int]) -> None:
                 sizes.append(len(line))
 
 
-async def generate(client: httpx.AsyncClient, request: bytes) -> None:
-    """Keep one request in flight until cancelled."""
+async def generate(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
+    """Keep one request in flight until cancelled: answers of ``tokens`` on average, of which the first has begun."""
+    lengths = random.Random(seed)
+    least = 1
     while True:
+        length, least = lengths.randint(least, 3 * tokens // 2), tokens // 2
+        request = body("Tell me something long.", length, stream=True)
         async with client.stream("POST", CHAT, content=request) as response:
             response.raise_for_status()
             async for _ in response.aiter_raw():
@@ -71,13 +79,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     frontend, sizes = psutil.Process(process.pid), list[int]()
     without, viewed = list[float](), list[float]()
     limits = httpx.Limits(max_connections=None)
-    peer = Peer(control, options.gap)
+    peer = Peer(control, options.gap, GROUPS)
     try:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
             while not await joined(client):
                 await asyncio.sleep(0.05)
-            request = body("Tell me something long.", options.tokens, stream=True)
-            async with running(*(generate(client, request) for _ in range(options.requests))):
+            async with running(*(generate(client, options.tokens, number) for number in range(options.requests))):
                 for _ in range(options.rounds):
                     await asyncio.sleep(SETTLE)
                     without.append(await share(frontend, options.seconds))
@@ -86,15 +93,15 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                         viewed.append(await share(frontend, options.seconds))
     finally:
         peer.close()
-        process.terminate()
-        process.wait(30)
+        process.kill()  # its streams have no end
+        process.wait()
     cost = [with_viewers - alone for with_viewers, alone in zip(viewed, without, strict=True)]
     return {
         "machine": machine(),
         "requests_in_flight": options.requests,
         "tokens_per_second": round(options.requests / options.gap),
         "viewers": options.viewers,
-        "snapshot_kib": round(statistics.median(sizes) / 1024, 1),
+        "event_kib": {"mean": round(statistics.mean(sizes) / 1024, 2), "largest": round(max(sizes) / 1024, 1)},
         "cores_without_viewers": [round(one, 4) for one in without],
         "cores_with_viewers": [round(one, 4) for one in viewed],
         "cores_of_viewers": round(statistics.median(cost), 4),
@@ -105,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200, help="requests in flight (default: 200)")
     parser.add_argument("--viewers", type=int, default=5, help="viewers, at ten snapshots a second (default: 5)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer (default: 256)")
+    parser.add_argument("--tokens", type=int, default=64, help="mean tokens of an answer (default: 64)")
     parser.add_argument("--gap", type=float, default=1.0, help="seconds between two tokens (default: 1)")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each span (default: 15)")
     parser.add_argument("--rounds", type=int, default=4, help="spans with and without viewers (default: 4)")
