@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,25 @@ from tests.support.frontends import Alone, alone
 from tests.support.serving import Served, image, image_part, text_part, wait_for
 from triptych.api.viewers import MAX_VIEWERS
 from triptych.observe.pipeline import Pipeline
+from triptych.observe.pipeline_changes import PipelineChanges, changed
 
 HELLO = b"GET /ui/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline, None, None]:
+def events(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline | PipelineChanges, None, None]:
     with client.stream("GET", path) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: "):
-                yield msgspec.json.decode(line.removeprefix("data: "), type=Pipeline, strict=True)
+                yield msgspec.json.decode(line.removeprefix("data: "), type=Pipeline | PipelineChanges, strict=True)
+
+
+def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline, None, None]:
+    latest = None
+    with closing(events(client, path)) as news:
+        for one in news:
+            latest = changed(latest, one)
+            yield latest
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +134,26 @@ def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
             assert client.get(f"/ui/events?rate={wrong}").status_code == 400
 
 
+def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:
+    with frontend.client() as client, closing(events(client)) as news:
+        whole, *rest = [next(news) for _ in range(4)]
+        assert isinstance(whole, Pipeline)
+        assert rest == [PipelineChanges(time=one.time) for one in rest]
+
+
+def test_a_viewer_that_misses_changes_gets_whole_snapshots(frontend: Alone) -> None:
+    with (
+        frontend.client() as eager,
+        frontend.client() as calm,
+        closing(events(eager)) as more,
+        closing(events(calm, "/ui/events?rate=2")) as fewer,
+    ):
+        next(more)
+        first, *rest = [next(fewer) for _ in range(5)]
+    assert isinstance(first, Pipeline)
+    assert any(isinstance(one, Pipeline) for one in rest)
+
+
 def test_there_is_a_limit_to_viewers_and_those_that_leave_make_room(frontend: Alone) -> None:
     viewers = frontend.frontend.service.viewers
     with ExitStack() as stack:
@@ -148,12 +177,13 @@ def test_a_viewer_that_pipelines_makes_room_when_it_leaves(frontend: Alone) -> N
     wait_for(lambda: not len(viewers))
 
 
-def open_stream(frontend: Alone) -> socket.socket:
+def open_stream(frontend: Alone, key: str = "") -> socket.socket:
     """A viewer that has asked for snapshots, and reads none."""
+    hello = HELLO.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {key}\r\n\r\n".encode()) if key else HELLO
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     one.connect(("127.0.0.1", int(frontend.url.rpartition(":")[2])))
-    one.sendall(HELLO)
+    one.sendall(hello)
     return one
 
 

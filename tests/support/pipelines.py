@@ -37,7 +37,14 @@ BUSY = Pipeline(
     ],
     requests=[
         RequestMark(
-            f"chatcmpl-{number:032x}", "encoding" if number < 20 else "decoding", ["e0"], 12.1 - number, 2, 0, ""
+            f"{number:016x}",
+            f"chatcmpl-{number:032x}",
+            "encoding" if number < 20 else "decoding",
+            ["e0"],
+            NOW - 12.1 + number,
+            2,
+            0,
+            "",
         )
         for number in range(23)
     ],
@@ -60,7 +67,10 @@ def large() -> Pipeline:
         msgspec.structs.replace(BUSY.instances[number % 3], name=f"{BUSY.instances[number % 3].role.lower()}{number}")
         for number in range(64)
     ]
-    requests = [msgspec.structs.replace(BUSY.requests[0], id=f"chatcmpl-{number:032x}") for number in range(200)]
+    requests = [
+        msgspec.structs.replace(BUSY.requests[0], key=f"{number:016x}", id=f"chatcmpl-{number:032x}")
+        for number in range(200)
+    ]
     return msgspec.structs.replace(BUSY, instances=instances, requests=requests)
 
 
@@ -72,7 +82,8 @@ def nothing() -> Pipeline:
 
 def hostile() -> Pipeline:
     """Every text is meant to harm a terminal, and every number is nonsense."""
-    return msgspec.convert(_spoiled(msgspec.to_builtins(BUSY)), Pipeline)
+    fields = {name: _spoiled(msgspec.to_builtins(value)) for name, value in msgspec.structs.asdict(BUSY).items()}
+    return msgspec.convert({"kind": "snapshot", **fields}, Pipeline)
 
 
 def _spoiled(value: object) -> object:

@@ -1,12 +1,16 @@
-"""The viewers of ``/ui``: snapshots of the service, made once for all of them and only while there are any."""
+"""The viewers of ``/ui``: snapshots of the service, made once for all of them and only while there are any.
+
+A viewer gets a whole snapshot first, then what changes. One that has missed changes gets a whole snapshot again, so
+that nothing is kept for it."""
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 from triptych.api.sse import event
 from triptych.errors import Overloaded
+from triptych.observe.pipeline import Pipeline
+from triptych.observe.pipeline_changes import changes
 from triptych.observe.requests import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -19,14 +23,17 @@ _EARLY = 0.02
 
 
 class Viewers:
-    """Makes snapshots while there are viewers, as often as the most eager of them asks for. Each viewer takes the
-    latest one when it is ready for it: a slow one misses some, and holds none."""
+    """Makes snapshots while there are viewers, as often as the most eager of them asks for."""
 
-    def __init__(self, snapshot: Callable[[], Any]) -> None:
-        """``snapshot`` returns what msgspec can encode."""
+    def __init__(self, snapshot: Callable[[], Pipeline]) -> None:
         self._snapshot = snapshot
         self._rates: dict[RequestRecord, float] = {}
-        self._latest: bytes | None = None
+        self._latest: Pipeline | None = None
+        """None before the first one, and when streams are to end."""
+        self._changes = b""
+        """The latest one as an event for those that have the one before."""
+        self._whole = b""
+        """The latest one as an event for all others; empty until one needs it."""
         self.num_made = 0
         """Snapshots made so far."""
         self._made = asyncio.Event()
@@ -48,9 +55,9 @@ class Viewers:
         record.at_end(lambda: self._rates.pop(record, None))
 
     async def snapshots(self, record: RequestRecord) -> AsyncGenerator[bytes, None]:
-        """Yield snapshots as events, for a viewer that has entered."""
+        """Yield events, a ``Pipeline`` or ``PipelineChanges`` each, for a viewer that has entered."""
         clock, interval = asyncio.get_running_loop().time, 1 / self._rates[record]
-        sent = clock() - interval
+        sent, seen = clock() - interval, -1
         while not self.ended.is_set():
             if self._making is None or self._making.done():
                 self._making = asyncio.create_task(self._make())
@@ -58,8 +65,10 @@ class Viewers:
             if self._latest is None:
                 return
             if (now := clock()) - sent >= interval - _EARLY:
-                sent = now
-                yield self._latest
+                missed, sent, seen = self.num_made - seen - 1, now, self.num_made
+                if missed and not self._whole:
+                    self._whole = event(self._latest)
+                yield self._whole if missed else self._changes
 
     def end(self) -> None:
         """End all streams: their viewers come back to the next process."""
@@ -71,14 +80,15 @@ class Viewers:
     async def _make(self) -> None:
         while self._rates and not self.ended.is_set():
             try:
-                self.num_made += 1
-                self._publish(event(self._snapshot()))
+                self._publish(self._snapshot())
             except Exception:  # viewers get the end of their streams, not silence
                 log.exception("no snapshot could be made")
                 self._publish(None)
             await asyncio.sleep(1 / max(self._rates.values(), default=MIN_RATE))
 
-    def _publish(self, snapshot: bytes | None) -> None:
-        self._latest = snapshot
+    def _publish(self, pipeline: Pipeline | None) -> None:
+        self._changes = event(changes(self._latest, pipeline)) if self._latest and pipeline else b""
+        self._latest, self._whole = pipeline, b""
+        self.num_made += 1
         made, self._made = self._made, asyncio.Event()
         made.set()

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from triptych.cli.text_table import TextColumn, cell, table_lines
 from triptych.cli.units import duration, finite, share, size
-from triptych.observe.pipeline import EventView, InstanceView, Pipeline, PoolView, RequestMark, StageView
+from triptych.observe.pipeline import EventView, InstanceView, Pipeline, PoolView, StageView
 
 COLOURS = {"encode": "red", "prefill": "blue", "decode": "green", "client": "magenta"}
 """As in waterfalls."""
@@ -62,7 +62,7 @@ def draw(pipeline: Pipeline, width: int, height: int | None = None, notice: str 
         for section in (
             _stages(pipeline.stages, width),
             _instances(pipeline.instances, width, most),
-            _requests(pipeline.requests, pipeline.service.num_requests, width, most),
+            _requests(pipeline, width, most),
             _events(pipeline.events, width, most),
         )
         if section.head or section.rows
@@ -156,8 +156,9 @@ def _instances(every: Sequence[InstanceView], width: int, most: int) -> _Section
     return _with_titles(columns, width, len(every), least=4)
 
 
-def _requests(every: Sequence[RequestMark], number: int, width: int, most: int) -> _Section:
+def _requests(pipeline: Pipeline, width: int, most: int) -> _Section:
     """Return the requests, the oldest first, under a line that counts them by phase."""
+    every, number = pipeline.requests, pipeline.service.num_requests
     requests, phases = every[:most], Counter(one.phase for one in every)
     counts = ", ".join(f"{count:,} {phase}" for phase, count in phases.items())
     head = _sentence(
@@ -168,7 +169,7 @@ def _requests(every: Sequence[RequestMark], number: int, width: int, most: int) 
     columns = [
         TextColumn("request", [cell(one.id) for one in requests], least=14),
         TextColumn("phase", [cell(one.phase) for one in requests]),
-        TextColumn("for", [Text(duration(one.since)) for one in requests], right=True),
+        TextColumn("for", [Text(duration(pipeline.time - one.entered)) for one in requests], right=True),
         TextColumn("items", [Text(f"{one.num_items:,}") for one in requests], 2, right=True),
         TextColumn("tokens", [Text(f"{one.num_tokens:,}") for one in requests], 1, right=True),
         TextColumn("on", [cell(", ".join(one.instances)) for one in requests], 1),

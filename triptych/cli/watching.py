@@ -12,6 +12,7 @@ import msgspec
 from triptych.cli.text_table import cell
 from triptych.errors import ConfigError, FrontendSilent
 from triptych.observe.pipeline import Pipeline
+from triptych.observe.pipeline_changes import PipelineChanges, changed
 
 EVENTS = "/ui/events"
 MAX_EVENT = 2 * 2**20
@@ -72,8 +73,10 @@ async def snapshots(source: Source) -> AsyncGenerator[Pipeline, None]:
             client.stream("GET", source.url + EVENTS, params={"rate": f"{source.rate:g}"}) as response,
         ):
             await _check(response, source)
+            latest: Pipeline | None = None
             async for data in _events(response, source):
-                yield _pipeline(data, source)
+                latest = _next(latest, data, source)
+                yield latest
     except httpx.ReadTimeout:
         raise FrontendSilent(f"{source.url} has sent nothing for {SILENT_SECONDS:g} s") from None
     except httpx.HTTPError as error:
@@ -134,10 +137,10 @@ async def _events(response: httpx.Response, source: Source) -> AsyncIterator[byt
             raise ConfigError(f"{source.url} is no Triptych frontend: it sent more than {MAX_EVENT} bytes in one event")
 
 
-def _pipeline(data: bytes, source: Source) -> Pipeline:
+def _next(latest: Pipeline | None, data: bytes, source: Source) -> Pipeline:
     try:
-        return msgspec.json.decode(data, type=Pipeline)
-    except msgspec.DecodeError as error:
+        return changed(latest, msgspec.json.decode(data, type=Pipeline | PipelineChanges))
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(
             f"{source.url} is no Triptych frontend of this version: it sent an event that is no snapshot ({error})"
         ) from None

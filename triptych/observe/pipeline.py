@@ -2,7 +2,8 @@
 requests.
 
 Times are in seconds since the epoch, durations in seconds, shares from 0 to 1. Those that a snapshot has many of are
-left to reference counting (``gc=False``): none is part of a cycle, and ten snapshots a second are made.
+left to reference counting (``gc=False``): none is part of a cycle, and ten snapshots a second are made. Whatever stays
+the same from one to the next is equal: it has points in time instead of durations that grow.
 """
 
 from msgspec import Struct
@@ -83,17 +84,19 @@ class InstanceView(Struct, frozen=True, gc=False):
 class RequestMark(Struct, frozen=True, gc=False):
     """A request in flight."""
 
+    key: str
+    """Its own, because choices of one HTTP request have the same id, and clients may give the same to several."""
     id: str
     """Of its HTTP request."""
     phase: str
     """A ``RequestPhase``."""
     instances: list[str]
     """Names of those that work on it now."""
-    since: float
-    """Seconds in this phase."""
+    entered: float
+    """When this phase began."""
     num_items: int
     num_tokens: int
-    """Tokens generated so far."""
+    """Tokens generated so far, counted once a second."""
     queue: str
     """The stage for which it, or all its items that are left, wait at the frontend; empty if an instance has it."""
 
@@ -120,7 +123,7 @@ class Verdict(Struct, frozen=True):
     """What would help; empty if nothing binds."""
 
 
-class Pipeline(Struct, frozen=True):
+class Pipeline(Struct, frozen=True, tag_field="kind", tag="snapshot"):
     """A service at one time."""
 
     time: float

@@ -2,6 +2,8 @@
 
 import time
 from itertools import islice
+from operator import attrgetter
+from typing import Any
 
 from triptych import __version__
 from triptych.messages.operations import LaunchedInstance
@@ -25,8 +27,11 @@ from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
 from triptych.router.verdict import verdict
 from triptych.topology import Stage, Topology
+from triptych.types import RequestId
 
 MAX_MARKS = 200
+COUNT_EVERY = 1.0
+"""Seconds between two times that the tokens of requests are counted: else each mark would differ from the last."""
 
 _STAGES = {
     RequestPhase.QUEUED: "queue",
@@ -35,29 +40,40 @@ _STAGES = {
     RequestPhase.DECODING: "decode",
 }
 """The stage of a timeline that a request is in."""
+_QUEUED, _ENCODING = RequestPhase.QUEUED, RequestPhase.ENCODING  # looking members up is slow
+_Parts = tuple[Any, ...]
+"""What a view or a mark was made of: while it is the same, so are they."""
+_PARTS = attrgetter("phase", "entered", "decode", "prefill", "prefill_needed")
+"""Returns a mark's, without those that only some phases have. One call, because each snapshot asks all requests."""
 
 
 class PipelineView:
-    """Makes snapshots of a router."""
+    """Makes snapshots of a router. What is as it was in the last snapshot is the same object in the next one."""
 
     def __init__(self, router: Router, model: str) -> None:
         """``model`` is its name in the API."""
         self._router = router
         self._model = model
         self._began = time.time()
+        self._epoch = self._began - router.clock()
+        """When the router's clock was 0. Fixed, so that times don't change when the system's clock is set."""
         self._judged = -1
+        self._views: dict[InstanceLease, tuple[_Parts, InstanceView]] = {}
+        """Of the instances that have joined."""
+        self._marks: dict[RequestId, tuple[_Parts, RequestMark]] = {}
+        self._count_at = float("-inf")
 
     def snapshot(self) -> Pipeline:
         """Return the service as it is now."""
-        router = self._router
-        now = router.clock()
+        now = self._router.clock()
+        joined = self._joined(now)
         return Pipeline(
-            time=time.time(),
+            time=round(self._epoch + now, 3),
             service=self._service(),
-            stages=[self._stage(stage, now) for stage in Stage],
-            instances=self._instances(now),
-            requests=self._marks(now),
-            events=list(router.events),
+            stages=[self._stage(stage, joined, now) for stage in Stage],
+            instances=[*(view for _, view in joined), *map(_expected, self._router.membership.expected(now))],
+            requests=self._requests(now),
+            events=list(self._router.events),
             verdict=self._latest_verdict(),
         )
 
@@ -95,39 +111,59 @@ class PipelineView:
             num_requests=router.num_requests,
         )
 
-    def _stage(self, stage: Stage, now: float) -> StageView:
-        members = [lease for lease in self._router.membership if stage in lease.role.stages]
+    def _stage(self, stage: Stage, joined: list[tuple[InstanceLease, InstanceView]], now: float) -> StageView:
+        shares = [view.busy for lease, view in joined if stage in lease.role.stages]
         queue = stage_queue(self._router.membership, self._router.lifecycle, stage, now)
         return StageView(
             name=STAGE_NAMES[stage],
             queued=queue.length,
-            oldest_wait=queue.wait,
+            oldest_wait=round(queue.wait, 3),
             saturation=saturation(self._router.membership, stage),
-            busy=sum(busy_share(lease) for lease in members) / len(members) if members else 0.0,
+            busy=sum(shares) / len(shares) if shares else 0.0,
         )
 
-    def _instances(self, now: float) -> list[InstanceView]:
-        membership = self._router.membership
-        launched = {one.name: one for one in membership.launched.processes(now)}
-        joined = [_joined(lease, launched.get(lease.name)) for lease in membership]
-        return joined + [_expected(one) for one in membership.expected(now)]
+    def _joined(self, now: float) -> list[tuple[InstanceLease, InstanceView]]:
+        """Return the instances that have joined."""
+        membership, known, self._views = self._router.membership, self._views, {}
+        launched = {one.name: (one.restarts, one.node) for one in membership.launched.processes(now)}
+        for lease in membership:
+            of_process = launched.get(lease.name, (0, ""))
+            parts = lease.last_seen, lease.stats, lease.state, lease.next_role, of_process
+            if (entry := known.get(lease)) is None or entry[0] != parts:
+                entry = parts, _joined(lease, *of_process)
+            self._views[lease] = entry
+        return [(lease, view) for lease, (_, view) in self._views.items()]
 
-    def _marks(self, now: float) -> list[RequestMark]:
-        """Return the marks, by position, because they are most of the work of a snapshot."""
-        shown = (state for state in self._router.lifecycle.requests if state.stream.record.counted)
+    def _requests(self, now: float) -> list[RequestMark]:
+        """Return the marks of the oldest requests."""
+        lifecycle, known, self._marks = self._router.lifecycle, self._marks, {}
+        shown = (state for state in lifecycle.requests if state.stream.record.counted)
         queued = STAGE_NAMES[queued_stage(self._router.membership)]
-        return [
-            RequestMark(
-                state.http_id,
-                state.phase,
-                self._working(state),
-                round(now - state.entered, 2),
-                len(state.prompt.items),
-                len(state.generated),
-                self._queue(state, queued),
-            )
-            for state in islice(shown, MAX_MARKS)
-        ]
+        if counts := now >= self._count_at:
+            self._count_at = now + COUNT_EVERY
+        for state in islice(shown, MAX_MARKS):
+            parts = _PARTS(state)
+            if state.phase is _QUEUED:
+                parts += (queued,)
+            elif state.phase is _ENCODING:
+                parts += (lifecycle.encodes.working_on(state.id),)
+            entry = known.get(state.id)
+            if entry is None or entry[0] != parts or (counts and entry[1].num_tokens != len(state.generated)):
+                entry = parts, self._mark(state, queued)
+            self._marks[state.id] = entry
+        return [mark for _, mark in self._marks.values()]
+
+    def _mark(self, state: RequestState, queued: str) -> RequestMark:
+        return RequestMark(
+            key=state.id,
+            id=state.http_id,
+            phase=state.phase,
+            instances=self._working(state),
+            entered=round(self._epoch + state.entered, 3),
+            num_items=len(state.prompt.items),
+            num_tokens=len(state.generated),
+            queue=self._queue(state, queued),
+        )
 
     def _queue(self, state: RequestState, queued: str) -> str:
         """Return the stage in whose queue (``stage_queue``) a request is. ``queued`` is the one of those that no
@@ -148,7 +184,7 @@ class PipelineView:
         return names
 
 
-def _joined(lease: InstanceLease, launched: LaunchedInstance | None) -> InstanceView:
+def _joined(lease: InstanceLease, restarts: int, node: str) -> InstanceView:
     history, load = lease.history, lease.stats.load
     hits = (_prefix_hits, _prefix_queries) if lease.role.has_decoder else (_item_hits, _item_queries)
     return InstanceView(
@@ -163,8 +199,8 @@ def _joined(lease: InstanceLease, launched: LaunchedInstance | None) -> Instance
         received_rate=history.rate(_received),
         sent_rate=history.rate(_sent),
         cache_hit_rate=history.ratio(*hits, MEMORY),
-        restarts=launched.restarts if launched else 0,
-        node=launched.node if launched else "",
+        restarts=restarts,
+        node=node,
         next_role=lease.next_role or "",
     )
 

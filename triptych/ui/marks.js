@@ -44,21 +44,21 @@ export class Marks {
   update(requests, roles) {
     const seen = new Set();
     for (const request of requests) {
-      seen.add(request.id);
-      let mark = this.marks.get(request.id);
+      seen.add(request.key);
+      let mark = this.marks.get(request.key);
       if (!mark) {
-        mark = { id: request.id, element: h("i", { class: "mark" }), place: null, slot: -1, stage: "" };
+        mark = { key: request.key, element: h("i", { class: "mark" }), place: null, slot: -1, stage: "" };
         mark.element.classList.toggle("media", request.num_items > 0);
         mark.element.style.transform = `translate(-20px, ${this.entry()}px)`;
         this.layer.append(mark.element);
         mark.element.getBoundingClientRect(); // so that it moves in from the left
-        this.marks.set(request.id, mark);
+        this.marks.set(request.key, mark);
       }
       const stage = PHASES[request.phase] ?? "queued";
       if (mark.stage !== stage) mark.element.dataset.stage = mark.stage = stage;
       this.move(mark, placeOf(request, roles));
     }
-    for (const [id, mark] of this.marks) if (!seen.has(id)) this.end(mark);
+    for (const [key, mark] of this.marks) if (!seen.has(key)) this.end(mark);
     for (const place of this.places.values()) {
       const more = place.slots.filter(Boolean).length - place.size;
       if (place.overflow) say(place.overflow, more > 0 ? `+${more}` : "");
@@ -99,7 +99,7 @@ export class Marks {
 
   end(mark) {
     this.leave(mark);
-    this.marks.delete(mark.id);
+    this.marks.delete(mark.key);
     mark.element.classList.add("gone");
     mark.element.style.transform = `translate(${this.width - 8}px, ${mark.y ?? 40}px)`;
     setTimeout(() => mark.element.remove(), 600);

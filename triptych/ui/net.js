@@ -1,5 +1,7 @@
 // Talks to the service: the API key, requests, and streams of events. EventSource can't send a key, so fetch reads them.
 
+import { next } from "./snapshots.js";
+
 const ROOT = new URL("..", import.meta.url);
 const KEY = "triptych-api-key";
 const SILENCE = 15000; // milliseconds after which a stream counts as broken
@@ -106,6 +108,7 @@ export function follow(onSnapshot, onState) {
   async function read() {
     controller = new AbortController();
     let silence = 0;
+    let snapshot = null;
     const heard = () => {
       clearTimeout(silence);
       silence = setTimeout(() => controller.abort(new Error(`it sent nothing for ${SILENCE / 1000} s`)), SILENCE);
@@ -117,7 +120,8 @@ export function follow(onSnapshot, onState) {
         heard();
         failures = 0;
         onState("live", "");
-        onSnapshot(JSON.parse(data));
+        snapshot = next(snapshot, JSON.parse(data));
+        onSnapshot(snapshot);
       }
       throw new Error("the service ended it");
     } finally {

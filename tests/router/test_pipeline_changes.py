@@ -1,0 +1,83 @@
+"""A viewer that applies changes has what a new viewer gets as a whole snapshot, whatever happens to a router."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.pipelines import BUSY
+from tests.support.router_harness import D0, E0, E1, P0, PD0, PD1, RouterHarness
+from tests.support.router_history import LAST_ACTION, RouterHistory
+from triptych.observe.pipeline import Pipeline
+from triptych.observe.pipeline_changes import PipelineChanges, changed, changes
+from triptych.router.pipeline_view import COUNT_EVERY, MAX_MARKS, PipelineView
+from triptych.types import Address
+
+ACTIONS = st.tuples(st.integers(0, LAST_ACTION), st.integers(0, 40))
+
+
+def sent(news: Pipeline | PipelineChanges) -> Pipeline | PipelineChanges:
+    return msgspec.json.decode(msgspec.json.encode(news), type=Pipeline | PipelineChanges)
+
+
+def relative(pipeline: Pipeline) -> dict[str, Any]:
+    """What two views of one router must agree on. Each has its own idea of the time of day, since this clock is made
+    up."""
+    found = msgspec.to_builtins(pipeline)
+    now = found.pop("time")
+    del found["service"]["began"]
+    for mark in found["requests"]:
+        del mark["num_tokens"]
+        mark["entered"] = round(now - mark["entered"], 2)
+    return found
+
+
+def tokens(pipeline: Pipeline) -> list[int]:
+    return [mark.num_tokens for mark in pipeline.requests]
+
+
+@given(st.lists(ACTIONS, max_size=60), st.sampled_from([[], [E0, PD0], [P0, D0], [E0, E1, P0, D0]]))
+@example([(0, 0), (4, 0), (8, 1), (5, 4)], [P0, D0])  # a prefill waits for an instance, which comes
+@example([(0, 0), (4, 0)], [PD0, PD1])  # a request moves to another instance
+@settings(max_examples=50)
+def test_changes_lead_to_what_a_new_viewer_gets(actions: list[tuple[int, int]], instances: list[Address]) -> None:
+    history = RouterHistory(*instances)
+    view = PipelineView(history.harness.router, "model")
+    latest = view.snapshot()
+    seen = changed(None, sent(latest))
+    for action in actions:
+        history.act(*action)
+        before, latest = latest, view.snapshot()
+        seen = changed(seen, sent(changes(before, latest)))
+        assert seen == latest
+        assert relative(latest) == relative(PipelineView(history.harness.router, "model").snapshot())
+    history.harness.now += COUNT_EVERY
+    assert tokens(view.snapshot()) == tokens(PipelineView(history.harness.router, "model").snapshot())
+
+
+def test_the_oldest_requests_are_shown_in_the_order_of_their_arrival() -> None:
+    harness = RouterHarness(PD0, max_queue=1000)
+    streams = [harness.submit() for _ in range(MAX_MARKS + 30)]
+    view = PipelineView(harness.router, "model")
+    before = view.snapshot()
+    for stream in streams[:60:3]:
+        harness.router.lifecycle.cancel(stream.request)
+    after = view.snapshot()
+    news = changes(before, after)
+    assert [mark.key for mark in news.requests][-20:] == [one.request for one in streams[MAX_MARKS : MAX_MARKS + 20]]
+    assert news.gone == [one.request for one in streams[:60:3]]
+    assert changed(before, news) == after
+
+
+def test_what_is_the_same_is_left_out() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(changes(BUSY, BUSY))) == {"kind": "changes", "time": BUSY.time}
+    e1 = msgspec.structs.replace(BUSY.instances[1], busy=0.5)
+    news = changes(BUSY, msgspec.structs.replace(BUSY, instances=[BUSY.instances[0], e1, *BUSY.instances[2:]]))
+    assert news == PipelineChanges(BUSY.time, instances=[None, e1, None])
+
+
+def test_changes_need_a_snapshot() -> None:
+    with pytest.raises(ValueError, match="before a whole snapshot"):
+        changed(None, changes(BUSY, BUSY))
