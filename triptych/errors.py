@@ -202,7 +202,7 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """The client is at its limit of requests in flight, or of memory that they hold.
+    """The client is at its limit of requests in flight, of memory that they hold, or of viewers of the page.
 
     Wait for some of them to end, then send the request again. The operator can raise ``--max-queue-per-client`` and
     ``--max-inflight-mb``.

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.frontends import Alone, alone
 from tests.support.serving import Served, image, image_part, text_part, wait_for
-from triptych.api.viewers import MAX_VIEWERS
+from triptych.api.viewers import MAX_PER_CLIENT, MAX_VIEWERS
 from triptych.observe.pipeline import Pipeline
 from triptych.observe.pipeline_changes import PipelineChanges, changed
 
@@ -154,19 +154,29 @@ def test_a_viewer_that_misses_changes_gets_whole_snapshots(frontend: Alone) -> N
     assert any(isinstance(one, Pipeline) for one in rest)
 
 
-def test_there_is_a_limit_to_viewers_and_those_that_leave_make_room(frontend: Alone) -> None:
-    viewers = frontend.frontend.service.viewers
-    with ExitStack() as stack:
-        streams = [stack.enter_context(open_stream(frontend)) for _ in range(MAX_VIEWERS)]
+def test_there_are_limits_to_viewers_and_those_that_leave_make_room(folder: Path) -> None:
+    keys = [f"key-{number}" for number in range(3)]
+    with alone(folder, api_key=tuple(keys)) as frontend, ExitStack() as stack:
+        viewers = frontend.frontend.service.viewers
+        assert MAX_VIEWERS == 2 * MAX_PER_CLIENT
+        clients = [stack.enter_context(frontend.client(headers={"Authorization": f"Bearer {key}"})) for key in keys]
+
+        def refused(client: httpx.Client) -> tuple[int, str]:
+            answer = client.get("/ui/events")
+            assert "retry-after" in answer.headers
+            return answer.status_code, answer.json()["error"]["message"]
+
+        streams = [stack.enter_context(open_stream(frontend, keys[0])) for _ in range(MAX_PER_CLIENT)]
+        wait_for(lambda: len(viewers) == MAX_PER_CLIENT)
+        assert refused(clients[0]) == (429, "16 viewers of this client watch already")
+        streams += [stack.enter_context(open_stream(frontend, keys[1])) for _ in range(MAX_PER_CLIENT)]
         wait_for(lambda: len(viewers) == MAX_VIEWERS)
-        with frontend.client() as late:
-            answer = late.get("/ui/events")
-            assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
-            assert late.get("/ui").status_code == 200
-            for one in streams:
-                one.close()
-            wait_for(lambda: not len(viewers))
-            assert next(snapshots(late)).service.version
+        assert refused(clients[2]) == (503, "32 viewers watch already")
+        assert clients[2].get("/ui").status_code == 200
+        for one in streams:
+            one.close()
+        wait_for(lambda: not len(viewers))
+        assert next(snapshots(clients[2])).service.version
 
 
 def test_a_viewer_that_pipelines_makes_room_when_it_leaves(frontend: Alone) -> None:

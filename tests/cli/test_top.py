@@ -183,6 +183,7 @@ STREAM = "text/event-stream"
         (_Answer(302, "text/html", b""), exit_codes.CONFIG, "answers 302: without a reason"),
         (_Answer(403, "text/plain", b"only\nhere\x1b[2J"), exit_codes.CONFIG, r"answers 403: only here\x1b[2J"),
         (_Answer(503, "application/json", b'{"error": {"message": "full"}}'), exit_codes.NO_FRONTEND, "503: full"),
+        (_Answer(429, "application/json", b'{"error": {"message": "16"}}'), exit_codes.NO_FRONTEND, "answers 429: 16"),
         (_Answer(500, "text/plain", b"\xff" * 10**6), exit_codes.NO_FRONTEND, "answers 500: \ufffd"),
         (_Answer(200, STREAM, b""), exit_codes.NO_FRONTEND, "ended the connection"),
         (_Answer(200, STREAM, b": a comment\n\ndata: {"), exit_codes.NO_FRONTEND, "ended the connection"),

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from triptych.api.sse import event
-from triptych.errors import Overloaded
+from triptych.errors import Overloaded, RateLimited
 from triptych.observe.pipeline import Pipeline
 from triptych.observe.pipeline_changes import changes
 from triptych.observe.requests import RequestRecord
@@ -16,6 +16,8 @@ from triptych.observe.requests import RequestRecord
 log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 32
+MAX_PER_CLIENT = 16
+"""Viewers that one client may have: an API key or, without keys, this machine."""
 MIN_RATE, MAX_RATE = 1.0, 10.0
 """Snapshots per second that a viewer may ask for."""
 _EARLY = 0.02
@@ -46,11 +48,14 @@ class Viewers:
         return len(self._rates)
 
     def enter(self, record: RequestRecord, rate: float) -> None:
-        """Count a viewer until its request ends. Raises Overloaded if there are too many, or this process ends."""
+        """Count a viewer until its request ends. Raises Overloaded if there are too many, or this process ends, and
+        RateLimited if the client has too many."""
         if self.ended.is_set():
             raise Overloaded("the service is shutting down", retry_after=1)
         if len(self._rates) >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} viewers watch already", retry_after=10)
+        if sum(one.client == record.client for one in self._rates) >= MAX_PER_CLIENT:
+            raise RateLimited(f"{MAX_PER_CLIENT} viewers of this client watch already", retry_after=10)
         self._rates[record] = min(MAX_RATE, max(MIN_RATE, rate))
         record.at_end(lambda: self._rates.pop(record, None))
 

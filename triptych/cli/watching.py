@@ -98,7 +98,7 @@ async def _check(response: httpx.Response, source: Source) -> None:
         raise ConfigError(f"{url} {given}: give a file with one as --api-key-file, or TRIPTYCH_API_KEY")
     if status == httpx.codes.NOT_FOUND:
         raise ConfigError(f"{url} has no {EVENTS}: it runs with --no-ui, or is no Triptych frontend")
-    if status >= httpx.codes.INTERNAL_SERVER_ERROR:
+    if status >= httpx.codes.INTERNAL_SERVER_ERROR or status == httpx.codes.TOO_MANY_REQUESTS:
         raise FrontendSilent(f"{url} answers {status}: {said}")
     raise ConfigError(f"{url} answers {status}: {said}")
 
