@@ -75,14 +75,16 @@ def test_readiness_for_long_enough_resets_the_delay_and_being_alive_does_not() -
     assert end(made, "e0", 3000.0 + RECOVERED_SECONDS).delay == FIRST_DELAY
 
 
-def test_the_loss_of_machines_has_the_first_delay_once_a_process_was_ready() -> None:
-    made = supervision()
+def test_a_lost_machine_is_no_failure_of_a_process_that_was_ready() -> None:
+    made = supervision(2)
     lost = Ended(-9, lost=True)
-    for number in range(3):
+    for number in range(4):
         assert end(made, "e0", float(number), lost).delay == FIRST_DELAY
         made.set_ready(GROUPS, number + 0.5)
-    assert end(made, "e0", 4.0, lost).delay == FIRST_DELAY
-    assert end(made, "e0", 5.0, lost).delay > FIRST_DELAY, "it never was ready there"
+    assert made.processes["e0"].reasons == {"lost": 4}
+    assert end(made, "e0", 5.0).delay == FIRST_DELAY, "its own first failure"
+    assert end(made, "e0", 6.0, lost).delay == 2 * FIRST_DELAY, "it never was ready there"
+    assert isinstance(made.ended("e0", KILLED, 7.0), EndService)
 
 
 def test_ends_are_counted_within_ten_minutes() -> None:

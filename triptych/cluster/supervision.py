@@ -93,7 +93,8 @@ class ProcessState:
     was_ready: bool = False
     """Whether it has been ready since it was last started."""
     num_restarts: int = 0
-    """Restarts since it was last ready for ``RECOVERED_SECONDS``."""
+    """Restarts since it was last ready for ``RECOVERED_SECONDS``, without those of a ready process whose machine was
+    lost."""
     failed_starts: int = 0
     """Starts in a row that ended before it was ready."""
     ends: deque[float] = field(default_factory=deque)
@@ -179,13 +180,14 @@ class Supervision:
         return self._restart(process, ended, now)
 
     def _restart(self, process: ProcessState, ended: Ended, now: float) -> Restart:
-        # a ready process whose machine is lost hasn't failed: the delay doesn't grow with other machines' ends
-        doublings = 0 if ended.lost and process.was_ready else min(process.num_restarts, MAX_DOUBLINGS)
+        # a ready process whose machine is lost hasn't failed: neither delays nor the limit depend on machines' ends
+        has_failed = not (ended.lost and process.was_ready)
+        doublings = min(process.num_restarts, MAX_DOUBLINGS) if has_failed else 0
         delay = min(MAX_DELAY, FIRST_DELAY * 2**doublings)
         delay *= 1 + JITTER * (2 * self._random() - 1)
         if ended.out_of_memory:
             delay = max(delay, OUT_OF_MEMORY_DELAY)
-        process.num_restarts += 1
+        process.num_restarts += has_failed
         process.reasons[ended.reason] += 1
         process.next_start = now + delay
         return Restart(delay, len(process.ends))
