@@ -86,14 +86,17 @@ def main(arguments: list[str] | None = None) -> None:
 def _open_closed_streams() -> None:
     """Open the null device as each standard stream that the caller has closed. Else Python has None in its place, and
     the next socket or file gets its number: what child processes and libraries write as errors would go there."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    # as Python's own, standard error takes any text, such as the name of a file that isn't in UTF-8
+    streams = ((0, "stdin", "r", "strict"), (1, "stdout", "w", "strict"), (2, "stderr", "w", "backslashreplace"))
+    for number, name, mode, errors in streams:
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+            stream = open(number, mode, encoding="utf-8", errors=errors)  # noqa: SIM115 - open until the process ends
+            setattr(sys, name, stream)
 
 
 def _set_up_logs(parsed: argparse.Namespace) -> None:
