@@ -16,7 +16,7 @@ from tests.support.cluster import FAST, wait_for
 from tests.support.commands import Command, triptych
 from tests.support.namespaces import Host, two_hosts
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part
-from triptych.transfer.fabrics.opening import _installed
+from triptych.transfer.fabrics.opening import is_installed
 
 slow = pytest.mark.slow
 AT_ONCE = 64
@@ -78,7 +78,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if not _installed("nixl"):
+    if not is_installed("nixl"):
         pytest.skip("nothing carries rows from host to host: pip install '.[nixl]' in a checkout")
     folder = make_checkpoint(tmp_path_factory.mktemp("network") / "tiny")
     secret = tmp_path_factory.mktemp("secret") / "secret"

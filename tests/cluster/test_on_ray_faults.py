@@ -21,7 +21,7 @@ from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import FrontendSilent
 from triptych.messages.operations import LaunchedInstance, LaunchState, Status
-from triptych.transfer.fabrics.opening import _installed
+from triptych.transfer.fabrics.opening import is_installed
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ class Service:
 @contextmanager
 def serving(topology: str, nodes: int, fabric: str, variables: Mapping[str, str] = HEALTH_CHECKS) -> Iterator[Service]:
     """A service with that number of nodes, each for one instance. ``variables`` are the head's."""
-    if not _installed(fabric):
+    if not is_installed(fabric):
         pytest.skip(f"{fabric} isn't installed")
     with ray_hosts([{}, *[NODE] * nodes], variables) as hosts, on_host(hosts.operator.host):
         words = ("serve", "demo", "--on", f"ray://{hosts.address}", *FLAGS, "--topology", topology, "--fabric", fabric)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import Command, triptych
 from tests.support.namespaces import Host, two_hosts
 from tests.support.serving import image, image_part, served, text_part
-from triptych.transfer.fabrics.opening import _installed
+from triptych.transfer.fabrics.opening import is_installed
 
 FAST = ("--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "2048")
 ASK = """
@@ -58,7 +58,7 @@ def ask(host: Host, url: str) -> str:
 def test_rows_travel_from_host_to_host(
     fabric: str, hosts: tuple[Host, Host], folder: Path, tmp_path: Path, answer: str
 ) -> None:
-    if not any(map(_installed, [fabric] if fabric != "auto" else ["nixl", "mooncake"])):
+    if not any(map(is_installed, [fabric] if fabric != "auto" else ["nixl", "mooncake"])):
         pytest.skip(f"nothing for --fabric {fabric} is installed: pip install '.[nixl,mooncake]' in a checkout")
     here, there = hosts
     secret = ("--cluster-secret-file", secret_in(tmp_path / "secret"))

@@ -19,11 +19,17 @@ def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
     return [FaultyFabric(fabric, faults) for fabric in fabrics]
 
 
+def is_installed(name: str) -> bool:
+    """Return whether the library of ``nixl`` or ``mooncake`` is installed, without importing it."""
+    modules = {"nixl": ("nixl_cu12", "nixl_cu13", "nixl"), "mooncake": ("mooncake.engine",)}[name]
+    return any(_found(module) for module in modules)
+
+
 def _names(fabric: str, host: str) -> list[str]:
     if fabric != "auto":
         return [fabric]
     # with a loopback address, all peers are on this machine, so shared memory is enough
-    network = [name for name in ("nixl", "mooncake") if not is_loopback(host) and _installed(name)]
+    network = [name for name in ("nixl", "mooncake") if not is_loopback(host) and is_installed(name)]
     return ["shm", *network]
 
 
@@ -39,11 +45,6 @@ def _open(name: str, config: TransferConfig, host: str) -> Fabric:
             return MooncakeFabric(host, protocol=config.mooncake_protocol, devices=config.mooncake_devices)
         case _:
             return SharedMemoryFabric()
-
-
-def _installed(name: str) -> bool:
-    modules = {"nixl": ("nixl_cu12", "nixl_cu13", "nixl"), "mooncake": ("mooncake.engine",)}[name]
-    return any(_found(module) for module in modules)
 
 
 def _found(module: str) -> bool:
