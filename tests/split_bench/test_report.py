@@ -91,7 +91,7 @@ def test_sentences_say_only_what_figures_show(results: Results) -> None:
         line.startswith("text requests, `2EPD` beside `1EPD`: no difference beyond the spread: ") for line in said
     )
     assert ("pictures of 448 × 448, 4 in a request, `1E1PD` beside `1EPD`: cost: time to first token × 2.00.") in said
-    assert "Memory of all processes (PSS): `1EPD` 21 MiB, `1E1PD` 63 MiB, `1E1P1D` 42 MiB, `2EPD` 32 MiB." in said
+    assert "Memory of all processes (PSS): `1EPD` 32 MiB, `1E1PD` 84 MiB, `1E1P1D` 52 MiB, `2EPD` 42 MiB." in said
     assert "8,192 tokens of KV travel in: shm 10.5 ms, nixl 10.5 ms, mooncake 10.5 ms." in said
 
 

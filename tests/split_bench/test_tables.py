@@ -43,7 +43,8 @@ def test_the_full_plan_has_what_the_designs_ask_for() -> None:
     }
     names = {row[2:] for row in tables["processes"].rows if row[1] == "1E1P1D"}
     assert names == {
-        ("client", "load generator"), ("frontend", "frontend"), ("e0", "encode"), ("p0", "prefill"), ("d0", "decode"),
+        ("client", "load generator"), ("frontend", "frontend"), ("others", "fork server"),
+        ("e0", "encode"), ("p0", "prefill"), ("d0", "decode"),
     }  # fmt: skip
 
 

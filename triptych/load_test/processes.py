@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,17 +36,23 @@ def named_children(supervisor: int) -> dict[str, int]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of all that a process started, directly or not."""
+def descendants(pid: int, *, without: Collection[int] = ()) -> list[int]:
+    """Return the process ids of all that a process started, directly or not, but not those ``without``, nor what these
+    started."""
     children, found = _children(), [pid]
     for one in found:
-        found += children.get(one, ())
+        found += [child for child in children.get(one, ()) if child not in without]
     return found[1:]
 
 
 def usage(pid: int, *, alone: bool = False) -> ProcessUsage:
     """Return what a process uses, with its descendants unless ``alone``. Those that have just ended count as zero."""
-    used = [_usage(one) for one in ([pid] if alone else [pid, *descendants(pid)])]
+    return total(map(_usage, [pid] if alone else [pid, *descendants(pid)]))
+
+
+def total(usages: Iterable[ProcessUsage]) -> ProcessUsage:
+    """Return what several processes use together."""
+    used = list(usages)
     return ProcessUsage(
         sum(one.cpu_seconds for one in used),
         sum(one.resident_bytes for one in used),

@@ -15,6 +15,8 @@ OF_MEDIA = frozenset({"images", "cache"})
 """Those that need a model that takes media."""
 CLIENT = "client"
 """Name of this command's own process in tables."""
+OTHERS = "others"
+"""Name in tables of the processes of a service that have no name, and that none with a name has started."""
 TOPOLOGIES = ("1EPD", "1E1PD", "1E1P1D", "2EPD")
 TEXT_TOPOLOGIES = ("1PD", "1P1D", "2PD")
 ALONE = 5
@@ -66,7 +68,7 @@ class Setup:
     def processes(self) -> dict[str, str]:
         """Names of its processes, and what each does."""
         stages = {"E": "encode", "P": "prefill", "D": "decode"}
-        found = {CLIENT: "load generator", "frontend": "frontend"}
+        found = {CLIENT: "load generator", "frontend": "frontend", OTHERS: "fork server"}
         for role, count in Topology.parse(self.topology).groups:
             label = ", ".join(stages[letter] for letter in role.value)
             found |= {f"{role.value.lower()}{number}": label for number in range(count)}

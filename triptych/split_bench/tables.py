@@ -124,8 +124,9 @@ def _processes(plan: SplitPlan) -> Table:
         "processes",
         "Processor time and memory of each process",
         "Processor time is that of the closed loop above, divided by its requests; memory is that after it. A process "
-        "includes those that it starts, such as those that decode pictures. Shared pages count whole in the resident "
-        "set (RSS), and in equal parts in the proportional one (PSS).",
+        "includes those that it starts, such as those that decode pictures; the fork server doesn't include the "
+        "instances. Shared pages count whole in the resident set (RSS), and in equal parts in the proportional one "
+        "(PSS).",
         ("request", "topology", "process", "stages"),
         (
             Column("cpu", "processor time per request (ms)"),

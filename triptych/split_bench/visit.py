@@ -15,7 +15,7 @@ from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.load_test.client import Sample, ask, closed_loop, open_loop, poisson_times
-from triptych.load_test.processes import ProcessUsage, named_children, usage
+from triptych.load_test.processes import ProcessUsage, descendants, named_children, total, usage
 from triptych.split_bench.figures import Results, Row
 from triptych.split_bench.loads import (
     MAX_REQUESTS,
@@ -28,7 +28,7 @@ from triptych.split_bench.loads import (
     stage_ms,
     throughput,
 )
-from triptych.split_bench.plan import ALONE, CLIENT, PICTURES, Mix, Setup, Size, SplitPlan
+from triptych.split_bench.plan import ALONE, CLIENT, OTHERS, PICTURES, Mix, Setup, Size, SplitPlan
 from triptych.split_bench.tables import NEW, OFF, ON, REPEATED, rows_of
 from triptych.topology import Topology
 
@@ -201,10 +201,15 @@ class _Visit:
 
     def _usage(self) -> dict[str, ProcessUsage]:
         pids = named_children(os.getpid())
-        if gone := [name for name in self.setup.processes if name not in pids and name != CLIENT]:
+        named = [name for name in self.setup.processes if name not in (CLIENT, OTHERS)]
+        if gone := [name for name in named if name not in pids]:
             raise StartError(f"process {gone[0]} has ended")
-        found = {name: usage(pids[name]) for name in self.setup.processes if name != CLIENT}
-        return {CLIENT: usage(os.getpid(), alone=True), **found}
+        others = descendants(os.getpid(), without=pids.values())
+        return {
+            CLIENT: usage(os.getpid(), alone=True),
+            OTHERS: total(usage(pid, alone=True) for pid in others),
+            **{name: usage(pids[name]) for name in named},
+        }
 
     async def _arrivals(self, mix: Mix, number: int) -> None:
         share, basis = self._plan.rates[number], self.bench.bases[mix.name]
