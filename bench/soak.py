@@ -26,6 +26,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from triptych.load_test.processes import descendants, named_children
+
 LIMIT_MIB = 1.0
 """Per 1000 requests."""
 
@@ -38,19 +40,12 @@ def jpeg(number: int, side: int) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Return the names of a process and its descendants by process id."""
-    found = {pid: "serve"}
-    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda one: int(one.name)):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except (OSError, ValueError):
-            continue
-        if parent in found:
-            role = words[words.index("--name") + 1] if "--name" in words else "worker"
-            found[int(path.name)] = role if role != "worker" else f"worker of {found[parent]}"
-    return found
+def processes(supervisor: int) -> dict[int, str]:
+    """Return the names of all processes of a service by process id."""
+    named = named_children(supervisor)
+    found = {supervisor: "serve"} | {pid: name for name, pid in named.items()}
+    found |= {one: f"worker of {name}" for name, pid in named.items() for one in descendants(pid)}
+    return found | dict.fromkeys(descendants(supervisor, without=found), "worker of serve")
 
 
 def pss_mib(pid: int) -> float:
@@ -84,7 +79,7 @@ async def load(url: str, pid: int, minutes: float, concurrency: int, side: int) 
     async def look() -> None:
         while time.monotonic() < end:
             await asyncio.sleep(1)
-            for process, name in descendants(pid).items():
+            for process, name in processes(pid).items():
                 try:
                     seen.setdefault(f"{name} ({process})", []).append((done, pss_mib(process)))
                 except OSError:
