@@ -13,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from os import kill
@@ -21,7 +22,11 @@ from typing import Any
 
 from bench.measuring import report
 from triptych.load_test.processes import named_children, usage
+from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
+
+TIMEOUT = 300.0
+"""Seconds for one service, its restarts included."""
 
 
 def measure(model: str, topology: str, threads: int) -> dict[str, float]:
@@ -31,28 +36,35 @@ def measure(model: str, topology: str, threads: int) -> dict[str, float]:
     with subprocess.Popen(
         [sys.executable, "-m", "triptych", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
+        too_late = threading.Timer(TIMEOUT, process.kill)
+        too_late.start()
         try:
-            _wait_for(process, r"^ready: ")
+            joins = [rf"\b{name} joined as " for name in Topology.parse(topology).names]
+            _wait_for(process, r"^ready: ", *joins)
             found = {"start, s": time.monotonic() - began}
             used = usage(process.pid)
             found |= {"start, processor s": used.cpu_seconds, "memory, MiB": used.proportional_bytes / 2**20}
-            for name in sorted({*named_children(process.pid)} - {"frontend"}):
+            for name, join in zip(Topology.parse(topology).names, joins, strict=True):
                 began = time.monotonic()
                 kill(named_children(process.pid)[name], signal.SIGKILL)
-                _wait_for(process, rf"\b{name} joined as ")
+                _wait_for(process, join)
                 found[f"restart of {name}, s"] = time.monotonic() - began
             return found
         finally:
+            too_late.cancel()
             process.terminate()
             process.communicate()
 
 
-def _wait_for(process: "subprocess.Popen[str]", pattern: str) -> None:
+def _wait_for(process: "subprocess.Popen[str]", *patterns: str) -> None:
+    """Read lines until each pattern was found."""
     assert process.stdout is not None
+    missing = set(patterns)
     for line in process.stdout:
-        if re.search(pattern, line):
+        missing -= {pattern for pattern in missing if re.search(pattern, line)}
+        if not missing:
             return
-    raise SystemExit(f"the service ended before it wrote {pattern!r}")
+    raise SystemExit(f"the service ended before it wrote {missing}")
 
 
 def table(rounds: Sequence[dict[str, float]], topology: str) -> list[str]:

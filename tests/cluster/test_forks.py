@@ -1,9 +1,13 @@
 """Instances that are forked from a process that has imported what they need."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,14 +19,16 @@ from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec
 from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.launcher import LocalLauncher
+from triptych.server.fork_messages import ForkInstance
 from triptych.topology import Role
 
 Start = Callable[..., Awaitable[Child]]
 
 
-def spec(written: bytes = b"no settings", *modules: str) -> ChildSpec:
-    """An instance that fails at once, unless it gets its settings."""
-    return ChildSpec("e0", Role.E, "", lambda _: written, {"OMP_NUM_THREADS": "1"}, modules=modules or ("json",))
+def spec(written: bytes = b"no settings", name: str = "e0", threads: int = 1) -> ChildSpec:
+    """An instance that fails at once, unless it gets its settings. There is no model to import the code of."""
+    fork = ForkInstance(name, "/no/model", encodes=True)
+    return ChildSpec(name, Role.E, "", lambda _: written, {"OMP_NUM_THREADS": str(threads)}, fork=fork)
 
 
 def run(test: Callable[[LocalLauncher, Start, list[str]], Awaitable[None]]) -> None:
@@ -52,7 +58,7 @@ def server_of(launcher: LocalLauncher) -> psutil.Process:
 
 def test_output_and_exit_code_are_those_of_the_process() -> None:
     async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
-        first, second = await start(), await start(spec(b"none either", "a_module_that_does_not_exist", "json"))
+        first, second = await start(), await start(spec(b"none either"))
         for child in (first, second):
             ended = await child.wait()
             assert ended.code == exit_codes.CONFIG
@@ -106,15 +112,112 @@ def test_new_code_gets_a_new_server() -> None:
 
 def test_a_long_message_is_an_error_of_the_start() -> None:
     async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
-        read, write = os.pipe()
-        server = InstanceForkServer(spec().environment)
         with pytest.raises(OSError, match="too long"):
-            server.fork("e" * 2**20, (), read, write)
-        server.close()
-        os.close(read)
-        os.close(write)
+            await start(replace(spec(), fork=ForkInstance("e0", "/" * 2**20, encodes=True)))
 
     run(test)
+
+
+def test_a_signal_just_after_the_fork_ends_the_process() -> None:
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        await (await start()).wait()
+        read, write = os.pipe()
+        with os.fdopen(read, "rb"), os.fdopen(write, "wb"):
+            server = InstanceForkServer(spec().environment)
+            process = server.fork(ForkInstance("e0", "/no/model", encodes=False), read, write)  # waits for its settings
+            while not process.pid:
+                await asyncio.sleep(0)
+            process.send(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                assert await process.wait() == -signal.SIGTERM
+            server.close()
+
+    run(test)
+
+
+def test_the_server_goes_on_after_signals_to_all_processes() -> None:
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        await (await start()).wait()
+        server = server_of(launcher)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            server.send_signal(number)
+        assert (await (await start()).wait()).code == exit_codes.CONFIG
+        assert server_of(launcher) == server
+
+    run(test)
+
+
+def test_an_end_is_seen_while_the_server_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.cluster.forks.REPORT_SECONDS", 0.1)
+
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        read, write = os.pipe()
+        with os.fdopen(read, "rb"), os.fdopen(write, "wb"):
+            server = InstanceForkServer(spec().environment)
+            process = server.fork(ForkInstance("e0", "/no/model", encodes=False), read, write)
+            while not process.pid:
+                await asyncio.sleep(0.01)
+            server_of(launcher).suspend()
+            process.send(signal.SIGKILL)
+            assert await process.wait() == -signal.SIGKILL
+            server.close()
+            assert server.has_ended
+
+    run(test)
+
+
+def test_one_idle_server_at_most() -> None:
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        await (await start(spec(threads=1))).wait()
+        first = server_of(launcher)
+        await (await start(spec(threads=2))).wait()
+        assert server_of(launcher) != first
+        assert server_of(launcher).num_threads() <= 2
+
+    run(test)
+
+
+def test_an_uncaught_error_is_logged_as_everywhere(folder: Path) -> None:
+    """As an error of a program of its own: in one line of JSON, with the exception."""
+    code = """
+import sys
+from triptych.observe import logs
+from triptych.server import fork_server, instance_main
+
+def main(is_forked):
+    logs.set_up(logs.LogSettings("json"))
+    raise RuntimeError("planted")
+
+instance_main.main = main
+fork_server._run_instance()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == exit_codes.FAILED
+    [line] = (ended.stdout + ended.stderr).splitlines()
+    assert json.loads(line)["level"] == "critical"
+    assert "planted" in json.loads(line)["exception"]
+
+
+def test_what_instances_import(folder: Path) -> None:
+    """A process that has preloaded a model imports nothing of Transformers any more when it loads the tower."""
+    code = f"""
+import sys
+from pathlib import Path
+from triptych.server.preload import preload
+
+preload(Path({str(folder)!r}), encodes=True)
+assert {{"torch", "triptych.server.instance_process", "triptych.server.instance_main"}} <= {{*sys.modules}}
+before = {{*sys.modules}}
+import torch
+from triptych.checkpoint.reader import Checkpoint
+from triptych.config import EngineConfig
+from triptych.server.model_bundle import ModelBundle
+
+ModelBundle(Checkpoint(Path({str(folder)!r})), EngineConfig(device="cpu", dtype="float32")).load_encoder()
+print(*sorted({{*sys.modules}} - before))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(ended.stdout.split()) < 20, ended.stdout
 
 
 @pytest.mark.slow
@@ -124,6 +227,7 @@ def test_instances_end_with_the_server_and_come_back(folder: Path) -> None:
         [server] = [one for one in command.descendants if "triptych.server.fork_server" in one.cmdline()]
         instances = server.children()
         assert len(instances) == 2
+        assert "libtorch" in Path(f"/proc/{server.pid}/maps").read_text()
         server.kill()
         wait_for(lambda: not any(one.is_running() for one in instances))
         wait_for(lambda: command.text.count("has this instance: ready") == 4, 60)

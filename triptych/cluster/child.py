@@ -15,6 +15,7 @@ from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
 from triptych.observe import logs
 from triptych.observe.machine import may_have_gpu, oom_kills
+from triptych.server.fork_messages import ForkInstance
 from triptych.topology import Role
 
 LAST_WORDS = 1.0
@@ -23,11 +24,6 @@ MAX_LINE = 2**20
 """Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
 NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """The service manager's variables, which are for the supervisor alone."""
-
-MODULES = ("triptych.server.instance_process",)
-"""What every instance imports."""
-TOWER_MODULES = ("transformers.modeling_utils", "transformers.modeling_layers", "transformers.masking_utils")
-"""What instances with a tower import besides."""
 
 Print = Callable[[str], None]
 
@@ -47,8 +43,8 @@ class ChildSpec:
     """Added to its environment."""
     pass_fds: tuple[int, ...] = ()
     """File descriptors that it inherits."""
-    modules: tuple[str, ...] = ()
-    """What a fork server imports for it; empty for a process that can't be forked."""
+    fork: ForkInstance | None = None
+    """What a fork server is asked for; None for a process that can't be forked."""
 
     @classmethod
     def of_instance(cls, spec: InstanceSpec) -> "ChildSpec":
@@ -58,11 +54,10 @@ class ChildSpec:
             return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
 
         variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-        modules = MODULES + TOWER_MODULES * spec.role.encodes
         # CUDA can't be used in a fork of a process that has used it; that importing doesn't was not tried on a GPU
         on_cpu = spec.engine.device == "cpu" or (spec.engine.device == "auto" and not may_have_gpu())
-        module = "triptych.server.instance_main"
-        return cls(spec.name, spec.role, module, written, variables, modules=modules if on_cpu else ())
+        fork = ForkInstance(spec.name, str(spec.model), spec.role.encodes) if on_cpu else None
+        return cls(spec.name, spec.role, "triptych.server.instance_main", written, variables, fork=fork)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -170,17 +165,25 @@ class Child:
         return cls(spec, SpawnedProcess(process), process.stdout, show)
 
     @classmethod
-    async def fork(cls, spec: ChildSpec, incarnation: int, show: Print, server: InstanceForkServer) -> "Child":
-        """Let a fork server start the process. Arguments and errors as in ``start``."""
+    async def fork(
+        cls, spec: ChildSpec, incarnation: int, show: Print, server: Callable[[], InstanceForkServer]
+    ) -> "Child":
+        """Let the server that ``server`` returns start the process. Arguments and errors as in ``start``."""
+        assert spec.fork is not None
         read, write = os.pipe()
-        output = asyncio.StreamReader(MAX_LINE)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read, "rb", 0)
-        )
         with os.fdopen(write, "wb", 0), os.fdopen(os.memfd_create(spec.name), "w+b", 0) as written:
             written.write(spec.written(incarnation))
             written.seek(0)
-            return cls(spec, server.fork(spec.name, spec.modules, written.fileno(), write), output, show, transport)
+            output = asyncio.StreamReader(MAX_LINE)
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read, "rb", 0)
+            )
+            try:
+                process = server().fork(spec.fork, written.fileno(), write)
+            except OSError:
+                transport.close()
+                raise
+        return cls(spec, process, output, show, transport)
 
     @property
     def pid(self) -> int:

@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from triptych import children
 from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
+
+REPORT_SECONDS = 5.0
+"""Seconds in which the server reports the exit code of a process that has ended; it may be importing."""
 
 
 class ForkedProcess:
@@ -21,10 +23,14 @@ class ForkedProcess:
 
     def __init__(self) -> None:
         self.pid = 0
-        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._code: asyncio.Future[int] = self._loop.create_future()
         self._descriptor = -1
         self._early: signal.Signals | None = None
         """A signal that came before the process, and ends it."""
+        self._report: asyncio.TimerHandle | None = None
+        """Set while the server is to report the exit code."""
+        self._report_seconds = REPORT_SECONDS
 
     @property
     def has_ended(self) -> bool:
@@ -43,12 +49,16 @@ class ForkedProcess:
     def begin(self, pid: int, descriptor: int) -> None:
         """Take the process id and a file descriptor of the process."""
         self.pid, self._descriptor = pid, descriptor
+        self._loop.add_reader(descriptor, self._on_exit)
         if self._early is not None:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            self.send(signal.SIGKILL)
 
     def end(self, code: int) -> None:
         """Take the exit code."""
+        if self._report:
+            self._report.cancel()
         if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
         if not self._code.done():
@@ -59,20 +69,24 @@ class ForkedProcess:
         if not self._code.done():
             self._code.set_exception(error)
 
+    def lose_server(self) -> None:
+        """The server has ended; the kernel kills the process, whose exit code no one reports."""
+        self._report_seconds = 0.0
+        if self._report:
+            self.end(-signal.SIGKILL)
+
     async def wait(self) -> int:
         """Return its exit code, negative for a signal, once it has ended. Raises OSError if it can't be started."""
         return await self._code
 
-    async def wait_killed(self) -> None:
-        """Return once the kernel has ended the process, whose parent is gone."""
-        while not select.select([self._descriptor], [], [], 0)[0]:
-            await asyncio.sleep(0.01)
-        self.end(-signal.SIGKILL)
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self._report = self._loop.call_later(self._report_seconds, self.end, -signal.SIGKILL)
 
 
 class InstanceForkServer:
-    """The process that forks, as its parent sees it. It is started with this object, and imports nothing before the
-    first request."""
+    """The process that forks, as its parent sees it. It is started with this object, and imports nothing of a model
+    before the first request."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """``variables`` are the environment of the process and of its forks. Raises OSError."""
@@ -96,13 +110,16 @@ class InstanceForkServer:
         self.has_ended = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(here, self._receive)
-        self._killed: set[asyncio.Task[None]] = set()
-        """Waits for instances that end with the process."""
 
-    def fork(self, name: str, modules: Sequence[str], stdin: int, stdout: int) -> ForkedProcess:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no instance runs, nor begins to."""
+        return all(process.has_ended for process in (*self._asked, *self._running.values()))
+
+    def fork(self, request: ForkInstance, stdin: int, stdout: int) -> ForkedProcess:
         """Ask for an instance with these file descriptors, which the caller closes. Raises OSError."""
         process = ForkedProcess()
-        socket.send_fds(self._socket, [msgspec.msgpack.encode(ForkInstance(name, modules))], [stdin, stdout])
+        socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], [stdin, stdout])
         self._asked.append(process)
         return process
 
@@ -110,30 +127,32 @@ class InstanceForkServer:
         """Let the process end: at once if no instance runs, and otherwise with the last one."""
         if self.has_ended:
             return
-        if self._running or not all(process.has_ended for process in self._asked):
-            self._socket.shutdown(socket.SHUT_WR)
-        else:
+        if self.is_idle:
             self._end()
+        else:
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _receive(self) -> None:
         try:
             data, files, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):  # after the latter, there may still be messages
             return
-        except ConnectionResetError:
-            data, files = b"", []
         if not data:
             self._end()
             return
         message: FromForkServer = msgspec.msgpack.decode(data, type=FromForkServer)
         match message:
-            case Forked(pid):
+            case Forked(pid) if files:
                 self._running[pid] = self._asked.popleft()
                 self._running[pid].begin(pid, files[0])
+            case Forked(pid):  # this process can't have another descriptor, without which it can't watch the new one
+                os.kill(pid, signal.SIGKILL)
+                self._asked.popleft().fail(OSError("no file descriptor is left"))
             case NotForked(number):
                 self._asked.popleft().fail(OSError(number, os.strerror(number)))
             case Exited(pid, code):
-                self._running.pop(pid).end(code)
+                if process := self._running.pop(pid, None):
+                    process.end(code)
 
     def _end(self) -> None:
         """The process has ended, or does so now. The kernel kills all instances with their parent."""
@@ -145,6 +164,4 @@ class InstanceForkServer:
         for process in self._asked:
             process.fail(OSError("the process that forks instances has ended"))
         for process in self._running.values():
-            task = asyncio.create_task(process.wait_killed())
-            self._killed.add(task)
-            task.add_done_callback(self._killed.discard)
+            process.lose_server()

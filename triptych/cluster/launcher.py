@@ -67,8 +67,8 @@ class LocalLauncher:
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """As in ``Launcher``."""
-        if spec.modules:
-            return await Child.fork(spec, incarnation, show, self._server(spec))
+        if spec.fork:
+            return await Child.fork(spec, incarnation, show, lambda: self._server(spec))
         return await Child.start(spec, incarnation, show)
 
     def renew(self) -> None:
@@ -86,5 +86,8 @@ class LocalLauncher:
         key = frozenset(spec.variables.items())
         server = self._servers.get(key)
         if server is None or server.has_ended:
+            # scaling gives instances another number of threads, and the server of the former ones may be idle
+            for other in [other for other, one in self._servers.items() if one.is_idle]:
+                self._servers.pop(other).close()
             server = self._servers[key] = InstanceForkServer(spec.environment)
         return server

@@ -13,7 +13,7 @@ from triptych.layers.devices import check_ranks
 from triptych.layers.parallel import rank_device
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
-from triptych.server.build_encoder import encode_loop_factory, workers_factory
+from triptych.server.build_encoder import WorkerStarter, encode_loop_factory
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
 from triptych.server.instance import Instance
@@ -56,7 +56,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) 
         instance.take_role(role)
     except BaseException:
         instance.compute.close()  # it wakes the channel, which the caller closes next
-        ranks.close()
+        instance.close_parts()
         raise
     return instance
 
@@ -68,7 +68,9 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
     instance.compute.submit(use_threads, num_threads)
-    start_workers = workers_factory(model, spec.encode, num_threads) if role.encodes else None
+    start_workers = WorkerStarter(model, spec.encode, num_threads) if role.encodes else None
+    if start_workers:
+        instance.at_end(start_workers.close)
     with LoadProgress(model.num_bytes(role)) as progress:
         model.checkpoint.on_read = progress.advance
         encoder = _loaded("encoder", instance.compute.submit(model.load_encoder)) if role.encodes else None

@@ -58,18 +58,30 @@ def encode_loop_factory(
     )
 
 
-def workers_factory(model: ModelBundle, encode: EncodeConfig, num_threads: int) -> Callable[[], PreprocessWorkers]:
-    """Start the workers of the first encode loop, which import while the encoder is loaded. Return a function that
-    returns these, and starts others for each later loop; it doesn't wait for them."""
-    limits = Limits(memory_bytes=encode.decode_memory_mb * 2**20, seconds=encode.decode_timeout)
-    # one worker keeps several threads of the encoder busy, which compute while it decodes
-    num_workers = encode.decode_workers or max(1, num_threads // 4)
+class WorkerStarter:
+    """Starts the workers of each encode loop: those of the first one at once, so that they import while the encoder is
+    loaded."""
 
-    def start() -> PreprocessWorkers:
-        return PreprocessWorkers(model.checkpoint.folder, num_workers, limits)
+    def __init__(self, model: ModelBundle, encode: EncodeConfig, num_threads: int) -> None:
+        self._limits = Limits(memory_bytes=encode.decode_memory_mb * 2**20, seconds=encode.decode_timeout)
+        # one worker keeps several threads of the encoder busy, which compute while it decodes
+        self._num_workers = encode.decode_workers or max(1, num_threads // 4)
+        self._folder = model.checkpoint.folder
+        self._first: PreprocessWorkers | None = self._start()
 
-    first = [start()]
-    return lambda: first.pop() if first else start()
+    def __call__(self) -> PreprocessWorkers:
+        """Return new workers, which may not be ready yet."""
+        first, self._first = self._first, None
+        return first or self._start()
+
+    def close(self) -> None:
+        """End the first workers, unless a loop has them."""
+        if self._first:
+            self._first.close()
+            self._first = None
+
+    def _start(self) -> PreprocessWorkers:
+        return PreprocessWorkers(self._folder, self._num_workers, self._limits)
 
 
 def _ready(workers: PreprocessWorkers) -> PreprocessWorkers:

@@ -1,7 +1,5 @@
 """Messages between a supervisor and the process that forks its instances, in MessagePack."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 MAX_MESSAGE = 2**16
@@ -12,8 +10,10 @@ class ForkInstance(msgspec.Struct, frozen=True):
     """Request for an instance. Its standard input and output come with the message, in this order."""
 
     name: str
-    modules: Sequence[str]
-    """What is imported first, unless it has been."""
+    model: str
+    """Folder of the checkpoint, whose family's code is imported first, unless it has been."""
+    encodes: bool
+    """Whether it has an encoder."""
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):

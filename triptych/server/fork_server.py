@@ -7,79 +7,102 @@ and each end. The instances end with this process, and this process with the sup
 import atexit
 import contextlib
 import gc
-import importlib
 import os
 import selectors
 import signal
 import socket
 import sys
 import threading
-import traceback
-from collections.abc import Sequence
+import warnings
 from pathlib import Path
 
 import msgspec
+import setproctitle
 
 from triptych import exit_codes
 from triptych.heap import gc_paused
 from triptych.observe.machine import end_with_parent
 from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
-from triptych.server.worker_extra import check_installed
+from triptych.server.preload import preload
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a terminal or a service manager sends to all processes. Each instance has to finish its work first."""
 
 
-def serve(parent: socket.socket) -> str:
-    """Fork a process for each request. Return the instance's name in a new one, and never in the first one, which ends
-    once the parent has closed the socket and all instances have ended."""
-    running: dict[int, int] = {}  # process ids by file descriptor
-    with selectors.DefaultSelector() as selector:
-        selector.register(parent, selectors.EVENT_READ)
-        while running or parent in selector.get_map():
-            for key, _ in selector.select():
-                if key.fd in running:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _, status = os.waitpid(pid := running.pop(key.fd), 0)
-                    _send(parent, Exited(pid, os.waitstatus_to_exitcode(status)))
-                    continue
-                data, files, _, _ = socket.recv_fds(parent, MAX_MESSAGE, 2)
-                if not data:
-                    selector.unregister(parent)
-                    continue
-                request = msgspec.msgpack.decode(data, type=ForkInstance)
-                _import(request.modules)
-                try:
-                    pid = os.fork()
-                except OSError as error:
-                    _send(parent, NotForked(error.errno or 0))
-                else:
-                    if pid == 0:
-                        for descriptor in running:
-                            os.close(descriptor)
-                        parent.close()
-                        _become(request.name, *files)
-                        return request.name
-                    descriptor = os.pidfd_open(pid)
-                    running[descriptor] = pid
-                    selector.register(descriptor, selectors.EVENT_READ)
-                    _send(parent, Forked(pid), descriptor)
-                for file in files:
-                    os.close(file)
-    os._exit(0)  # without the end of what was imported
+class ForkLoop:
+    """The loop of the process."""
+
+    def __init__(self, parent: socket.socket) -> None:
+        self._parent = parent
+        self._running: dict[int, int] = {}
+        """Process ids by file descriptor."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(parent, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Fork a process for each request. Returns in each new process alone; the first one ends once the parent has
+        closed the socket and all instances have ended."""
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                if key.fd in self._running:
+                    self._reap(key.fd)
+                elif self._take_request():
+                    return
+        os._exit(0)  # without the end of what was imported
+
+    def _reap(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(pid := self._running.pop(descriptor), 0)
+        self._send(Exited(pid, os.waitstatus_to_exitcode(status)))
+
+    def _take_request(self) -> bool:
+        """Return True in a new process, and otherwise False."""
+        data, files, _, _ = socket.recv_fds(self._parent, MAX_MESSAGE, 2)
+        if not data:
+            self._selector.unregister(self._parent)
+            return False
+        request = msgspec.msgpack.decode(data, type=ForkInstance)
+        _preload(request)
+        server = os.getpid()
+        # a signal that comes before the new process has its handlers waits for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._send(NotForked(error.errno or 0))
+        else:
+            if pid == 0:
+                end_with_parent(server)
+                self._close()
+                _become(request.name, *files)
+                return True
+            descriptor = os.pidfd_open(pid)
+            self._running[descriptor] = pid
+            self._selector.register(descriptor, selectors.EVENT_READ)
+            self._send(Forked(pid), descriptor)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+        for file in files:
+            os.close(file)
+        return False
+
+    def _close(self) -> None:
+        """Close what a new process has inherited."""
+        self._selector.close()
+        self._parent.close()
+        for descriptor in self._running:
+            os.close(descriptor)
+
+    def _send(self, message: FromForkServer, *files: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it needs no more of them
+            socket.send_fds(self._parent, [msgspec.msgpack.encode(message)], files)
 
 
-def _send(parent: socket.socket, message: FromForkServer, *files: int) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it needs no more of them
-        socket.send_fds(parent, [msgspec.msgpack.encode(message)], files)
-
-
-def _import(modules: Sequence[str]) -> None:
-    with gc_paused():
-        for module in modules:
-            with contextlib.suppress(Exception):  # the instance fails in the same way, and says so
-                importlib.import_module(module)
+def _preload(request: ForkInstance) -> None:
+    # the instance fails in the same way, and says so
+    with gc_paused(), warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # they would be lines of the supervisor's output
+        preload(Path(request.model), encodes=request.encodes)
     # so that a collection in an instance leaves these objects' memory shared
     gc.collect()
     gc.freeze()
@@ -87,38 +110,32 @@ def _import(modules: Sequence[str]) -> None:
 
 def _become(name: str, stdin: int, stdout: int) -> None:
     """Make this new process an instance's."""
-    import setproctitle  # the supervisor installs without it
-
     os.setpgid(0, 0)
     for descriptor, stream in ((stdin, 0), (stdout, 1), (stdout, 2)):
         os.dup2(descriptor, stream)
     os.close(stdin)
     os.close(stdout)
-    for number in IGNORED:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     setproctitle.setproctitle(f"{sys.executable} -P -m triptych.server.instance_main --name {name}")
     setproctitle.setthreadtitle(Path(sys.executable).name)
-
-
-def main() -> None:
-    descriptor, supervisor = map(int, sys.argv[1:])
     for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(supervisor)
-    check_installed("an instance")
-    server = os.getpid()
-    serve(socket.socket(fileno=descriptor))
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
+
+def _run_instance() -> None:
+    """Run the instance as a program of its own would, and end this process."""
     code: object = exit_codes.FAILED
     try:
-        from triptych.server import instance_main
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+        from triptych.server import instance_main  # after the answer to the request: an error of it is the instance's
 
-        instance_main.main(started_by=server)
+        instance_main.main(is_forked=True)
         code = 0
+    except KeyboardInterrupt:
+        code = exit_codes.INTERRUPTED
     except SystemExit as error:
         code = error.code
-    except BaseException:  # noqa: BLE001 - shown as Python shows it
-        traceback.print_exc()
+    except Exception:  # noqa: BLE001 - shown as the interpreter shows it
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         _exit(code)
 
@@ -132,6 +149,15 @@ def _exit(code: object) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else exit_codes.FAILED if code else 0)
+
+
+def main() -> None:
+    descriptor, supervisor = map(int, sys.argv[1:])
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(supervisor)
+    ForkLoop(socket.socket(fileno=descriptor)).serve()
+    _run_instance()
 
 
 if __name__ == "__main__":

@@ -156,6 +156,11 @@ class Instance:
         """Register a function to call when ``run`` ends, after the loops are closed; the last one is called first."""
         self._at_end.append(close)
 
+    def close_parts(self) -> None:
+        """Call the functions given to ``at_end``, for an instance that never runs, too."""
+        while self._at_end:
+            self._at_end.pop()()
+
     def send(self, to: Address, message: Message) -> None:
         """Send a stage loop's message. A failure is only logged: the lease of an unreachable peer expires."""
         try:
@@ -200,8 +205,7 @@ class Instance:
             self.compute.close()
             for loop in self.loops:
                 loop.close()
-            for close in reversed(self._at_end):
-                close()
+            self.close_parts()
 
     def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())

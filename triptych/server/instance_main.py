@@ -23,14 +23,13 @@ def run(spec: InstanceSpec) -> None:
     run_instance(spec)
 
 
-def main(started_by: int = 0) -> None:
-    """Run the instance whose settings are on standard input. ``started_by`` is the process that it ends with, unless
-    that is the supervisor."""
+def main(*, is_forked: bool = False) -> None:
+    """Run the instance whose settings are on standard input. One that ``is_forked`` ends with its parent already."""
     logs.set_up(logs.LogSettings())
     try:
         spec = InstanceSpec.from_bytes(sys.stdin.buffer.read())
-        if spec.supervisor:
-            end_with_parent(started_by or spec.supervisor)
+        if spec.supervisor and not is_forked:
+            end_with_parent(spec.supervisor)
         level = logging.getLevelNamesMapping()[spec.observe.log_level.upper()]
         logs.set_up(logs.LogSettings(spec.observe.log_format, level, spec.name))
         run(spec)
