@@ -23,16 +23,20 @@ print(psutil.Process().num_threads())
 """A process in which one thread alone asks for others."""
 
 
+NO_POOL = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's own threads would be counted, too, in a process that isn't a fork."""
+
+
 def in_an_instance(threads: int) -> int:
     """Once it has loaded, encoded, prefilled and decoded."""
     arguments = ("--port", "0", "--topology", "1EPD", "--served-model-name", "demo", "--threads", str(threads))
-    with triptych("serve", MODEL_DIR, *arguments) as command:
+    with triptych("serve", MODEL_DIR, *arguments, **NO_POOL) as command:
         assert picture_answer(command.wait_until_ready(), "demo")
         return command.child("epd0").num_threads()
 
 
 def in_a_process_that_computes(threads: int) -> int:
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = os.environ | NO_POOL | {"OMP_NUM_THREADS": str(threads)}
     return int(subprocess.check_output([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment))
 
 
