@@ -150,12 +150,17 @@ def main() -> None:
     like_an_instance(arguments.threads)
     data, found = picture(arguments.width, arguments.height), dict[str, Any]()
     for name in arguments.families or MEASURED:
-        found[name] = measured(name, arguments.layers, arguments.rounds, arguments.seconds, data)
+        try:
+            found[name] = measured(name, arguments.layers, arguments.rounds, arguments.seconds, data)
+        except ValueError as error:
+            found[name] = {"error": str(error)}
         print(f"{name}: {found[name]}", flush=True)
     settings = {
         name: getattr(arguments, name) for name in ("width", "height", "layers", "rounds", "seconds", "threads")
     }
     report(settings | {"families": found}, arguments.out)
+    if failed := [name for name, figures in found.items() if "error" in figures]:
+        raise SystemExit(f"not measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -23,20 +23,17 @@ print(psutil.Process().num_threads())
 """A process in which one thread alone asks for others."""
 
 
-NO_POOL = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's own threads would be counted, too, in a process that isn't a fork."""
-
-
 def in_an_instance(threads: int) -> int:
     """Once it has loaded, encoded, prefilled and decoded."""
     arguments = ("--port", "0", "--topology", "1EPD", "--served-model-name", "demo", "--threads", str(threads))
-    with triptych("serve", MODEL_DIR, *arguments, **NO_POOL) as command:
+    with triptych("serve", MODEL_DIR, *arguments, OPENBLAS_NUM_THREADS="1") as command:
         assert picture_answer(command.wait_until_ready(), "demo")
         return command.child("epd0").num_threads()
 
 
 def in_a_process_that_computes(threads: int) -> int:
-    environment = os.environ | NO_POOL | {"OMP_NUM_THREADS": str(threads)}
+    # without NumPy's own threads, which a forked instance doesn't have
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
     return int(subprocess.check_output([sys.executable, "-c", COMPUTES], cwd=ROOT, env=environment))
 
 

@@ -135,7 +135,7 @@ def _run_instance() -> None:
     except SystemExit as error:
         code = error.code
     except Exception:  # noqa: BLE001 - shown as the interpreter shows it
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         _exit(code)
 
