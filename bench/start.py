@@ -2,9 +2,9 @@
 
     python -m bench.start demo --topology 1EPD 1E1PD 1E1P1D --rounds 5 --out bench/results/start.json
 
-A start is measured from the command to its ready line, a restart from the signal to the line that says that the
-frontend has the instance again; the supervisor waits 0.4 to 0.6 s before it restarts one. The files are in the page
-cache. Memory is the proportional set size of all processes.
+A start is measured from the command to its ready line. A restart is measured from the signal until the frontend has
+the instance again; the supervisor waits 0.4 to 0.6 s before it restarts one. The files are in the page cache. Memory is
+the proportional set size of all processes.
 """
 
 import argparse
@@ -51,9 +51,9 @@ def measure(model: str, topology: str, threads: int) -> dict[str, float]:
                 found[f"restart of {name}, s"] = time.monotonic() - began
             return found
         finally:
-            too_late.cancel()
             process.terminate()
             process.communicate()
+            too_late.cancel()
 
 
 def _wait_for(process: "subprocess.Popen[str]", *patterns: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.commands import FAST, picture_answer, triptych
 from tests.support.serving import wait_for
+from tests.support.tiny import make_tiny
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec
 from triptych.cluster.forks import InstanceForkServer
@@ -92,7 +93,7 @@ def test_the_next_process_gets_a_new_server_after_the_end_of_one() -> None:
         lost = await start()
         first.kill()
         assert (await lost.wait()).code == exit_codes.FAILED
-        assert "has ended" in lost.last_line
+        assert "was killed by SIGKILL" in lost.last_line
         assert (await (await start()).wait()).code == exit_codes.CONFIG
         assert server_of(launcher).pid != first.pid
 
@@ -160,6 +161,7 @@ def test_an_end_is_seen_while_the_server_stands_still(monkeypatch: pytest.Monkey
             server_of(launcher).suspend()
             process.send(signal.SIGKILL)
             assert await process.wait() == -signal.SIGKILL
+            assert not server.can_fork
             server.close()
             assert server.has_ended
 
@@ -172,7 +174,6 @@ def test_one_idle_server_at_most() -> None:
         first = server_of(launcher)
         await (await start(spec(threads=2))).wait()
         assert server_of(launcher) != first
-        assert server_of(launcher).num_threads() <= 2
 
     run(test)
 
@@ -198,26 +199,27 @@ fork_server._run_instance()
     assert "planted" in json.loads(line)["exception"]
 
 
-def test_what_instances_import(folder: Path) -> None:
-    """A process that has preloaded a model imports nothing of Transformers any more when it loads the tower."""
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("phi4_multimodal", marks=pytest.mark.slow)])
+def test_what_instances_import(family: str, tmp_path: Path) -> None:
+    """A process that has preloaded a model imports nothing of Transformers any more when it loads the towers."""
     code = f"""
 import sys
 from pathlib import Path
 from triptych.server.preload import preload
 
-preload(Path({str(folder)!r}), encodes=True)
+folder = Path({str(make_tiny(tmp_path / family, family))!r})
+preload(folder, encodes=True)
 assert {{"torch", "triptych.server.instance_process", "triptych.server.instance_main"}} <= {{*sys.modules}}
 before = {{*sys.modules}}
-import torch
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.server.model_bundle import ModelBundle
 
-ModelBundle(Checkpoint(Path({str(folder)!r})), EngineConfig(device="cpu", dtype="float32")).load_encoder()
-print(*sorted({{*sys.modules}} - before))
+ModelBundle(Checkpoint(folder), EngineConfig(device="cpu", dtype="float32")).load_encoder()
+print(*sorted(name for name in {{*sys.modules}} - before if name.startswith(("torch", "transformers.models"))))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(ended.stdout.split()) < 20, ended.stdout
+    assert not ended.stdout.split()
 
 
 @pytest.mark.slow

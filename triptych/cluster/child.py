@@ -170,19 +170,20 @@ class Child:
     ) -> "Child":
         """Let the server that ``server`` returns start the process. Arguments and errors as in ``start``."""
         assert spec.fork is not None
-        read, write = os.pipe()
-        with os.fdopen(write, "wb", 0), os.fdopen(os.memfd_create(spec.name), "w+b", 0) as written:
+        with contextlib.ExitStack() as stack:
+            read, write = (stack.enter_context(os.fdopen(*end, 0)) for end in zip(os.pipe(), ("rb", "wb"), strict=True))
+            written = stack.enter_context(os.fdopen(os.memfd_create(spec.name), "w+b", 0))
             written.write(spec.written(incarnation))
             written.seek(0)
             output = asyncio.StreamReader(MAX_LINE)
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read, "rb", 0)
+                lambda: asyncio.StreamReaderProtocol(output), read
             )
-            try:
-                process = server().fork(spec.fork, written.fileno(), write)
-            except OSError:
-                transport.close()
-                raise
+            stack.callback(transport.close)
+            process = server().fork(spec.fork, written.fileno(), write.fileno())
+            stack.pop_all()
+            write.close()
+            written.close()
         return cls(spec, process, output, show, transport)
 
     @property

@@ -12,10 +12,14 @@ from collections.abc import Mapping
 import msgspec
 
 from triptych import children
+from triptych.observe.machine import describe_exit
 from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
 
-REPORT_SECONDS = 5.0
-"""Seconds in which the server reports the exit code of a process that has ended; it may be importing."""
+REPORT_SECONDS = 60.0
+"""Seconds in which the server reports how a process has ended; it may be importing from a slow disk."""
+
+CLOSE_SECONDS = 1.0
+"""Seconds in which the server ends after its socket."""
 
 
 class ForkedProcess:
@@ -31,6 +35,8 @@ class ForkedProcess:
         self._report: asyncio.TimerHandle | None = None
         """Set while the server is to report the exit code."""
         self._report_seconds = REPORT_SECONDS
+        self.unreported = False
+        """Whether it has ended, and the server hasn't reported it in time."""
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +79,7 @@ class ForkedProcess:
         """The server has ended; the kernel kills the process, whose exit code no one reports."""
         self._report_seconds = 0.0
         if self._report:
-            self.end(-signal.SIGKILL)
+            self._end_unreported()
 
     async def wait(self) -> int:
         """Return its exit code, negative for a signal, once it has ended. Raises OSError if it can't be started."""
@@ -81,7 +87,11 @@ class ForkedProcess:
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._descriptor)
-        self._report = self._loop.call_later(self._report_seconds, self.end, -signal.SIGKILL)
+        self._report = self._loop.call_later(self._report_seconds, self._end_unreported)
+
+    def _end_unreported(self) -> None:
+        self.unreported = True
+        self.end(-signal.SIGKILL)
 
 
 class InstanceForkServer:
@@ -112,6 +122,11 @@ class InstanceForkServer:
         self._loop.add_reader(here, self._receive)
 
     @property
+    def can_fork(self) -> bool:
+        """Whether it has neither ended nor failed to report an end."""
+        return not self.has_ended and not any(process.unreported for process in self._running.values())
+
+    @property
     def is_idle(self) -> bool:
         """Whether no instance runs, nor begins to."""
         return all(process.has_ended for process in (*self._asked, *self._running.values()))
@@ -138,6 +153,8 @@ class InstanceForkServer:
         except (BlockingIOError, ConnectionResetError):  # after the latter, there may still be messages
             return
         if not data:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # unless it has closed the socket alone
+                self._process.wait(CLOSE_SECONDS)
             self._end()
             return
         message: FromForkServer = msgspec.msgpack.decode(data, type=FromForkServer)
@@ -146,8 +163,9 @@ class InstanceForkServer:
                 self._running[pid] = self._asked.popleft()
                 self._running[pid].begin(pid, files[0])
             case Forked(pid):  # this process can't have another descriptor, without which it can't watch the new one
-                os.kill(pid, signal.SIGKILL)
                 self._asked.popleft().fail(OSError("no file descriptor is left"))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             case NotForked(number):
                 self._asked.popleft().fail(OSError(number, os.strerror(number)))
             case Exited(pid, code):
@@ -160,8 +178,8 @@ class InstanceForkServer:
         self._loop.remove_reader(self._socket)
         self._socket.close()
         self._process.kill()
-        self._process.wait()
+        code = self._process.wait()
         for process in self._asked:
-            process.fail(OSError("the process that forks instances has ended"))
+            process.fail(OSError(f"the process that forks instances {describe_exit(code)}"))
         for process in self._running.values():
             process.lose_server()

@@ -85,9 +85,10 @@ class LocalLauncher:
     def _server(self, spec: ChildSpec) -> InstanceForkServer:
         key = frozenset(spec.variables.items())
         server = self._servers.get(key)
-        if server is None or server.has_ended:
+        if server is None or not server.can_fork:
             # scaling gives instances another number of threads, and the server of the former ones may be idle
-            for other in [other for other, one in self._servers.items() if one.is_idle]:
-                self._servers.pop(other).close()
+            for other in [other for other, one in self._servers.items() if one.is_idle or not one.can_fork]:
+                self._former.append(self._servers.pop(other))
+                self._former[-1].close()
             server = self._servers[key] = InstanceForkServer(spec.environment)
         return server

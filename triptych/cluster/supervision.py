@@ -168,20 +168,21 @@ class Supervision:
         exit_code = ended.code if ended.code in exit_codes.PERMANENT else exit_codes.FAILED
         if not self.was_complete:
             return EndService("", ended.code if ended.code > 0 else exit_codes.FAILED)
-        if process.num_restarts >= self._max_restarts:
+        # a ready process whose machine is lost hasn't failed: neither delays nor the limit depend on machines' ends
+        has_failed = not (ended.lost and process.was_ready)
+        if process.num_restarts >= self._max_restarts and (has_failed or not self._max_restarts):
             times = process.num_restarts
-            return EndService(f"it was started again {times} times, as --restart allows" if times else "", exit_code)
+            often = f"{times} time{'s' * (times > 1)}"
+            return EndService(f"it was started again {often}, as --restart allows" if times else "", exit_code)
         if ended.code not in exit_codes.PERMANENT:
             process.state = LaunchState.RESTARTING
         if group := self._hopeless_group(process.groups):
             return EndService(f"no {group} is left that could be started", exit_code)
         if process.state is LaunchState.FAILED:
             return StayDown()
-        return self._restart(process, ended, now)
+        return self._restart(process, ended, now, has_failed=has_failed)
 
-    def _restart(self, process: ProcessState, ended: Ended, now: float) -> Restart:
-        # a ready process whose machine is lost hasn't failed: neither delays nor the limit depend on machines' ends
-        has_failed = not (ended.lost and process.was_ready)
+    def _restart(self, process: ProcessState, ended: Ended, now: float, *, has_failed: bool) -> Restart:
         doublings = min(process.num_restarts, MAX_DOUBLINGS) if has_failed else 0
         delay = min(MAX_DELAY, FIRST_DELAY * 2**doublings)
         delay *= 1 + JITTER * (2 * self._random() - 1)

@@ -69,22 +69,32 @@ class ForkLoop:
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             pid = os.fork()
-        except OSError as error:
-            self._send(NotForked(error.errno or 0))
-        else:
             if pid == 0:
                 end_with_parent(server)
                 self._close()
                 _become(request.name, *files)
                 return True
-            descriptor = os.pidfd_open(pid)
-            self._running[descriptor] = pid
-            self._selector.register(descriptor, selectors.EVENT_READ)
-            self._send(Forked(pid), descriptor)
+            self._watch(pid)
+        except OSError as error:
+            if os.getpid() != server:
+                raise
+            self._send(NotForked(error.errno or 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
         for file in files:
             os.close(file)
         return False
+
+    def _watch(self, pid: int) -> None:
+        """Report a new process, and later its end. Raises OSError, and ends the process, if that can't be done."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._running[descriptor] = pid
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        self._send(Forked(pid), descriptor)
 
     def _close(self) -> None:
         """Close what a new process has inherited."""

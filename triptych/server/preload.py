@@ -17,9 +17,5 @@ def preload(model: Path, *, encodes: bool) -> None:
     resolve(family.planner)
     adapter = resolve(family.adapter)
     backbone_of(config)
-    from triptych.models.shared.encoder import MultimodalAdapter
-
-    if encodes and issubclass(adapter, MultimodalAdapter):
-        for tower in adapter.specs:
-            resolve(tower.module)
-            resolve(tower.config)
+    for name in adapter.tower_imports() if encodes else ():
+        resolve(name)

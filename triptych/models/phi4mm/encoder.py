@@ -145,6 +145,11 @@ class Phi4MM(SplitAdapter):
 
     layouts = (WeightPrefixes({VISION: f"model.{EXTRA}image_embed.", AUDIO: f"model.{EXTRA}audio_embed."}, "model."),)
 
+    @classmethod
+    def tower_imports(cls) -> list[str]:
+        """See ``SplitAdapter``."""
+        return ["transformers:Phi4MultimodalAudioModel"]
+
     def __init__(self, config: ModelConfig) -> None:
         tied = setting(config, "tie_word_embeddings", bool, default=False)
         found = backbone_of(config).decoder_config(config, tie_embeddings=tied)

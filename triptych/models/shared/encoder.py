@@ -133,6 +133,11 @@ class MultimodalAdapter(SplitAdapter):
             spec.module.rpartition(":")[2] + (" and deepstack features" if spec.deepstack else "") for spec in cls.specs
         )
 
+    @classmethod
+    def tower_imports(cls) -> list[str]:
+        """See ``SplitAdapter``."""
+        return [name for spec in cls.specs for name in (spec.module, spec.config)]
+
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:
         """Return the part of the config that describes the language model."""
         return setting(config, "text_config", dict)

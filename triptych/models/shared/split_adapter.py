@@ -43,6 +43,11 @@ class SplitAdapter(ABC):
     def describe_towers(cls) -> str:
         """Return what the encoder is made of, for documentation."""
 
+    @classmethod
+    def tower_imports(cls) -> list[str]:
+        """Return import strings of what the towers take from transformers, for a process that imports it early."""
+        return []
+
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""
         return self._split_keys(all_keys)[0]
