@@ -34,6 +34,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
+from triptych.types import ItemPlan
 
 MEASURED = [name for name, one in RELEASED.items() if one.is_measured]
 PLANS = 200
@@ -83,7 +84,7 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
         with torch.inference_mode():
             return image_features(model, pixels)
 
-    check_equal(tower.encode(inputs), encoded())
+    check_equal(tower.encode(inputs), plan, encoded())
     return {
         "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
         "preprocess": Stage(lambda: list(preprocess(data, plan)), processed),
@@ -91,15 +92,26 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
     }
 
 
-def check_equal(rows: list[torch.Tensor], output: Any) -> None:
-    """Raise ValueError if embeddings of the two sides differ in number, or by more than rounding."""
-    found = torch.cat(rows)
+def in_place(parts: list[torch.Tensor], plan: ItemPlan) -> torch.Tensor:
+    """Return a picture's embeddings in their order, of those of its parts."""
+    rows = torch.zeros(plan.rows, parts[0].shape[1])
+    for part, made in zip(plan.parts, parts, strict=True):
+        lengths = [length for _, length in part.runs]
+        for (first, length), run in zip(part.runs, made.split(lengths), strict=True):
+            rows[first : first + length] = run
+    return rows
+
+
+def check_equal(parts: list[torch.Tensor], plan: ItemPlan, output: Any) -> None:
+    """Raise ValueError if embeddings of the two sides differ in number, or by more than rounding. Transformers has
+    them in the order of the parts or of the plan."""
     pooled = getattr(output, "pooler_output", output)
     expected = torch.cat(list(pooled)) if not isinstance(pooled, torch.Tensor) else pooled
     expected = expected.reshape(-1, expected.shape[-1])
-    if found.shape != expected.shape:
-        raise ValueError(f"{tuple(found.shape)} embeddings, but transformers has {tuple(expected.shape)}")
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    orders = torch.cat(parts), in_place(parts, plan)
+    if orders[0].shape != expected.shape:
+        raise ValueError(f"{tuple(orders[0].shape)} embeddings, but transformers has {tuple(expected.shape)}")
+    difference = min(((found - expected).abs().max() / expected.abs().max()).item() for found in orders)
     if difference > MAX_DIFFERENCE:
         raise ValueError(f"embeddings differ by {difference:.1e} of the largest value")
 
