@@ -77,6 +77,9 @@ def test_what_has_no_room_is_named_and_given_up(cluster: RayCluster, folder: Pat
         assert "it asks for 1 CPU; free on all nodes: nothing" in message
         assert incarnations(service).keys() == before.keys() | {"e1", "e2"}
         assert picture_answer(url, "tiny")
+        with triptych("stop", *control_flags(service)) as stop:  # or its actors keep the nodes for a while
+            assert stop.end(60) == 0, stop.text
+        assert service.end() == 0, service.text
 
 
 @pytest.mark.slow
