@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.models.golden.make_videos import digest, video
+from tests.models.golden.make_videos import digest, processed
 
 FILE = Path(__file__).parent / "gemma4_videos.json"
 PATCH = 4
@@ -40,23 +40,13 @@ def main() -> None:
 def _made(number: int, case: dict[str, Any]) -> dict[str, Any]:
     from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
     from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
-    from transformers.video_utils import VideoMetadata
 
-    frames, rate = case["frames"], case["rate"]
     processor: Any = Gemma4VideoProcessor(**settings_of(case))
     if "fps" in case:
         processor.num_frames = None  # which would come first
-    batch = processor(
-        videos=[video(number, frames, case["height"], case["width"])],
-        video_metadata=[VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)],
-        do_sample_frames=not case.get("chosen", False),
-        return_tensors="pt",
-        return_metadata=True,
-        **{name: case[name] for name in ("num_frames", "fps") if name in case},
+    batch, metadata = processed(
+        processor, number, case, **{name: case[name] for name in ("num_frames", "fps") if name in case}
     )
-    [metadata] = batch["video_metadata"]
-    if metadata.frames_indices is None:
-        metadata.frames_indices = list(range(frames))
     text = Gemma4Processor.__new__(Gemma4Processor)
     text.boi_token, text.video_token, text.eoi_token = "<|image>", "<|video|>", "<image|>"
     rows = int(batch["num_soft_tokens_per_video"][0])

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.models.golden.make_videos import digest, video
+from tests.models.golden.make_videos import digest, processed
 
 FILE = Path(__file__).parent / "glm_videos.json"
 SIZE = {"shortest_edge": 2 * 56 * 56, "longest_edge": 16 * 84 * 84}
@@ -36,20 +36,9 @@ def main() -> None:
 
 def _made(family: str, number: int, case: dict[str, Any]) -> dict[str, Any]:
     import transformers
-    from transformers.video_utils import VideoMetadata
 
-    frames, rate = case["frames"], case["rate"]
     processor = getattr(transformers, f"{family}VideoProcessor")(size=SIZE)
-    batch = processor(
-        videos=[video(number, frames, case["height"], case["width"])],
-        video_metadata=[VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)],
-        do_sample_frames=not case.get("chosen", False),
-        return_tensors="pt",
-        return_metadata=True,
-    )
-    [metadata] = batch["video_metadata"]
-    if metadata.frames_indices is None:
-        metadata.frames_indices = list(range(frames))
+    batch, metadata = processed(processor, number, case)
     texts = getattr(transformers, f"{family}Processor")
     text = texts.__new__(texts)
     text.video_processor, text.image_token = processor, "<|image|>"

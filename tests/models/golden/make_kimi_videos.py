@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.models.golden.make_videos import digest, video
+from tests.models.golden.make_videos import digest, processed
 
 FILE = Path(__file__).parent / "kimi_videos.json"
 SETTINGS: dict[str, Any] = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4], "max_patches": 60}
@@ -39,23 +39,11 @@ def main() -> None:
 def _made(number: int, case: dict[str, Any]) -> dict[str, Any]:
     from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
     from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
-    from transformers.video_utils import VideoMetadata
 
-    frames, rate = case["frames"], case["rate"]
     processor: Any = Kimi_K25VideoProcessor(**settings_of(case))
     if "num_frames" in case.get("asked", {}):
         processor.fps = None  # both are refused
-    batch = processor(
-        videos=[video(number, frames, case["height"], case["width"])],
-        video_metadata=[VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)],
-        do_sample_frames=not case.get("chosen", False),
-        return_tensors="pt",
-        return_metadata=True,
-        **case.get("asked", {}),
-    )
-    [metadata] = batch["video_metadata"]
-    if metadata.frames_indices is None:
-        metadata.frames_indices = list(range(frames))
+    batch, metadata = processed(processor, number, case, **case.get("asked", {}))
     grids = batch["video_grid_thw"].tolist()
     text = Kimi_K25Processor.__new__(Kimi_K25Processor)
     text.video_processor, text.video_token = processor, "#"

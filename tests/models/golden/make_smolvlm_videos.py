@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.models.golden.make_videos import digest, video
+from tests.models.golden.make_videos import digest, processed
 
 FILE = Path(__file__).parent / "smolvlm_videos.json"
 SIDE, PATCH = 88, 14
@@ -40,18 +40,9 @@ def main() -> None:
 def _made(number: int, case: dict[str, Any]) -> dict[str, Any]:
     from transformers import SmolVLMProcessor
     from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
-    from transformers.video_utils import VideoMetadata
 
-    frames, rate = case["frames"], case["rate"]
     processor = SmolVLMVideoProcessor(**settings_of(case))
-    batch = processor(
-        videos=[video(number, frames, case["height"], case["width"])],
-        video_metadata=[VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)],
-        do_sample_frames=True,
-        return_tensors="pt",
-        return_metadata=True,
-        **case.get("asked", {}),
-    )
+    batch, metadata = processed(processor, number, case, **case.get("asked", {}))
     texts = SmolVLMProcessor.__new__(SmolVLMProcessor)
     texts.image_seq_len, texts.image_token = 1, "[image]"
     texts.fake_image_token, texts.global_image_token = "<fake_token_around_image>", "<global-img>"
@@ -59,7 +50,7 @@ def _made(number: int, case: dict[str, Any]) -> dict[str, Any]:
     side = SIDE // PATCH
     whole = pixels[..., : PATCH * side, : PATCH * side].reshape(len(pixels), 3, side, PATCH, side, PATCH)
     return {
-        "indices": [int(index) for index in batch["video_metadata"][0].frames_indices],
+        "indices": [int(index) for index in metadata.frames_indices],
         "text": texts.replace_video_token(batch.data, 0),
         "digest": digest(whole.transpose(0, 2, 4, 1, 3, 5)),
     }

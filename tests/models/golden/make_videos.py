@@ -124,6 +124,25 @@ def digest(patches: NDArray[np.float32]) -> str:
     return hashlib.sha256(np.ascontiguousarray(patches, "<f4").tobytes()).hexdigest()
 
 
+def processed(processor: Any, number: int, case: dict[str, Any], **asked: Any) -> tuple[Any, Any]:
+    """What a video processor makes of a case's seeded video, and the video's metadata, which name the frames taken."""
+    from transformers.video_utils import VideoMetadata
+
+    frames, rate = case["frames"], case["rate"]
+    batch = processor(
+        videos=[video(number, frames, case["height"], case["width"])],
+        video_metadata=[VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)],
+        do_sample_frames=not case.get("chosen", False),
+        return_tensors="pt",
+        return_metadata=True,
+        **asked,
+    )
+    [metadata] = batch["video_metadata"]
+    if metadata.frames_indices is None:
+        metadata.frames_indices = list(range(frames))
+    return batch, metadata
+
+
 def main() -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
