@@ -41,9 +41,9 @@ async def follow(client: httpx.AsyncClient, sizes: list[int]) -> None:
 
 
 async def generate(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
-    """Keep one request in flight until cancelled: answers of ``tokens`` on average, of which the first has begun."""
+    """Keep one request in flight until cancelled. Answers have ``tokens`` on average."""
     lengths = random.Random(seed)
-    least = 1
+    least = 1  # of the first answer, so that not all end at the same time
     while True:
         length, least = lengths.randint(least, 3 * tokens // 2), tokens // 2
         request = body("Tell me something long.", length, stream=True)

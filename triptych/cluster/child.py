@@ -171,7 +171,9 @@ class Child:
         """Let the server that ``server`` returns start the process. Arguments and errors as in ``start``."""
         assert spec.fork is not None
         with contextlib.ExitStack() as stack:
-            read, write = (stack.enter_context(os.fdopen(*end, 0)) for end in zip(os.pipe(), ("rb", "wb"), strict=True))
+            read_end, write_end = os.pipe()
+            read = stack.enter_context(os.fdopen(read_end, "rb", 0))
+            write = stack.enter_context(os.fdopen(write_end, "wb", 0))
             written = stack.enter_context(os.fdopen(os.memfd_create(spec.name), "w+b", 0))
             written.write(spec.written(incarnation))
             written.seek(0)
