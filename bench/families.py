@@ -7,7 +7,7 @@ Towers have the widths of one released checkpoint (``tests/support/released.py``
 ``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides run in this process in turns, with
 as many threads, and each has run once before. A stage gets ``--rounds`` rounds, fewer if they would take longer than
 ``--seconds``, and at least one. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow
-processors or, where there is none, the tests' own.
+processors or, where there is none, the tests' own; with one thread, as in an encode instance's workers.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from triptych.prompt.probe import probe_image
 from triptych.types import ItemPlan
 
 MEASURED = [name for name, one in RELEASED.items() if one.is_measured]
+PREPROCESS = "preprocess"
 PLANS = 200
 """Plans that are timed together, since one takes microseconds."""
 MAX_DIFFERENCE = 1e-4
@@ -87,7 +88,7 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
     check_equal(tower.encode(inputs), plan, encoded())
     return {
         "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
-        "preprocess": Stage(lambda: list(preprocess(data, plan)), processed),
+        PREPROCESS: Stage(lambda: list(preprocess(data, plan)), processed),
         "encode": Stage(lambda: tower.encode(inputs), encoded),
     }
 
@@ -127,16 +128,17 @@ def in_turns(stage: Stage, rounds: int, seconds: float) -> tuple[list[float], li
     return ours, theirs
 
 
-def measured(name: str, layers: int, rounds: int, seconds: float, data: bytes) -> dict[str, Any]:
+def measured(name: str, data: bytes, settings: argparse.Namespace) -> dict[str, Any]:
     """One family's figures: times in ms, medians and the spread of the ratios of each round."""
     with tempfile.TemporaryDirectory() as folder:
-        found = stages_of(make_tiny(Path(folder), RELEASED[name].tiny(name, layers)), data)
+        found = stages_of(make_tiny(Path(folder), RELEASED[name].tiny(name, settings.layers)), data)
         figures: dict[str, Any] = {"checkpoint": RELEASED[name].name}
         for stage, work in found.items():
+            torch.set_num_threads(1 if stage == PREPROCESS else settings.threads)
             if not isinstance(work, Stage):
-                figures[stage] = {"ms": round(1000 * median_seconds(work, rounds) / PLANS, 4)}
+                figures[stage] = {"ms": round(1000 * median_seconds(work, settings.rounds) / PLANS, 4)}
                 continue
-            ours, theirs = in_turns(work, rounds, seconds)
+            ours, theirs = in_turns(work, settings.rounds, settings.seconds)
             ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
             figures[stage] = {"ms": round(1000 * statistics.median(ours), 1)}
             figures[stage] |= {"transformers ms": round(1000 * statistics.median(theirs), 1)}
@@ -163,7 +165,7 @@ def main() -> None:
     data, found = picture(arguments.width, arguments.height), dict[str, Any]()
     for name in arguments.families or MEASURED:
         try:
-            found[name] = measured(name, arguments.layers, arguments.rounds, arguments.seconds, data)
+            found[name] = measured(name, data, arguments)
         except ValueError as error:
             found[name] = {"error": str(error)}
         print(f"{name}: {found[name]}", flush=True)

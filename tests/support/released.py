@@ -24,6 +24,9 @@ QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 QWEN3_SIZE: dict[str, Any] = {"min_pixels": None, "max_pixels": None, "patch_size": 16}
 QWEN3_SIZE |= {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}
 
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+CLIP_STATISTICS = {name: PREPROCESSOR[name] for name in HALVES}
+
 WHISPER = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
 WHISPER |= {"num_mel_bins": 128}
 
@@ -152,13 +155,13 @@ RELEASED = {
             "text_config": {"hidden_size": 4096},
             "vision_config": QWEN3_TOWER | {"out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
         },
-        QWEN3_SIZE,
+        QWEN3_SIZE | HALVES,
         is_measured=False,
     ),
     "qwen3_5": Released(
         "Qwen3.5-9B",
         {"text_config": {"hidden_size": 4096}, "vision_config": QWEN3_TOWER | {"out_hidden_size": 4096}},
-        QWEN3_SIZE,
+        QWEN3_SIZE | HALVES,
         depth="depth",
     ),
     "phi4_multimodal": Released(
@@ -200,7 +203,7 @@ RELEASED = {
             "vision_config": CLIP_L | {"image_size": 336},
             "image_grid_pinpoints": None,
         },
-        {"size": {"shortest_edge": 336}, "crop_size": _square(336), "image_grid_pinpoints": None},
+        CLIP_STATISTICS | {"size": {"shortest_edge": 336}, "crop_size": _square(336), "image_grid_pinpoints": None},
         shallow={"vision_feature_layer": -1},
     ),
     "llava_onevision": Released(
@@ -211,8 +214,8 @@ RELEASED = {
             "image_grid_pinpoints": None,
             "vision_aspect_ratio": "anyres_max_9",
         },
-        {"size": _square(384), "image_grid_pinpoints": None},
-        {"size": _square(384)},
+        HALVES | {"size": _square(384), "image_grid_pinpoints": None},
+        HALVES | {"size": _square(384)},
     ),
     "llava+pixtral": Released(
         "pixtral-12b",
@@ -247,7 +250,7 @@ RELEASED = {
             "vision_config": SO400M | {"image_size": 896},
             "mm_tokens_per_image": 256,
         },
-        {"size": _square(896)},
+        HALVES | {"size": _square(896)},
     ),
     "kimi_vl": Released(
         "Kimi-VL-A3B-Instruct",
@@ -255,7 +258,7 @@ RELEASED = {
             "text_config": {"hidden_size": 2048},
             "vision_config": SO400M | {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
         },
-        {"in_token_limit": 4096},
+        HALVES | {"in_token_limit": 4096},
     ),
     "kimi_k25": Released(
         "Kimi-K2.5",
@@ -264,18 +267,18 @@ RELEASED = {
             "vision_config": SO400M | {"pos_emb_height": 64, "pos_emb_width": 64},
             "projection_hidden_size": 1152,
         },
-        {"max_patches": 16384},
-        {"max_patches": 4096},
+        HALVES | {"max_patches": 16384},
+        HALVES | {"max_patches": 4096},
     ),
     "idefics3": Released(
         "Idefics3-8B-Llama3",
         {"text_config": {"hidden_size": 4096}, "vision_config": SO400M | {"image_size": 364}, "scale_factor": 2},
-        {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+        HALVES | {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
     ),
     "smolvlm": Released(
         "SmolVLM2-2.2B-Instruct",
         {"text_config": {"hidden_size": 2048}, "vision_config": SO400M | {"image_size": 384}, "scale_factor": 3},
-        {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
+        HALVES | {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}},
     ),
     "llama4": Released(
         "Llama-4-Scout-17B-16E-Instruct",
@@ -285,7 +288,7 @@ RELEASED = {
             | {"num_attention_heads": 16, "image_size": 336, "projector_input_dim": 4096}
             | {"projector_output_dim": 4096, "vision_output_dim": 4096},
         },
-        {"size": _square(336), "max_patches": 16},
+        HALVES | {"size": _square(336), "max_patches": 16},
     ),
     "minicpmv4_6": Released(
         "MiniCPM-V-4.6",
@@ -294,8 +297,8 @@ RELEASED = {
             "vision_config": SO400M | {"patch_size": 14, "image_size": 980},
             "insert_layer_id": 6,
         },
-        {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
-        video_preprocessor={"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+        HALVES | {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
+        video_preprocessor=HALVES | {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9},
         shallow={"insert_layer_id": 0},
     ),
     "minicpmv": Released(
@@ -337,7 +340,7 @@ RELEASED = {
                 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             },
         },
-        {"size": _square(1024), "tile_size": 768},
+        HALVES | {"size": _square(1024), "tile_size": 768},
         shallow={
             "vision_config": {
                 "sam_config": {"num_hidden_layers": 1, "global_attn_indexes": [0]},
