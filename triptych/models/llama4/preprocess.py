@@ -15,11 +15,12 @@ from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llama4.config import vision_config
 from triptych.models.llama4.plan import FILLED
 from triptych.models.llama4.tiles import CanvasTiles
+from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frames import resized, torch_mode
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.images import decode_image
-from triptych.models.shared.patches import CHANNELS, per_channel, rescale_factor
+from triptych.models.shared.patches import CHANNELS, padded, per_channel, rescale_factor
 from triptych.types import ImageHeader, ItemPlan
 
 HALVES = (0.5, 0.5, 0.5)
@@ -52,12 +53,10 @@ class Llama4Preprocessor:
             raise PlanMismatch(f"an image becomes {canvas.columns} by {canvas.rows} tiles; its plan says otherwise")
         image = decode_image(data, header.format, (header.width, header.height))
         pixels = np.array(image)[None]  # a copy, because torch warns of Pillow's, which are read-only
-        scaled = resized(pixels, canvas.scaled, self._mode)[0]
-        padded = np.zeros((*size, CHANNELS), dtype=np.uint8)
-        padded[: canvas.scaled[0], : canvas.scaled[1]] = scaled
+        whole = padded(resized(pixels, canvas.scaled, self._mode)[0], *size)
         for top in range(0, size[0], side):
             for left in range(0, size[1], side):
-                yield self._input(padded[top : top + side, left : left + side])
+                yield self._input(whole[top : top + side, left : left + side])
         if canvas.parts > 1:
             yield self._input(resized(pixels, (side, side), self._mode)[0])
 
@@ -65,9 +64,9 @@ class Llama4Preprocessor:
         return fixed_size_input([tile], self._table, self._clip.patch_size)
 
 
-def normalised_in_bfloat16(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """Return float32 [channels, 256]: the normalised value of each byte. The reference rounds to bfloat16 after each
-    step, but not if it doesn't rescale or doesn't normalise."""
+def normalised_in_bfloat16(preprocessor_config: dict[str, Any]) -> ByteTable:
+    """Return the normalised value of each byte. The reference rounds to bfloat16 after each step, but not if it doesn't
+    rescale or doesn't normalise."""
     import torch  # here, because encode workers that only read headers don't need it
 
     rescales, normalises = (preprocessor_config.get(f"do_{step}", True) for step in ("rescale", "normalize"))
@@ -81,4 +80,4 @@ def normalised_in_bfloat16(preprocessor_config: dict[str, Any]) -> NDArray[np.fl
             for kind in ("mean", "std")
         )
         table = (table - mean) / std
-    return table.float().numpy()
+    return ByteTable(table.float().numpy())

@@ -20,6 +20,7 @@ from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices
 from triptych.models.minicpmv.original import PACKS_FRAMES, original_slices, query_num, version_of
 from triptych.models.minicpmv.sampling import grouped_frames, sliced_frames, temporal_ids
 from triptych.models.minicpmv.slices import Cut, Slices
+from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
 from triptych.models.shared.images import decode_image
@@ -152,7 +153,7 @@ def _inputs(
     resizes: Sequence[Callable[[tuple[int, int]], Pixels]],
     cut: Cut,
     patch_size: int,
-    table: NDArray[np.float32],
+    table: ByteTable,
     layout: tuple[int, ...] = (),
 ) -> Iterator[EncoderInput]:
     """Yield the pieces of an image, or of several together; ``resizes`` return an image in a width and height."""

@@ -20,14 +20,15 @@ from triptych.models.base import AUDIO, EncoderInput, ModelConfig
 from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings
 from triptych.models.phi4mm.config import vision_config
 from triptych.models.phi4mm.tiles import MOST_TILES, canvas_of, most_tiles
+from triptych.models.shared.byte_table import planes_of
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.images import decode_image
-from triptych.models.shared.patches import CHANNELS, normalised_bytes
+from triptych.models.shared.patches import CHANNELS, normalised_bytes, padded
 from triptych.models.shared.settings import setting
 from triptych.types import AudioHeader, ImageHeader, ItemPlan
 
 STATISTICS = {"image_mean": 0.5, "image_std": 0.5}
-WHITE = (255, 255, 255)
+WHITE = 255
 
 
 class Phi4MMPreprocessor:
@@ -78,9 +79,8 @@ class Phi4MMPreprocessor:
         if columns * rows > MOST_TILES or canvas.embeddings != plan.parts[0].rows:
             raise PlanMismatch(f"an image of {columns} by {rows} tiles has {canvas.embeddings} rows")
         image = decode_image(data, header.format, (header.width, header.height))
-        whole = Image.new("RGB", (columns * side, rows * side), WHITE)
-        whole.paste(image.resize(canvas.scaled, Image.Resampling.BILINEAR))
-        pixels = np.asarray(whole)
+        scaled = np.asarray(image.resize(canvas.scaled, Image.Resampling.BILINEAR))
+        pixels = padded(scaled, rows * side, columns * side, WHITE)
         tiles = [
             pixels[y : y + side, x : x + side]
             for y in range(0, rows * side, side)
@@ -92,14 +92,13 @@ class Phi4MMPreprocessor:
     def _whole(self, pixels: NDArray[np.uint8]) -> EncoderInput:
         """Return the whole of uint8 [height, width, channels] as one tile, scaled after normalisation."""
         side, patch = self._tile.image_size, self._tile.patch_size
-        values = np.empty((CHANNELS, *pixels.shape[:2]), dtype=np.float32)
-        for channel in range(CHANNELS):  # clipping changes no byte; without it, numpy writes to a buffer first
-            np.take(self._table[channel], pixels[:, :, channel], out=values[channel], mode="clip")
-        scaled = interpolate(torch.from_numpy(values)[None], size=(side, side), mode="bicubic")[0]
+        (planes,) = planes_of([pixels[None]])
+        values = torch.from_numpy(self._table.normalised(planes[:, 0]))
+        scaled = interpolate(values[None], size=(side, side), mode="bicubic")[0]
         blocks = scaled.view(CHANNELS, side // patch, patch, side // patch, patch).permute(1, 3, 0, 2, 4)
         digest = blake3(np.array((patch, side, *pixels.shape)).tobytes())
-        digest.update(self._table.tobytes())
-        digest.update(np.ascontiguousarray(pixels).data)
+        digest.update(self._table.values.tobytes())
+        digest.update(planes.data)
         return EncoderInput(
             patches=blocks.reshape(-1, CHANNELS * patch**2).numpy(),
             grid=(1, side // patch, side // patch),

@@ -23,7 +23,7 @@ class FrameTiles:
             raise CheckpointError(f"{FILE}: size must be the tower's image_size {side}, not {size!r}")
         self.side = side
         self.table = normalised_video_bytes(video_config, CLIP_MEAN, CLIP_STD)
-        """float32 [channels, 256]: the normalised value of each byte."""
+        """The normalised value of each byte."""
         self._mode = torch_mode(video_config)
 
     def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[NDArray[np.uint8]]:

@@ -14,6 +14,7 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.media import frames
 from triptych.media.video import Frame, decode_frames
 from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import (
     CHANNELS,
@@ -79,24 +80,24 @@ def resized(pixels: NDArray[np.uint8], size: tuple[int, int], mode: str) -> NDAr
 
     if pixels.shape[1:3] == size:
         return pixels
-    frames_first = from_numpy(pixels).permute(0, 3, 1, 2)
-    made = interpolate(frames_first, size, mode=mode, antialias=True, align_corners=False)
+    # numpy gives the axis of a single frame a stride of 0, for which torch would take a slower way
+    dense = from_numpy(np.ascontiguousarray(pixels).reshape(-1)).view(pixels.shape)
+    made = interpolate(dense.permute(0, 3, 1, 2), size, mode=mode, antialias=True, align_corners=False)
     return np.ascontiguousarray(made.permute(0, 2, 3, 1).numpy())
 
 
 def normalised_video_bytes(
     video_config: dict[str, Any], mean: tuple[float, float, float], std: tuple[float, float, float]
-) -> NDArray[np.float32]:
-    """float32 [channels, 256]: the normalised value of each byte. As in the reference's video processor, rescaling is
-    folded into mean and standard deviation, whose defaults are ``mean`` and ``std``. Raises CheckpointError."""
+) -> ByteTable:
+    """Return the normalised value of each byte. As in the reference's video processor, rescaling is folded into mean
+    and standard deviation, whose defaults are ``mean`` and ``std``. Raises CheckpointError."""
     values = np.tile(np.arange(256, dtype=np.float32), (CHANNELS, 1))
     factor = rescale_factor(video_config) if video_config.get("do_rescale", True) else 1.0
     if not video_config.get("do_normalize", True):
-        return values * np.float32(factor)
+        return ByteTable(values * np.float32(factor))
     means = per_channel(video_config, "image_mean", mean) * np.float32(1 / factor)
     stds = per_channel(video_config, "image_std", std) * np.float32(1 / factor)
-    table: NDArray[np.float32] = (values - means) / stds
-    return table
+    return ByteTable((values - means) / stds)
 
 
 def decoded_frames(data: bytes, numbers: Sequence[int], header: VideoHeader) -> Iterator[Frame]:

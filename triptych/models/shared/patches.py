@@ -1,8 +1,7 @@
 """Turns an image's bytes into patches for a tower that takes any grid of them, as planned. Runs in encode workers;
 numpy and Pillow only.
 
-Bit-exact with transformers' Pillow processor of the Qwen-VL families (``Qwen2VLImageProcessorPil``). Faster, because it
-puts bytes, not floats, in patch order and looks up each byte's normalised value in a table.
+Bit-exact with transformers' Pillow processor of the Qwen-VL families (``Qwen2VLImageProcessorPil``).
 """
 
 from collections.abc import Iterator
@@ -15,13 +14,12 @@ from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.shared.byte_table import ByteTable, planes_of
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.images import decode_image
 from triptych.types import ImageHeader, ItemPlan
 
 CHANNELS = 3
-# Small enough that looked-up values are still in the CPU's cache when they are copied to each frame.
-_PATCHES_AT_A_TIME = 64
 
 # The reference processor's defaults, CLIP's statistics.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -63,50 +61,35 @@ class PatchPreprocessor:
         """Resize an image to ``size``, (height, width): uint8 [height, width, channels]."""
         return np.asarray(image.resize(size[::-1], self._resample))
 
-    def _input(self, pixels: NDArray[np.uint8], table: NDArray[np.float32], plan: ItemPlan) -> EncoderInput:
+    def _input(self, pixels: NDArray[np.uint8], table: ByteTable, plan: ItemPlan) -> EncoderInput:
         """Return the encoder input of one temporal patch.
 
-        ``pixels`` is uint8 [frames, height, width, channels], with one frame for a still image; ``table``, float32
-        [channels, 256], has the normalised value of each byte.
+        ``pixels`` is uint8 [frames, height, width, channels], with one frame for a still image, which every frame of
+        the temporal patch shows.
         """
-        _, height, width, _ = pixels.shape
-        patch_size = self._geometry.patch_size
+        num_frames, height, width, _ = pixels.shape
+        patch_size, merge_size = self._geometry.patch_size, self._geometry.merge_size
         grid = 1, height // patch_size, width // patch_size
         if grid[1:] != plan.grid[1:]:
             raise PlanMismatch(f"an item became a grid of {grid}; its plan says {plan.grid}")
+        planes = planes_of([pixels])
         digest = blake3(np.array(pixels.shape).tobytes())
-        digest.update(table.tobytes())
-        digest.update(pixels.data)
-        return EncoderInput(patches=self._patches(pixels, table), grid=grid, name=digest.hexdigest())
-
-    def _patches(self, pixels: NDArray[np.uint8], table: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Convert uint8 [frames, height, width, channels] to float32 [patches, channels * temporal * patch²].
-
-        Patches are in the order of the tower's merger: the merge x merge patches of one token are consecutive.
-        """
-        patch, merge, temporal = (
-            self._geometry.patch_size,
-            self._geometry.merge_size,
-            self._geometry.temporal_patch_size,
-        )
-        num_frames, height, width, _ = pixels.shape
-        blocks = pixels.reshape(
-            num_frames, height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, CHANNELS
-        ).transpose(1, 4, 2, 5, 7, 0, 3, 6)
-        ordered = np.ascontiguousarray(blocks).reshape(-1, CHANNELS, num_frames, patch * patch)
-        patches = np.empty((len(ordered), CHANNELS, temporal, patch * patch), dtype=np.float32)
-        for first in range(0, len(ordered), _PATCHES_AT_A_TIME):
-            some = slice(first, first + _PATCHES_AT_A_TIME)
-            for channel in range(CHANNELS):
-                # broadcasts a still image to every frame of its temporal patch
-                patches[some, channel] = np.take(table[channel], ordered[some, channel], mode="clip")
-        return patches.reshape(len(ordered), -1)
+        digest.update(table.values.tobytes())
+        digest.update(planes.data)
+        copies = self._geometry.temporal_patch_size // num_frames
+        patches = table.patches(planes, patch_size, merge_size, copies)
+        return EncoderInput(patches=patches, grid=grid, name=digest.hexdigest())
 
 
-def padded(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Pad uint8 [rows, columns, channels] with black on the right and at the bottom."""
-    below, beside = height - pixels.shape[0], width - pixels.shape[1]
-    return np.pad(pixels, ((0, below), (0, beside), (0, 0))) if below or beside else pixels
+def padded(pixels: NDArray[np.uint8], height: int, width: int, value: int = 0) -> NDArray[np.uint8]:
+    """Pad uint8 [rows, columns, channels] on the right and at the bottom. In memory, a padded image has one plane for
+    each channel."""
+    rows, columns, channels = pixels.shape
+    if (rows, columns) == (height, width):
+        return pixels
+    planes = np.full((channels, height, width), value, np.uint8)
+    planes[:, :rows, :columns] = pixels.transpose(2, 0, 1)
+    return planes.transpose(1, 2, 0)
 
 
 def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
@@ -120,9 +103,8 @@ def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
         raise CheckpointError(f"preprocessor_config.json: resample {value!r} is not a Pillow filter") from None
 
 
-def normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]:
-    """Return float32 [channels, 256]: the normalised value of each byte, with the reference's operations in its order
-    and precision."""
+def normalised_bytes(preprocessor_config: dict[str, Any]) -> ByteTable:
+    """Return the normalised value of each byte, with the reference's operations in its order and precision."""
     values = np.arange(256, dtype=np.float32)
     if preprocessor_config.get("do_rescale", True):
         values = (values.astype(np.float64) * rescale_factor(preprocessor_config)).astype(np.float32)
@@ -131,7 +113,7 @@ def normalised_bytes(preprocessor_config: dict[str, Any]) -> NDArray[np.float32]
         mean = per_channel(preprocessor_config, "image_mean", CLIP_MEAN)
         std = per_channel(preprocessor_config, "image_std", CLIP_STD)
         table = (table - mean) / std
-    return table
+    return ByteTable(table)
 
 
 def rescale_factor(preprocessor_config: dict[str, Any]) -> float:
