@@ -12,7 +12,7 @@ from scripts.model_checks import Check
 from tests.models.golden.make_videos import family_of
 from tests.support import families
 from tests.support.backbones import BACKBONES
-from tests.support.tiny import HEARING, OMNI, OWN_TOWERS, TINY
+from tests.support.tiny import HEARING, OMNI, OWN_TOWERS, SHARED, TINY
 from triptych.models.registry import FAMILIES
 from triptych.models.shared.settings import text_section
 
@@ -154,6 +154,14 @@ CHECKS = (
         "tests/models/test_kimi_videos.py, tests/parity/test_kimi_videos.py",
         {"kimi_k25"},
         columns=("video",),
+    ),
+    Check(
+        "answers of model types that share their code",
+        "32 greedy tokens equal to Transformers' after two prompts with images, and first logits within 1e-4, from "
+        "`1E1PD`",
+        "tests/parity/test_families.py",
+        SHARED,
+        columns=("logits", "answers", "split"),
     ),
     Check(
         "answers from original files",

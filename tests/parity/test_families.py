@@ -15,8 +15,11 @@ from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS, Case
 from tests.support.published_files import internvl_over, make_original_internvl
 from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
-from tests.support.tiny import OWN_TOWERS, TINY, make_tiny
+from tests.support.tiny import OWN_TOWERS, SHARED, TINY, make_tiny
+from triptych.checkpoint.config_files import load_config
 from triptych.config import EngineConfig, RankSizes
+
+FEW = [case for case in CASES if case.name in {"tiny image", "image last"}]
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +146,20 @@ def test_original_files_of_internvl_and_a_lost_encoder(models: dict[str, Model],
     check_lost_encoder(Model(make_original_internvl(tmp_path, seed=4), reference.cases), reference)
 
 
+@pytest.mark.parametrize("model_type", SHARED)
+def test_model_types_that_share_a_family(tmp_path: Path, model_type: str) -> None:
+    model = Model(make_tiny(tmp_path, *SHARED[model_type], seed=4), FEW)
+    assert load_config(model.folder)["model_type"] == model_type
+    recorded = first_logits(model.folder, [case.messages for case in model.cases], "1E1PD")
+    for case, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
+        assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name
+    assert answered(model, "1E1PD") == model.answers
+
+
 @pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_original_files_of_internvl_over_other_language_models(tmp_path: Path, text: str) -> None:
     """The mixture's experts are stored one by one in the original files."""
     tiny = (TINY | BACKBONES)[text]
-    cases = [case for case in CASES if case.name in {"tiny image", "image last"}]
-    model = Model(make_tiny(tmp_path / "saved", internvl_over(tiny), "saved", seed=4), cases)
-    original = Model(make_original_internvl(tmp_path / "original", seed=4, text=tiny), cases)
+    model = Model(make_tiny(tmp_path / "saved", internvl_over(tiny), "saved", seed=4), FEW)
+    original = Model(make_original_internvl(tmp_path / "original", seed=4, text=tiny), FEW)
     assert answered(original, "1E1PD") == model.answers

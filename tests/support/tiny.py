@@ -472,6 +472,18 @@ GLM = {
         norm_topk_prob=True,
     ),
 }
+SHARED: dict[str, tuple[Tiny, Layout]] = {
+    "glm46v": (
+        replace(
+            GLM["glm4v"],
+            config=GLM["glm4v"].config | {"architectures": ["Glm46VForConditionalGeneration"], "model_type": "glm46v"},
+        ),
+        "published",
+    ),
+    **{f"{name}_thinker": (TINY[name], "saved") for name in OMNI},
+}
+"""Model types that share their family's code with another: checkpoints and their layouts. ``save_pretrained`` writes a
+thinker by itself."""
 TINY |= GLM
 
 MOON_IDS = IDS | {
