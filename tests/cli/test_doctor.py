@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import load_adapter, make_checkpoint
@@ -132,6 +133,29 @@ def test_a_folder_with_a_config_alone_is_not_served(tmp_path: Path, capsys: pyte
             main([command, str(alone), *(["a question"] if command == "run" else [])])
         assert ended.value.code == 78
         assert "neither model.safetensors nor" in " ".join(capsys.readouterr().err.split())
+
+
+def test_tensors_that_no_part_of_the_model_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = make_tiny(tmp_path, "internvl")
+    whole = load_file(folder / "model.safetensors")
+    layer = next(name for name in whole if name.endswith("language_model.model.layers.0.input_layernorm.weight"))
+    layer = layer.removesuffix("input_layernorm.weight")
+
+    def tensors(changes: dict[str, torch.Tensor], without: str = "") -> str:
+        kept = {name: tensor for name, tensor in whole.items() if name != without}
+        save_file(kept | changes, folder / "model.safetensors")
+        _, checks = examined(capsys, folder, "--device", "cpu", "--port", "0", "--fabric", "shm")
+        return checks["tensors"]
+
+    one, other, count = torch.ones(4), torch.ones(4), len(whole)
+    buffer, odd, norm = (f"{layer}{name}" for name in ("rotary_emb.inv_freq", "odd.weight", "input_layernorm.weight"))
+    assert tensors({}) == f"ok all {count} are read"
+    assert tensors({buffer: one}) == f"ok {count} of {count + 1} are read; the model doesn't need {buffer}"
+    assert tensors({odd: one, f"{odd}2": other}).endswith(f"has no place for tensor '{odd}' and 1 more")
+    assert tensors({}, without=norm).endswith(f"tensor '{norm}' is missing")
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

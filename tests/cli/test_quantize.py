@@ -20,6 +20,9 @@ def quantize(*arguments: str | Path) -> int:
 def test_the_quantized_demo_model_answers_rightly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quantize("demo", tmp_path / "demo4", "--asymmetric") == 0
     assert f"triptych serve {tmp_path / 'demo4'}" in capsys.readouterr().err.replace("\n", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(tmp_path / "demo4"), "--device", "cpu", "--port", "0", "--fabric", "shm"])
+    assert ended.value.code == 0
     entries = json.loads((PICTURES_DIR / "questions.json").read_text())
     with served(tmp_path / "demo4", engine=EngineConfig(device="cpu", threads=1)) as service:
         for entry in entries[:3]:

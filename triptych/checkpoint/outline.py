@@ -1,6 +1,6 @@
-"""A checkpoint without weights: a folder with a config says how large they would be."""
+"""Checkpoints without values: what loaders would read, and of a folder with a config alone how large it would be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -40,6 +40,26 @@ class Outline(Checkpoint):
             num_bytes = tensor.numel() * ITEM_BYTES[self._dtype]
             self.tensors[key] = TensorInfo(self.folder, self._dtype, tuple(tensor.shape), num_bytes)
         return made
+
+
+class StoredOutline(Checkpoint):
+    """A ``Checkpoint`` whose tensors have their stored shapes but no values, so that loading takes no time.
+
+    What loads from it must be on the device ``META``.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Raises CheckpointError as ``Checkpoint`` does."""
+        super().__init__(folder)
+        self.names_read: set[str] = set()
+        """The tensors that have been read."""
+
+    def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return a tensor for each name, float32 on ``META``; single values as stored, since loaders read them."""
+        shapes = {key: self.info(key).shape for key in keys}
+        self.names_read.update(shapes)
+        single = super().read(key for key, shape in shapes.items() if prod(shape) == 1)
+        return {key: torch.empty(shape, device=META) for key, shape in shapes.items()} | single
 
 
 def _dtype(config: Mapping[str, object]) -> str:

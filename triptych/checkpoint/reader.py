@@ -14,6 +14,12 @@ from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.errors import CheckpointError
 
 
+def listed(keys: Iterable[str]) -> str:
+    """Return the first of some tensors' names and how many more there are, for messages."""
+    first, *others = sorted(keys)
+    return repr(first) + (f" and {len(others):,} more" if others else "")
+
+
 class Checkpoint:
     """A checkpoint folder. ``tensors`` describes its tensors by key, before any is loaded."""
 

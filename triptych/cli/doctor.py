@@ -31,10 +31,12 @@ from triptych.prompt.prompt import PromptBuilder
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Role
 
-if TYPE_CHECKING:  # imports torch
+if TYPE_CHECKING:  # these import torch
+    from triptych.checkpoint.outline import Outline, StoredOutline
     from triptych.layers.encoder import ModelAdapter
 
 SHOWN_DIGITS = 12
+SHOWN_TENSORS = 3
 FEW_FILES = 4096
 """Limit on open files below which ``doctor`` warns: too low for thousands of clients."""
 
@@ -76,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(model, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
     checks = [
-        *([] if stored else [Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")]),
+        _tried("tensors", lambda: _tensors(config.model, adapter, has_towers=family.takes_media))
+        if stored
+        else Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there"),
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
@@ -93,19 +97,44 @@ def _outline(
     folder: Path, adapter: "ModelAdapter", *, has_towers: bool
 ) -> tuple[dict[str, TensorInfo], dict[str, int]]:
     """Return the tensors that the stages would load from a folder that has a config alone, and their bytes."""
-    import torch  # here, because the frontend's process imports this module, too
+    from triptych.checkpoint.outline import Outline
 
-    from triptych.checkpoint.outline import META, Outline
-    from triptych.layers.linear import PlainFormat
-
-    loads = {"encoder": adapter.load_encoder} if has_towers else {}
     outlines = {}
-    for stage, load in (loads | {"decoder": adapter.load_decoder}).items():
+    for stage in ("encoder", "decoder") if has_towers else ("decoder",):
         outlines[stage] = outline = Outline(folder)
-        load(outline, PlainFormat(torch.float32), META)
+        _load(adapter, stage, outline)
     tensors = {f"{stage} {key}": info for stage, one in outlines.items() for key, info in one.tensors.items()}
     num_bytes = {stage: sum(info.num_bytes for info in one.tensors.values()) for stage, one in outlines.items()}
     return tensors, {"encoder": 0} | num_bytes
+
+
+def _load(adapter: "ModelAdapter", stage: str, outline: "Outline | StoredOutline") -> None:
+    import torch  # here, because the frontend's process imports this module, too
+
+    from triptych.checkpoint.outline import META
+    from triptych.layers.linear import PlainFormat
+
+    load = adapter.load_encoder if stage == "encoder" else adapter.load_decoder
+    load(outline, PlainFormat(torch.float32), META)
+
+
+def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:
+    """Return how many tensors the model reads, and some that it doesn't, such as buffers that it computes itself.
+
+    Raises CheckpointError for a missing or misshapen tensor, and for one that the model has no place for.
+    """
+    from triptych.checkpoint.outline import StoredOutline
+
+    outline = StoredOutline(folder)
+    if outline.quantization is not None:
+        return "not looked at, because weights are quantized"
+    for stage in ("encoder", "decoder") if has_towers else ("decoder",):
+        _load(adapter, stage, outline)
+    count, unread = len(outline.tensors), sorted(outline.tensors.keys() - outline.names_read)
+    if not unread:
+        return f"all {count:,} are read"
+    named = ", ".join(unread[:SHOWN_TENSORS]) + (", …" if len(unread) > SHOWN_TENSORS else "")
+    return f"{count - len(unread):,} of {count:,} are read; the model doesn't need {named}"
 
 
 def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.reader import Checkpoint, listed
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError
 from triptych.layers import native
@@ -112,8 +112,8 @@ def load_module(
     with torch.device("meta"):
         module = module_class._from_config(config, dtype=dtype)
     expected = module.state_dict()
-    if unknown := sorted(keys.keys() - expected.keys()):
-        raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {keys[unknown[0]]!r}")
+    if unknown := [key for name, key in keys.items() if name not in expected]:
+        raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {listed(unknown)}")
     stored = {name: keys.get(name, name) for name in expected}  # of a missing one, the error names the module's
     tensors = checkpoint.read_shaped({stored[name]: weight.shape for name, weight in expected.items()})
     read = {name: tensors[key] for name, key in stored.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
-from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.reader import Checkpoint, listed
 from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import OWN_NAMES, LoraSpec, SecondWeights, TensorNames
 from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
@@ -269,13 +269,13 @@ class WeightReader:
     def finish(self) -> None:
         """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read. Then config and
         weights disagree, or the model has unsupported parts."""
-        unread = sorted(
+        unread = [
             key
             for key in self._checkpoint.tensors
             if self._keys.owns(key) and key not in self._read and not self._keys.ignores(key)
-        )
+        ]
         if unread:
-            raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {unread[0]!r}")
+            raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {listed(unread)}")
 
 
 def concatenate(tensors: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.reader import Checkpoint, listed
 from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
@@ -120,6 +120,8 @@ class TowerWeights:
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """Raise CheckpointError, naming one, if there are tensors that weren't read, but for those whose names start
         with one of ``ignored``."""
-        for name in sorted(self._keys.keys() - self._read):
-            if not name.startswith(tuple(ignored)):
-                raise CheckpointError(f"{self._checkpoint.folder}: the tower has no place for {self._keys[name]!r}")
+        unread = [
+            key for name, key in self._keys.items() if name not in self._read and not name.startswith(tuple(ignored))
+        ]
+        if unread:
+            raise CheckpointError(f"{self._checkpoint.folder}: the tower has no place for {listed(unread)}")
