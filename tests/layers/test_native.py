@@ -4,6 +4,8 @@ short source takes the kernels' place, because compiling those takes seconds."""
 import logging
 import platform
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +31,24 @@ def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(native, "kernels", cache(native.kernels.__wrapped__))
+
+
+@needs_compiler
+def test_kernels_for_pixels_are_compiled_once_and_need_no_pytorch(tmp_path: Path) -> None:
+    script = "from triptych.layers import native; assert native.pixel_kernels()"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", f"{script}; import sys; assert 'torch' not in sys.modules"], check=True)
+        [made] = (tmp_path / "cache" / "triptych").iterdir()
+        assert made.name.startswith("kernels-pixels-")
+
+
+def test_without_a_compiler_there_are_no_kernels_for_pixels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(native, "pixel_kernels", cache(native.pixel_kernels.__wrapped__))
+    assert native.pixel_kernels() is None
+    assert "there is no C compiler 'no-such-compiler'" in caplog.text
 
 
 def answer() -> int:

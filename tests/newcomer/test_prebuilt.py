@@ -11,7 +11,7 @@ import pytest
 
 from tests.layers.conftest import usable_variants
 from tests.newcomer.conftest import Environment, build_wheel
-from triptych.layers.kernel_variants import variants
+from triptych.layers.kernel_variants import PIXELS, variants
 
 USED = """
 import torch
@@ -20,6 +20,7 @@ from triptych.layers.float_product import half_product
 print(native.kernels().description)
 weight, activations = torch.arange(600.0).view(20, 30), torch.eye(30)
 assert torch.equal(half_product(weight, None)(activations), weight.T)
+assert native.pixel_kernels() is not None
 """
 
 
@@ -31,7 +32,7 @@ def test_kernels_of_a_wheel_need_no_compiler(wheel: Path, installed: Environment
     assert int(found[1]) <= 28, "PyTorch's wheels need glibc 2.28, so ours may, too"
     with zipfile.ZipFile(wheel) as archive:
         libraries = [name for name in archive.namelist() if name.endswith(".so")]
-        assert {Path(name).stem for name in libraries} == {variant.name for variant in variants(machine)}
+        assert {Path(name).stem for name in libraries} == {PIXELS, *(variant.name for variant in variants(machine))}
         assert not any(b"libgomp" in archive.read(name) for name in libraries), "PyTorch brings its own"
     variables = {**installed.variables, "PATH": str(installed.bin), "XDG_CACHE_HOME": str(tmp_path)}
     command = [str(installed.bin / "python"), "-P", "-c", USED]

@@ -18,6 +18,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels") / "cpu"
+PIXELS = "pixels"
+"""Name of the library for workers that prepare pixels, and of its source, which is in no other library."""
 # No fast-math: it would reorder the operations that make the exponential exact. OpenMP's runtime isn't linked: torch
 # has loaded one already, and a second would have threads of its own.
 COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
@@ -57,6 +59,16 @@ class Variant:
     """As ``platform.machine`` names it."""
 
     @property
+    def files(self) -> list[Path]:
+        """Its sources, with headers."""
+        return [file for file in sorted(SOURCES.glob("*.[ch]")) if (file.stem == PIXELS) == (self.name == PIXELS)]
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files that are compiled."""
+        return [file for file in self.files if file.suffix == ".c"]
+
+    @property
     def options(self) -> tuple[str, ...]:
         """All options."""
         return (*COMPILE, *BASE.get(self.machine, ()), *self.features.values())
@@ -76,6 +88,11 @@ def variants(machine: str) -> list[Variant]:
     """Return all variants for a kind of machine, the fastest first. The last one needs no features."""
     found = _X86 if machine == "x86_64" else {machine: {}}
     return [Variant(name, features, machine) for name, features in found.items()]
+
+
+def pixel_kernels(machine: str) -> Variant:
+    """Return the kernels that prepare pixels, for all processors of a kind of machine."""
+    return Variant(PIXELS, {}, machine)
 
 
 def processor_features() -> frozenset[str]:
@@ -114,7 +131,7 @@ def accepts(compiler: list[str], variant: Variant) -> bool:
 def cached(compiler: list[str], variant: Variant, folder: Path) -> Path:
     """Return the path in ``folder`` of the variant that the compiler makes of the sources; it may not exist. Raises
     OSError if there are no sources."""
-    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
+    texts = [path.read_bytes() for path in variant.files]
     if not texts:
         raise OSError(f"there are no sources in {SOURCES}")
     identity = (*texts, *map(str.encode, (*variant.options, *compiler)))
@@ -133,8 +150,9 @@ def compiled(compiler: list[str], variant: Variant, folder: Path) -> Path:
 
 
 def compile_all(compiler: list[str], folder: Path) -> Iterator[tuple[Variant, Path | Exception]]:
-    """``compile_variants`` for all variants of this kind of machine."""
-    return compile_variants(compiler, variants(platform.machine()), folder)
+    """``compile_variants`` for all variants of this kind of machine, and for the kernels that prepare pixels."""
+    machine = platform.machine()
+    return compile_variants(compiler, [*variants(machine), pixel_kernels(machine)], folder)
 
 
 def compile_variants(
@@ -143,18 +161,18 @@ def compile_variants(
     """Yield each variant with its path in ``folder``, or with the exception of ``compiled``. A file that has the same
     options in several variants is compiled once."""
     missing = [variant for variant in wanted if not is_whole(cached(compiler, variant, folder))]
-    sources = sorted(SOURCES.glob("*.c"))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(_num_cores()) as compilers:
         objects: dict[tuple[Path, tuple[str, ...]], Future[Path]] = {}
-        for source, options in dict.fromkeys((one, variant.options_for(one)) for variant in missing for one in sources):
+        files = ((file, variant.options_for(file)) for variant in missing for file in variant.sources)
+        for source, options in dict.fromkeys(files):
             made = Path(scratch, f"{source.stem}{len(objects)}.o")
             objects[source, options] = compilers.submit(_compile, [*compiler, *options, str(source)], made)
         for variant in wanted:
             library = cached(compiler, variant, folder)
             try:
                 if variant in missing:
-                    parts = [objects[source, variant.options_for(source)].result() for source in sources]
+                    parts = [objects[source, variant.options_for(source)].result() for source in variant.sources]
                     _link(compiler, parts, library, Path(scratch, f"{variant.name}.so"))
                 yield variant, library
             except (OSError, subprocess.SubprocessError) as error:

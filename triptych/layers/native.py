@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from triptych.layers import kernel_variants
 from triptych.layers.kernel_variants import (
     Variant,
     accepts,
@@ -63,6 +64,19 @@ def kernels() -> Kernels:
     description = f"no compiled kernels, so PyTorch's slower ones are used: {'; '.join(failures)}"
     log.warning("%s", description)
     return Kernels(None, description)
+
+
+@cache
+def pixel_kernels() -> ctypes.CDLL | None:
+    """Load the kernels that prepare pixels, which don't need PyTorch. Returns None if numpy is used."""
+    variant = kernel_variants.pixel_kernels(platform.machine())
+    for attempt in (partial(_prebuilt, variant), partial(_compiled, [variant])):
+        try:
+            return attempt()[2]
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            reason = error
+    log.info("no compiled kernels for pixels, so numpy's slower functions are used: %s", reason)
+    return None
 
 
 def load(path: Path) -> ctypes.CDLL:

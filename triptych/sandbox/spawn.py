@@ -8,7 +8,10 @@ import msgspec
 from triptych import children
 from triptych.observe.logs import for_child
 
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("CC", "XDG_CACHE_HOME"),  # where kernels are, and how they are compiled
+)
 """Environment variables that sandboxed processes inherit: no keys, no settings."""
 
 

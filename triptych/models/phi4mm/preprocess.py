@@ -20,7 +20,6 @@ from triptych.models.base import AUDIO, EncoderInput, ModelConfig
 from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings
 from triptych.models.phi4mm.config import vision_config
 from triptych.models.phi4mm.tiles import MOST_TILES, canvas_of, most_tiles
-from triptych.models.shared.byte_table import planes_of
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import CHANNELS, normalised_bytes, padded
@@ -92,13 +91,12 @@ class Phi4MMPreprocessor:
     def _whole(self, pixels: NDArray[np.uint8]) -> EncoderInput:
         """Return the whole of uint8 [height, width, channels] as one tile, scaled after normalisation."""
         side, patch = self._tile.image_size, self._tile.patch_size
-        (planes,) = planes_of([pixels[None]])
-        values = torch.from_numpy(self._table.normalised(planes[:, 0]))
+        values = torch.from_numpy(self._table.planes(pixels))
         scaled = interpolate(values[None], size=(side, side), mode="bicubic")[0]
         blocks = scaled.view(CHANNELS, side // patch, patch, side // patch, patch).permute(1, 3, 0, 2, 4)
         digest = blake3(np.array((patch, side, *pixels.shape)).tobytes())
         digest.update(self._table.values.tobytes())
-        digest.update(planes.data)
+        digest.update(np.ascontiguousarray(pixels).data)
         return EncoderInput(
             patches=blocks.reshape(-1, CHANNELS * patch**2).numpy(),
             grid=(1, side // patch, side // patch),

@@ -7,7 +7,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from triptych.models.base import EncoderInput
-from triptych.models.shared.byte_table import ByteTable, planes_of
+from triptych.models.shared.byte_table import ByteTable
 
 
 def fixed_size_input(
@@ -18,13 +18,15 @@ def fixed_size_input(
 
     A tile is uint8 [height, width, channels]. As with a convolution, pixels beyond the last whole patch are dropped.
     """
-    planes = planes_of([tile[None] for tile in tiles])
+    rows, columns = (side // patch_size for side in tiles[0].shape[:2])
+    patches = np.empty((len(tiles), rows * columns, tiles[0].shape[2] * patch_size**2), np.float32)
     digest = blake3(np.array((patch_size, *tiles[0].shape, len(tiles), *layout)).tobytes())
     digest.update(table.values.tobytes())
-    digest.update(planes.data)
-    rows, columns = (side // patch_size for side in tiles[0].shape[:2])
+    for pixels, values in zip(tiles, patches, strict=True):
+        digest.update(np.ascontiguousarray(pixels).data)
+        table.cut(pixels[None], (patch_size, patch_size), values)
     return EncoderInput(
-        patches=table.patches(planes, patch_size),
+        patches=patches.reshape(len(tiles) * rows * columns, -1),
         grid=(len(tiles), rows, columns),
         name=digest.hexdigest(),
         layout=layout,

@@ -14,7 +14,7 @@ from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.base import EncoderInput, ModelConfig
-from triptych.models.shared.byte_table import ByteTable, planes_of
+from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.images import decode_image
 from triptych.types import ImageHeader, ItemPlan
@@ -72,24 +72,22 @@ class PatchPreprocessor:
         grid = 1, height // patch_size, width // patch_size
         if grid[1:] != plan.grid[1:]:
             raise PlanMismatch(f"an item became a grid of {grid}; its plan says {plan.grid}")
-        planes = planes_of([pixels])
         digest = blake3(np.array(pixels.shape).tobytes())
         digest.update(table.values.tobytes())
-        digest.update(planes.data)
+        digest.update(np.ascontiguousarray(pixels).data)
         copies = self._geometry.temporal_patch_size // num_frames
-        patches = table.patches(planes, patch_size, merge_size, copies)
+        patches = table.patches(pixels, patch_size, merge_size, copies)
         return EncoderInput(patches=patches, grid=grid, name=digest.hexdigest())
 
 
 def padded(pixels: NDArray[np.uint8], height: int, width: int, value: int = 0) -> NDArray[np.uint8]:
-    """Pad uint8 [rows, columns, channels] on the right and at the bottom. In memory, a padded image has one plane for
-    each channel."""
+    """Pad uint8 [rows, columns, channels] on the right and at the bottom."""
     rows, columns, channels = pixels.shape
     if (rows, columns) == (height, width):
         return pixels
-    planes = np.full((channels, height, width), value, np.uint8)
-    planes[:, :rows, :columns] = pixels.transpose(2, 0, 1)
-    return planes.transpose(1, 2, 0)
+    whole = np.full((height, width, channels), value, np.uint8)
+    whole[:rows, :columns] = pixels
+    return whole
 
 
 def resampling(preprocessor_config: dict[str, Any]) -> Image.Resampling:
