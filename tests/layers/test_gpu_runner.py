@@ -2,9 +2,11 @@
 replaying them. ``tests/gpu`` does the same on a GPU."""
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +177,21 @@ def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
             for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
         ]
     assert can_replay == [True, False, False]
+
+
+def test_the_tensors_of_recorded_steps_are_kept(plain: Decoder) -> None:
+    """A graph holds addresses, no tensors."""
+    steps: list[weakref.ref[Callable[[], object]]] = []
+
+    def record(step: Callable[[], object]) -> Callable[[], object]:
+        steps.append(weakref.ref(step))
+        return lambda: None
+
+    with torch.inference_mode():
+        graphs = DecodeGraphs(plain, cache_of(plain), [1, 4], 6, record)
+    gc.collect()
+    assert graphs
+    assert [step() is not None for step in steps] == [True, True]
 
 
 def test_layers_with_page_tables_of_their_own_are_not_recorded(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,12 @@ class DecodeGraphs:
         largest = self._inputs(sizes[-1])
         self._buffer = torch.zeros(len(packed(largest)), dtype=torch.uint8, device=self._device)
         self._logits = torch.empty(sizes[-1], decoder.num_logits, device=self._device)
+        self._steps: list[Callable[[], object]] = []  # graphs read and write their tensors by address
+        self._replays: dict[int, Callable[[], object]] = {}
         # the largest first: the others then fit in the memory that it has freed
-        self._replays = {size: record(self._step(size)) for size in reversed(sizes)}
+        for size in reversed(sizes):
+            self._steps.append(self._step(size))
+            self._replays[size] = record(self._steps[-1])
 
     def can_replay(self, batch: ForwardBatch) -> bool:
         """Whether there is a recorded step for ``batch``, which is in host memory."""
