@@ -17,7 +17,7 @@ IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.5)])
 def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str, tolerance: float) -> None:
-    build = pytest.importorskip("triptych.server.build", reason="an instance's libraries aren't all installed")
+    build = pytest.importorskip("triptych.server.build_encoder", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     expected = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)

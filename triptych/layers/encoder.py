@@ -155,7 +155,7 @@ def _pack_linears(
             module.set_submodule(name, weights.linear(weight, bias, device))
         else:
             projection = weights.high_precision(weight.flatten(1), bias, device)
-            module.set_submodule(name, PatchProjection(projection, weights.activations))
+            module.set_submodule(name, PatchProjection(projection, weights.activations, device))
     for name in gates.values():
         parent, _, child = name.rpartition(".")
         delattr(module.get_submodule(parent), child)
@@ -171,13 +171,14 @@ def _is_projection(convolution: nn.Conv2d | nn.Conv3d) -> bool:
 class PatchProjection(nn.Module):
     """A convolution whose inputs are single patches, as large as its kernel, computed as a matrix product.
 
-    Convolutions of many such small inputs are slow. ``weight`` is empty: transformers' towers read its dtype.
+    Convolutions of many such small inputs are slow. ``weight`` is empty: transformers' towers read its dtype and
+    device.
     """
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.linear = linear
-        self.weight = frozen(torch.empty(0, dtype=dtype))
+        self.weight = frozen(torch.empty(0, dtype=dtype, device=device))
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, channels, …, height, width] → [patches, out]"""
