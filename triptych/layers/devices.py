@@ -36,6 +36,7 @@ def find_device(name: str) -> torch.device:
     index = device.index or 0
     if index >= count:
         raise StartError(f"--device {name}: there are {count} GPUs, so the last one is cuda:{count - 1}")
+    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 aren't rounded, as matrix products aren't
     return torch.device("cuda", index)
 
 
