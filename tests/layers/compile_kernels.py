@@ -12,6 +12,7 @@ from triptych.layers.attention.triton_backend import MIN_ROWS, constants, tile_t
 from triptych.layers.delta_rule import triton_backend as delta_backend
 from triptych.layers.delta_rule import triton_kernels as delta_kernels
 from triptych.layers.delta_rule.base import BLOCK, DeltaHeads
+from triptych.layers.pointwise_gpu import triton_kernels as pointwise_kernels
 
 SHAPES = [
     (16, 8, 128, 16, None),
@@ -22,8 +23,31 @@ SHAPES = [
 ]
 """Heads, kv heads, head_dim, page size, and how many of a key's values are those of its value."""
 DELTA_SHAPES = [DeltaHeads(16, 32, 128, 128), DeltaHeads(2, 2, 256, 80)]
+POINTWISE: dict[str, dict[str, int]] = {
+    "rms_norm_kernel": {"HEADS": 1, "WIDTH": 4096, "BLOCK": 4096},
+    "rotate_kernel": {"HEADS": 40, "HEAD_BLOCK": 64, "HALF": 64, "BLOCK": 64},
+    "gate_kernel": {"WIDTH": 12288, "KIND": 3, "BLOCK": 1024},
+}
 TARGETS = [80, 89, 90]
-POINTERS = {"query", "key", "value", "key_cache", "value_cache", "output", "mixed", "taps", "conv", "a", "b"}
+POINTERS = {
+    "activations",
+    "weight",
+    "heads",
+    "cos",
+    "sin",
+    "gate_up",
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "output",
+    "mixed",
+    "taps",
+    "conv",
+    "a",
+    "b",
+}
 """In the activations' dtype."""
 FLOATS = {"partial_sums", "partial_maxima", "partial_totals", "sinks", "convolved", "rates", "dt_bias", "recurrent"}
 """Pointers to fp32."""
@@ -42,7 +66,7 @@ def compiled(kernel: Any, target: int, dtype: str, **values: float) -> Any:
             signature[argument] = f"*{dtype}"
         elif argument in FLOATS:
             signature[argument] = "*fp32"
-        elif argument.endswith("scale"):
+        elif argument.endswith(("scale", "eps")):
             signature[argument] = "fp32"
         else:
             signature[argument] = "i32" if argument.endswith(("stride", "channels")) else "*i64"
@@ -77,6 +101,10 @@ def main() -> None:
                     shared = compiled(getattr(triton_kernels, name), target, dtype, **values).metadata.shared
                     print(name, target, dtype, heads, kv_heads, dim, shared)
                     assert shared <= LIMIT, name
+            for name, values in POINTWISE.items():
+                shared = compiled(getattr(pointwise_kernels, name), target, dtype, **values).metadata.shared
+                print(name, target, dtype, shared)
+                assert shared <= LIMIT, name
         for delta_heads in DELTA_SHAPES:
             several = delta_backend.constants(delta_heads)
             convolution = delta_backend.convolution_constants(delta_heads)

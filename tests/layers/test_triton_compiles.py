@@ -17,4 +17,4 @@ def test_kernels_compile_for_gpus() -> None:
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 3 * ((2 * 5 - 1) * 6 + 2 * 3)
+    assert len(done.stdout.splitlines()) == 3 * ((2 * 5 - 1) * 6 + 2 * 3 + 2 * 3)

@@ -1,13 +1,14 @@
-"""Operations between a model's matrix products: in one pass by the compiled kernels if they exist, else by PyTorch.
+"""Operations between a model's matrix products: in one pass by compiled kernels if they exist, else by PyTorch.
 
-The kernels are for float32 on CPUs. There, each additional pass reads all activations of a prompt again. For a single
-token, the overhead of a PyTorch call exceeds the work.
+They are in C for float32 on CPUs, and in Triton on GPUs (``pointwise_gpu``). Each additional pass reads all activations
+of a prompt again. For a single token, the overhead of a PyTorch call exceeds the work.
 """
 
 import ctypes
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +33,10 @@ def rms_norm(activations: Tensor, weight: Tensor, eps: float) -> Tensor:
     ``weight`` has the shape of one token. The mean square is computed in fp32, and the result is rounded before it is
     scaled, as in transformers' Qwen3-VL.
     """
-    kernels = _kernels(activations, weight)
-    if kernels is None or activations.stride()[1:] != weight.stride():
+    kernels, is_dense = _kernels(activations, weight), activations.stride()[1:] == weight.stride()
+    if is_dense and (on_gpu := _gpu_kernels(activations, weight)):
+        return on_gpu.rms_norm(activations, weight, eps)
+    if kernels is None or not is_dense:
         wide = activations.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.to(activations.dtype)
@@ -70,7 +73,10 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     kernels = _kernels(heads, cos, sin)
     num_tokens, num_heads, dim = heads.shape
-    if kernels is None or heads.stride()[1:] != (dim, 1):
+    is_dense = heads.stride()[1:] == (dim, 1)
+    if is_dense and (on_gpu := _gpu_kernels(heads, cos, sin)):
+        return on_gpu.rotate(heads, cos.contiguous(), sin.contiguous())
+    if kernels is None or not is_dense:
         first, second = heads.chunk(2, dim=-1)
         return heads * cos + torch.cat((-second, first), dim=-1) * sin
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -124,6 +130,8 @@ _BY_PYTORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
 def gate_and_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return ``activation(gate) * up``, [T, n], for [T, 2 n], whose first half are the gates."""
     kernels = _kernels(gate_up)
+    if gate_up.is_contiguous() and (on_gpu := _gpu_kernels(gate_up)):
+        return on_gpu.gate_and_mul(gate_up, activation)
     if kernels is None or not gate_up.is_contiguous():
         gate, up = gate_up.chunk(2, dim=-1)
         return _BY_PYTORCH[activation](gate) * up
@@ -152,6 +160,31 @@ def _kernels(*tensors: Tensor) -> ctypes.CDLL | None:
     """Return the compiled kernels if they exist and support these tensors."""
     supported = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
     return compiled_kernels() if supported else None
+
+
+class GpuKernels(Protocol):
+    """The kernels for GPUs, ``pointwise_gpu.triton_backend``."""
+
+    def rms_norm(self, activations: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def gate_and_mul(self, gate_up: Tensor, activation: int) -> Tensor: ...
+
+
+def _gpu_kernels(first: Tensor, *others: Tensor) -> GpuKernels | None:
+    """Return the kernels for GPUs if Triton is there and they support these tensors, of which there are some values."""
+    supported = first.device.type == "cuda" and all(one.dtype == first.dtype for one in others) and first.numel() > 0
+    return triton_kernels() if supported else None
+
+
+@cache
+def triton_kernels() -> GpuKernels | None:
+    try:
+        from triptych.layers.pointwise_gpu import triton_backend
+    except ImportError:
+        return None
+    return triton_backend
 
 
 @cache
