@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import free_port
-from tests.support.commands import FAST, MEASURED, ROOT
+from tests.support.commands import FAST, KEPT, ROOT
 from tests.support.frontends import alone
 from tests.support.terminals import closing, on_a_terminal
 from triptych import exit_codes
@@ -29,7 +29,7 @@ def ended(closed: str, *arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
         closing(closed, sys.executable, "-m", "triptych", *arguments),
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin"} | MEASURED,
+        env={"PATH": "/usr/bin:/bin"} | KEPT,
         check=False,
         capture_output=True,
         text=True,
@@ -69,7 +69,7 @@ def test_top_goes_on_without_keys(folder: Path) -> None:
 def test_a_service_runs_without_any(folder: Path) -> None:
     port = free_port()
     words = [sys.executable, "-m", "triptych", "serve", str(folder), "--topology", "1E1PD", *FAST, "--port", str(port)]
-    serving = subprocess.Popen(closing(ALL, *words), cwd=ROOT, env={"PATH": "/usr/bin:/bin"} | MEASURED)
+    serving = subprocess.Popen(closing(ALL, *words), cwd=ROOT, env={"PATH": "/usr/bin:/bin"} | KEPT)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
             deadline = time.monotonic() + 120

@@ -20,8 +20,9 @@ import psutil
 from tests.support.serving import image_part, text_part
 
 ROOT = Path(__file__).parents[2]
-MEASURED = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
-"""What makes processes measure their coverage, when the tests' is measured."""
+KEPT = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_") or name == "LD_LIBRARY_PATH"}
+"""Variables that processes inherit: what makes them measure their coverage, when the tests' is measured, and where a
+GPU's driver is."""
 
 
 def walked(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -116,7 +117,7 @@ def running(words: Sequence[str], folder: Path, environment: Mapping[str, str]) 
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | MEASURED | dict(environment),
+        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"} | KEPT | dict(environment),
     )
     command = Command(process)
     assert process.stdout is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.support.commands import MEASURED, ROOT
+from tests.support.commands import KEPT, ROOT
 
 HOME = b"\x1b[H"
 """Begins each drawing."""
@@ -73,7 +73,7 @@ def on_a_terminal(
         stderr=theirs,
         cwd=ROOT,
         start_new_session=background,
-        env={"PATH": "/usr/bin:/bin", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | MEASURED,
+        env={"PATH": "/usr/bin:/bin", "TERM": "xterm-256color", "LANG": "C.UTF-8"} | KEPT,
     )
     terminal = Terminal(process, ours)
 

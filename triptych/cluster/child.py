@@ -14,7 +14,7 @@ from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
 from triptych.observe import logs
-from triptych.observe.machine import may_have_gpu, oom_kills
+from triptych.observe.machine import oom_kills
 from triptych.server.fork_messages import ForkInstance
 from triptych.topology import Role
 
@@ -54,9 +54,7 @@ class ChildSpec:
             return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
 
         variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-        # CUDA can't be used in a fork of a process that has used it; that importing doesn't was not tried on a GPU
-        on_cpu = spec.engine.device == "cpu" or (spec.engine.device == "auto" and not may_have_gpu())
-        fork = ForkInstance(spec.name, str(spec.model), spec.role.encodes) if on_cpu else None
+        fork = ForkInstance(spec.name, str(spec.model), spec.role.encodes)
         return cls(spec.name, spec.role, "triptych.server.instance_main", written, variables, fork=fork)
 
     @property

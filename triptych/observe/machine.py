@@ -40,11 +40,6 @@ def end_with_parent(parent: int) -> None:
         sys.exit(f"process {parent}, which started this one, is gone")
 
 
-def may_have_gpu() -> bool:
-    """Return whether this machine has a GPU's device files."""
-    return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia*"))
-
-
 def describe_exit(code: int) -> str:
     """Describe how a process ended, from its exit code, which is negative for a signal."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
