@@ -41,6 +41,7 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = Path("random")
         self.on_read = None
+        self.quantization = None
         self._dtype, self._device = dtype, device
         name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[dtype]
         self.tensors = {
