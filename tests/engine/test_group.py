@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from triptych.engine.cache_rows import HostCacheRows
 from triptych.engine.group import GroupCache, make_cache
-from triptych.engine.kv_rows import CacheRows, KVRun, TokenRows
+from triptych.engine.kv_rows import KVRun, TokenRows
 from triptych.engine.page_tables import PageTable
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
@@ -70,12 +71,13 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
                 assert ours.shape[2] == max(1, kv_heads // size)
                 ours.copy_(whole[:, :, heads])
     of_token = TokenRows(config.cache_specs(cache_format(dtype)))
-    rows, expected = CacheRows(ranks[0].whole, of_token), CacheRows(one, of_token)
+    rows, expected = HostCacheRows(ranks[0].whole, of_token), HostCacheRows(one, of_token)
     for layer in range(LAYERS):
         for part in range(2):
-            found = list(rows.of(KVRun(layer, part, 1, 10, 0), tables))
+            found = list(rows.read(KVRun(layer, part, 1, 10, 0), tables, rows.mark()))
             assert len(found) == 2, "as many views as in one process"
-            for mine, theirs in zip(found, expected.of(KVRun(layer, part, 1, 10, 0), tables), strict=True):
+            alone = expected.read(KVRun(layer, part, 1, 10, 0), tables, rows.mark())
+            for mine, theirs in zip(found, alone, strict=True):
                 assert mine.flags.c_contiguous
                 assert (mine == theirs).all()
                 mine[:] = 0

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.engine.kv_rows import GROUP, CacheRows, KVRows, KVRun, TokenRows
+from triptych.engine.cache_rows import CachePlaces, HostCacheRows
+from triptych.engine.kv_rows import GROUP, KVRows, KVRun, TokenRows
 from triptych.engine.page_tables import PageTable
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
@@ -98,11 +99,17 @@ def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: l
     start = data.draw(st.integers(released * num_rows // PAGES, num_rows - 1))
     count = data.draw(st.integers(1, num_rows - start))
     run = KVRun(layer, part, start, count, 0)
-    views = list(CacheRows(cache, of_token).of(run, [PageTable(released, pages[released:])]))
+    rows = HostCacheRows(cache, of_token)
+    tables = [PageTable(released, pages[released:])]
+    views = list(rows.read(run, tables, rows.mark()))
     tensor = cache.layers[layer][part][pages]
     expected = tensor.view(-1).view(torch.uint8).view(-1, of_token.row_bytes)[start : start + count]
     np.testing.assert_array_equal(np.concatenate(views), expected.numpy())
     joined = sum(later != earlier + 1 for earlier, later in itertools.pairwise(pages))
     assert len(views) <= joined + 1, "consecutive pages make one view"
+    places = CachePlaces(PAGE, of_token).whole(run, tables)
+    all_rows = cache.layers[layer][part].view(-1).view(torch.uint8).view(-1, of_token.row_bytes).numpy()
+    np.testing.assert_array_equal(all_rows[places], expected.numpy())
+    assert isinstance(places, slice) == (len(views) == 1)
     views[0][:] = 0
     assert any((tensor == 0).any() for tensor in cache.tensors), "a view, not a copy"

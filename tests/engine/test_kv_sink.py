@@ -6,8 +6,9 @@ import torch
 
 from triptych.engine.active_request import ActiveRequest
 from triptych.engine.cache_manager import CacheManager
+from triptych.engine.cache_rows import cache_rows
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.kv_rows import CacheRows, TokenRows
+from triptych.engine.kv_rows import TokenRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.page_tables import PageTable
 from triptych.engine.request import make_request
@@ -35,7 +36,7 @@ class SinkHarness:
         self.pool = PagePool(8, 4)
         self.wakes = 0
         cache = KVTensors.allocate(SPECS, [8], 4, torch.device("cpu"))
-        manager, rows = CacheManager([self.pool]), CacheRows(cache, TokenRows(SPECS))
+        manager, rows = CacheManager([self.pool]), cache_rows(cache, TokenRows(SPECS))
         self.sink = KVSink(self.sender, rows, manager, LAYOUT, wake=self.wake)
 
     def wake(self) -> None:

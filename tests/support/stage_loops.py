@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -88,20 +88,24 @@ def kv_rows(service: Running) -> int:
     return sum(host.incoming.stats().counters.rows for host in hosts)
 
 
+def _wake_when(event: Event, instance: Instance) -> None:
+    event.wait()
+    instance.channel.wake()
+
+
 def hold_steps(instance: Instance, until: Event) -> None:
     """For ``prepare``: an instance with a decoder computes nothing until then."""
     for host in instance.loops:
         if not isinstance(host, EngineLoop):
             continue
         loop, schedule = host, host.scheduler.schedule
-        loop.next_advance = 0.0  # nothing else would wake it
+        Thread(target=_wake_when, args=(until, instance), daemon=True).start()  # nothing else would wake it
 
         def held(
             ready: CountReadyTokens, loop: EngineLoop = loop, schedule: Callable[..., SchedulerOutput] = schedule
         ) -> SchedulerOutput:
             if not until.is_set():
                 return SchedulerOutput()
-            loop.next_advance = float("inf")
             loop.scheduler.schedule = schedule  # type: ignore[method-assign]
             return schedule(ready)
 

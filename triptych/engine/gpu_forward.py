@@ -25,9 +25,13 @@ class GpuForward:
     def __call__(self, batch: ForwardBatch, cache: KVTensors, after_layer: AfterLayer | None = None) -> Tensor:
         """Launch a step, as ``Decoder.forward``. The logits are valid until the next step."""
         if self._graphs is not None and self._graphs.can_replay(batch):
-            return self._graphs.replay(batch)
-        logits: Tensor = self._decoder(on_device(batch, self._device), cache, after_layer)
-        return logits
+            logits = self._graphs.replay(batch)
+            if after_layer is not None:
+                for layer in range(len(cache.layers)):
+                    after_layer(layer)
+            return logits
+        launched: Tensor = self._decoder(on_device(batch, self._device), cache, after_layer)
+        return launched
 
 
 def on_device(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""Order in which a request's keys and values are transferred: a transfer's rows, and the KV cache as rows.
+"""Order in which a request's keys and values are transferred: a transfer's rows.
 
 A row is one token's keys, or its values, in one layer. Where these differ in size between layers or from each other, a
 row is the largest number of bytes of which all of them are multiples, and a token has several rows in some layers.
@@ -18,12 +18,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import gcd
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from triptych.engine.page_tables import PageTables
-from triptych.layers.attention.base import KVTensors
 from triptych.layers.cache_spec import CacheGroups, CacheSpec, first_sent
 from triptych.layers.state_spec import StateSpec, record_rows
 
@@ -157,47 +151,3 @@ class KVRows:
     def _before_layer(self, layer: int, counts: list[int]) -> int:
         """Return how many rows a group of tokens, of which ``counts`` have rows, has before a layer's."""
         return sum(before[layer] * count for before, count in zip(self.of_token.before, counts, strict=True))
-
-
-class CacheRows:
-    """A KV cache on the CPU as rows of bytes. Views: writing to them writes to the cache."""
-
-    def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
-        self.of_token = of_token
-        self._parts = [[_rows(part, of_token.row_bytes) for part in parts] for parts in cache.layers]
-        self._page_size = cache.page_size
-        self._records = None if cache.states is None else cache.states.records.numpy()
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._parts)
-
-    def of(self, run: KVRun, tables: PageTables) -> Iterator[NDArray[np.uint8]]:
-        """Yield the rows of a run, of a request with these page tables, as one view per run of consecutive pages: uint8
-        of shape (n, row_bytes)."""
-        table = tables[self.of_token.layer_groups.of_layer[run.layer]]
-        rows, pages, first = self._parts[run.layer][run.part], table.pages, table.first
-        page_rows = self._page_size * self.of_token.parts[run.layer][run.part]
-        start, end = run.start - first * page_rows, run.start + run.num_rows - first * page_rows
-        assert start >= 0, "the table has no pages for these rows"
-        while start < end:
-            index, offset = divmod(start, page_rows)
-            until = index + 1
-            while until * page_rows < end and pages[until] == pages[until - 1] + 1:
-                until += 1
-            count = min(end, until * page_rows) - start
-            place = pages[index] * page_rows + offset
-            yield rows[place : place + count]
-            start += count
-
-    def of_state(self, slot: int) -> NDArray[np.uint8]:
-        """Return the rows of the state in a slot: uint8 of shape (n, row_bytes)."""
-        assert self._records is not None, "the model has no state"
-        size = self.of_token.of_state, self.of_token.row_bytes
-        return self._records[slot, : size[0] * size[1]].reshape(size)
-
-
-def _rows(cache: torch.Tensor, row_bytes: int) -> NDArray[np.uint8]:
-    """[pages, page_size, kv_heads, stored_dim] of any dtype → uint8 [rows, row_bytes]."""
-    rows: NDArray[np.uint8] = cache.view(-1).view(torch.uint8).view(-1, row_bytes).numpy()
-    return rows

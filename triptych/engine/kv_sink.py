@@ -4,20 +4,33 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
 from triptych.engine.cache_manager import CacheManager
-from triptych.engine.kv_rows import CacheRows, KVRows
+from triptych.engine.cache_rows import CacheRows, Mark
+from triptych.engine.kv_rows import KVRows
 from triptych.engine.page_tables import PageTables
 from triptych.engine.state_slots import slot_of
 from triptych.errors import BlockError, TransferError
 from triptych.layers.decoder import AfterLayer
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Prefill
-from triptych.transfer.sender import Sender
+from triptych.transfer.memory import Bytes
+from triptych.transfer.sender import POLL_INTERVAL, Sender
 from triptych.types import TransferId
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Rows that are being read from the cache."""
+
+    outgoing: OutgoingKV
+    first_row: int
+    rows: Bytes
+    done: Mark
 
 
 class KVSink:
@@ -32,7 +45,8 @@ class KVSink:
         self._manager = manager
         self._layout = layout
         self._wake = wake
-        self._layers: deque[tuple[int, Sequence[ActiveChunk]]] = deque()
+        self._layers: deque[tuple[int, Sequence[ActiveChunk], Mark]] = deque()
+        self._reads: deque[_Read] = deque()
         self._expected: set[TransferId] = set()
         self._retained: set[OutgoingKV] = set()
         self._cancelled: list[ActiveRequest] = []
@@ -70,11 +84,14 @@ class KVSink:
                 self._offer(active, outgoing)
             if not outgoing.over:
                 self._manager.retain(outgoing.tables, active.request.tables, chunk.start + chunk.length)
-            for layer in range(self._cache.num_layers if begins else 0):
-                self._provide(outgoing, layer, chunk.start)
+            if begins:
+                before = self._cache.mark()
+                for layer in range(self._cache.num_layers):
+                    self._read(outgoing, layer, chunk.start, before)
+        self._provide()
 
         def after_layer(layer: int) -> None:
-            self._layers.append((layer, chunks))
+            self._layers.append((layer, chunks, self._cache.mark()))
             self._wake()
 
         return after_layer
@@ -83,17 +100,24 @@ class KVSink:
         """Provide the keys and values of the layers computed since the last call, unless a failed attempt of the same
         step has already provided them."""
         while self._layers:
-            layer, chunks = self._layers.popleft()
+            layer, chunks, computed = self._layers.popleft()
             for active, chunk in chunks:
                 if (outgoing := active.outgoing_kv) is not None and outgoing.offered:
-                    self._provide(outgoing, layer, chunk.start + chunk.length)
+                    self._read(outgoing, layer, chunk.start + chunk.length, computed)
+        self._provide()
+
+    @property
+    def next_provide(self) -> float:
+        """Seconds after which ``provide_layers`` must be called although no layer was computed."""
+        return POLL_INTERVAL if self._reads else float("inf")
 
     def complete(self, active: ActiveRequest) -> None:
         """Record that all of the request's KV has been provided, and provide its state. The sender does the rest."""
         outgoing = self._forget(active)
         if outgoing is not None and not outgoing.over and self._cache.of_token.of_state:
-            record = self._cache.of_state(slot_of(outgoing.tables))
-            self._sender.provide(outgoing.transfer, record, outgoing.rows.num_token_rows)
+            record = self._cache.read_state(slot_of(outgoing.tables), self._cache.mark())
+            self._reads.append(_Read(outgoing, outgoing.rows.num_token_rows, record, self._cache.read_mark()))
+            self._provide()
 
     def abort(self, active: ActiveRequest, reason: str) -> None:
         """Abort a request's transfer, if it has one."""
@@ -128,8 +152,8 @@ class KVSink:
             table.first = first // self._manager.page_size
         return tables
 
-    def _provide(self, outgoing: OutgoingKV, layer: int, end_token: int) -> None:
-        """Provide a layer's tokens below ``end_token``, unless the transfer is over."""
+    def _read(self, outgoing: OutgoingKV, layer: int, end_token: int, computed: Mark) -> None:
+        """Read a layer's tokens below ``end_token``, unless the transfer is over."""
         if outgoing.over:
             return
         token = outgoing.provided[layer]
@@ -138,9 +162,16 @@ class KVSink:
         outgoing.provided[layer] = end_token
         for run in outgoing.rows.of_layer(layer, token, end_token):
             row = run.first_row
-            for views in self._cache.of(run, outgoing.tables):
-                self._sender.provide(outgoing.transfer, views, row)
-                row += len(views)
+            for rows in self._cache.read(run, outgoing.tables, computed):
+                self._reads.append(_Read(outgoing, row, rows, self._cache.read_mark()))
+                row += len(rows)
+
+    def _provide(self) -> None:
+        """Provide what has been read, in order."""
+        while self._reads and self._reads[0].done.query():
+            read = self._reads.popleft()
+            if not read.outgoing.over:
+                self._sender.provide(read.outgoing.transfer, read.rows, read.first_row)
 
     def _offer(self, active: ActiveRequest, outgoing: OutgoingKV) -> None:
         outgoing.offered = True

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Collection
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
 from triptych.engine.active_request import ActiveRequest, IncomingKV
+from triptych.engine.cache_rows import CacheRows
 from triptych.engine.incoming import IncomingTransfers
-from triptych.engine.kv_rows import CacheRows, KVRows
+from triptych.engine.kv_rows import KVRows
 from triptych.engine.state_records import StateRecords
 from triptych.engine.state_slots import slot_of
 from triptych.errors import ErrorKind
@@ -111,23 +110,20 @@ class KVSource:
         """Copy landed rows to the pages. Returns whether that was the last of them."""
         landed = self._receiver.landed(kv.transfer)
         for run in kv.rows.between(kv.copied, landed):
-            row = run.first_row
-            for target in self._cache.of(run, kv.tables):
-                self._read(kv, row, target)
-                row += len(target)
+            done = 0
+            for rows in self._receiver.read(kv.transfer, run.first_row, run.num_rows):
+                part = replace(run, start=run.start + done, num_rows=len(rows), first_row=run.first_row + done)
+                self._cache.write(part, kv.tables, rows)
+                done += len(rows)
         if self._states is not None and landed > (first := kv.rows.num_token_rows):
             row = max(kv.copied, first)
-            self._read(kv, row, self._cache.of_state(slot_of(kv.tables))[row - first : landed - first])
+            for rows in self._receiver.read(kv.transfer, row, landed - row):
+                self._cache.write_state(slot_of(kv.tables), row - first, rows)
+                row += len(rows)
             if landed == kv.rows.num_rows:
                 self._states.received(slot_of(kv.tables), kv.rows.end_token)
         if landed > kv.copied:
+            self._cache.finish_writes()
             kv.copied = landed
             self._receiver.consume(kv.transfer, landed)
         return kv.complete
-
-    def _read(self, kv: IncomingKV, row: int, target: NDArray[np.uint8]) -> None:
-        """Copy landed rows from ``row`` on to ``target``."""
-        offset = 0
-        for source in self._receiver.read(kv.transfer, row, len(target)):
-            target[offset : offset + len(source)] = source
-            offset += len(source)

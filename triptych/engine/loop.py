@@ -140,7 +140,9 @@ class EngineLoop:
             handlers[Prefilled] = self._on_prefilled
         return handlers
 
-    next_advance = float("inf")
+    @property
+    def next_advance(self) -> float:
+        return float("inf") if self._kv_sink is None else self._kv_sink.next_provide
 
     def advance(self) -> None:
         self._handle_transfers()

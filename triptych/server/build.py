@@ -68,6 +68,8 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
     instance.compute.submit(use_threads, num_threads)
+    if model.device.type == "cuda":
+        instance.compute.submit(torch.cuda.set_device, rank_device(model.device, 0))  # Triton launches on it
     start_workers = WorkerStarter(model, spec.encode, num_threads) if role.encodes else None
     if start_workers:
         instance.at_end(start_workers.close)
@@ -96,7 +98,7 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         )
     return Components(
         instance=instance,
-        check_device=lambda role: check_device(model, role),
+        check_device=lambda role: check_device(model, role, spec.num_ranks),
         embedding_layout=model.row_layout,
         kv_layout=model.kv_layout,
         fabrics=fabrics,
@@ -112,15 +114,18 @@ def use_threads(number: int) -> None:
     torch.get_num_threads()  # a thread adopts the process's number once, at its first parallel operation or here
 
 
-def check_device(model: ModelBundle, role: Role) -> None:
-    """Raise StartError for a role that an instance can't have on its device."""
-    if model.device.type != "cpu" and (role.sends_kv or role.takes_kv):
-        raise StartError(f"{role.value} instances send KV caches from main memory so far, not from {model.device}")
+def check_device(model: ModelBundle, role: Role, num_ranks: int) -> None:
+    """Raise StartError for a role that an instance can't have on its devices."""
+    if model.device.type != "cpu" and num_ranks > 1 and (role.sends_kv or role.takes_kv):
+        raise StartError(
+            f"--tensor-parallel-size {num_ranks}: on GPUs, {role.value} instances have one rank: each GPU has other "
+            "heads, and transfers have all heads of a token"
+        )
 
 
 def _start_ranks(spec: InstanceSpec, model: ModelBundle, instance: Instance) -> Ranks:
     """Start the processes that share the decoder with this one, after checking that it can be sharded so."""
-    check_device(model, spec.role)
+    check_device(model, spec.role, spec.num_ranks)
     if (size := spec.num_ranks) == 1:
         return NoChildRanks()
     check_ranks(model.device, size)

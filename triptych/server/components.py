@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from triptych.encode.loop import EncodeLoop
+from triptych.engine.cache_rows import cache_rows
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.incoming import IncomingTransfers
-from triptych.engine.kv_rows import CacheRows, TokenRows
+from triptych.engine.kv_rows import TokenRows
 from triptych.engine.kv_sink import KVSink
 from triptych.engine.kv_source import KVSource
 from triptych.engine.loop import EngineCore, EngineLoop
+from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.rows import RowKind, RowLayout, TransferSide
@@ -97,7 +99,7 @@ class Components:
 
     def _engine_loop(self, role: Role, parts: EngineComponents) -> EngineLoop:
         """Return the loop for prefill and decode, or for one of them."""
-        instance, cache = self.instance, CacheRows(parts.cache, parts.kv_rows)
+        instance, cache = self.instance, cache_rows(parts.cache, parts.kv_rows)
         address, send = instance.channel.address, instance.send
         receiver = self._receiver(self.kv_layout if role.takes_kv else self.embedding_layout, parts)
         incoming = IncomingTransfers(receiver, instance.name)
@@ -122,8 +124,9 @@ class Components:
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
         pool = parts.receive_pools[layout.kind]
+        allocate = SharedMemory if parts.cache.device.type == "cpu" else PinnedSharedMemory
         return Receiver(
-            RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, allocate=SharedMemory),
+            RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, allocate),
             self.instance.channel.address,
             self.instance.send,
             grant_rows=pool.grant_rows,

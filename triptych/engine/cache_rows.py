@@ -1,0 +1,237 @@
+"""A KV cache as rows of bytes, for transfers: in host memory, or on a GPU through host memory."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.engine.kv_rows import KVRun, TokenRows
+from triptych.engine.page_tables import PageTables
+from triptych.layers.attention.base import KVTensors
+from triptych.layers.pinned import to_device
+from triptych.transfer.memory import Bytes
+
+
+class Mark(Protocol):
+    """A point in what a device has been given to do."""
+
+    def query(self) -> bool:
+        """Return whether the device has done all that comes before."""
+
+
+class CacheRows(Protocol):
+    """The rows of a KV cache. What is read stays as it was only while its pages are retained."""
+
+    of_token: TokenRows
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def mark(self) -> Mark:
+        """Return a mark behind what the calling thread has launched: on the compute thread, that is steps."""
+
+    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+        """Yield the rows of a run, of a request with these page tables: uint8 of shape (n, row_bytes). They must be
+        computed before ``after``; the arrays hold them behind ``read_mark``."""
+
+    def read_state(self, slot: int, after: Mark) -> Bytes:
+        """Return the rows of the state in a slot, as ``read`` does."""
+
+    def read_mark(self) -> Mark:
+        """Return a mark behind all reads so far."""
+
+    def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
+        """Write the rows of a run. ``rows`` must not change before ``finish_writes``."""
+
+    def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
+        """Write rows of the state in a slot, from ``first_row`` on, as ``write`` does."""
+
+    def finish_writes(self) -> None:
+        """Wait for all writes: steps that are launched later find them."""
+
+
+def cache_rows(cache: KVTensors, of_token: TokenRows) -> CacheRows:
+    """Return a cache's rows, wherever it is."""
+    return HostCacheRows(cache, of_token) if cache.device.type == "cpu" else DeviceCacheRows(cache, of_token)
+
+
+class _Done:
+    """A mark of work that is done."""
+
+    def query(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class HostCacheRows:
+    """``CacheRows`` in host memory. What it reads are views: nothing is copied."""
+
+    def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
+        self.of_token = of_token
+        self._places = CachePlaces(cache.page_size, of_token)
+        self._parts = [[_rows(part, of_token.row_bytes).numpy() for part in parts] for parts in cache.layers]
+        self._records = None if cache.states is None else cache.states.records.numpy()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._parts)
+
+    def mark(self) -> Mark:
+        return _DONE
+
+    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+        """Yield a view per run of consecutive pages."""
+        part = self._parts[run.layer][run.part]
+        for place, count in self._places(run, tables):
+            yield part[place : place + count]
+
+    def read_state(self, slot: int, after: Mark) -> Bytes:
+        return self._state(slot)
+
+    def read_mark(self) -> Mark:
+        return _DONE
+
+    def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
+        done = 0
+        for target in self.read(run, tables, _DONE):
+            target[:] = rows[done : done + len(target)]
+            done += len(target)
+
+    def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
+        self._state(slot)[first_row : first_row + len(rows)] = rows
+
+    def finish_writes(self) -> None:
+        """Do nothing: ``write`` has written."""
+
+    def _state(self, slot: int) -> Bytes:
+        assert self._records is not None, "the model has no state"
+        size = self.of_token.of_state, self.of_token.row_bytes
+        return self._records[slot, : size[0] * size[1]].reshape(size)
+
+
+class DeviceCacheRows:
+    """``CacheRows`` on a GPU, through pinned memory, on a stream of their own: steps run meanwhile."""
+
+    def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
+        self.of_token = of_token
+        self._places = CachePlaces(cache.page_size, of_token)
+        self._parts = [[_wide(_rows(part, of_token.row_bytes)) for part in parts] for parts in cache.layers]
+        self._records = None if cache.states is None else cache.states.records
+        self._device = cache.device
+        self._stream: Any = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._parts)
+
+    def mark(self) -> Mark:
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+        """Yield one array. Rows of pages that aren't consecutive are gathered on the GPU."""
+        part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._after(after)
+            rows = self._to_host(part[places] if isinstance(places, slice) else part[self._index(places)])
+        yield rows
+
+    def read_state(self, slot: int, after: Mark) -> Bytes:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._after(after)
+            return self._to_host(self._state(slot))
+
+    def read_mark(self) -> Mark:
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
+        part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
+        source = torch.from_numpy(rows).view(part.dtype)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if isinstance(places, slice):
+                part[places].copy_(source, non_blocking=True)
+            else:
+                part[self._index(places)] = source.to(self._device, non_blocking=True)
+
+    def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            target = self._state(slot)[first_row : first_row + len(rows)]
+            target.copy_(torch.from_numpy(rows), non_blocking=True)
+
+    def finish_writes(self) -> None:
+        self._stream.synchronize()
+
+    def _after(self, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self._stream.wait_event(mark)
+
+    def _index(self, places: NDArray[np.int64]) -> Tensor:
+        [index] = to_device([torch.from_numpy(places)], self._device)
+        return index
+
+    def _to_host(self, rows: Tensor) -> Bytes:
+        """Launch a copy, and return the array that will hold it. PyTorch reuses its memory when nobody holds it."""
+        copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        array: Bytes = copy.copy_(rows, non_blocking=True).view(torch.uint8).numpy()
+        return array
+
+    def _state(self, slot: int) -> Tensor:
+        assert self._records is not None, "the model has no state"
+        size = self.of_token.of_state, self.of_token.row_bytes
+        return self._records[slot, : size[0] * size[1]].view(size)
+
+
+class CachePlaces:
+    """Where rows are in a part of the cache."""
+
+    def __init__(self, page_size: int, of_token: TokenRows) -> None:
+        self._page_size = page_size
+        self._of_token = of_token
+
+    def __call__(self, run: KVRun, tables: PageTables) -> Iterator[tuple[int, int]]:
+        """Yield the first row, and the number of rows, in each run of consecutive pages."""
+        pages, page_rows, start = self._pages(run, tables)
+        end = start + run.num_rows
+        while start < end:
+            index, offset = divmod(start, page_rows)
+            until = index + 1
+            while until * page_rows < end and pages[until] == pages[until - 1] + 1:
+                until += 1
+            count = min(end, until * page_rows) - start
+            yield pages[index] * page_rows + offset, count
+            start += count
+
+    def whole(self, run: KVRun, tables: PageTables) -> slice | NDArray[np.int64]:
+        """Return all of them: a slice if they are consecutive."""
+        pages, page_rows, start = self._pages(run, tables)
+        first, offset = divmod(start, page_rows)
+        own = np.array(pages[first : -(-(start + run.num_rows) // page_rows)], dtype=np.int64)
+        if (np.diff(own) == 1).all():
+            place = int(own[0]) * page_rows + offset
+            return slice(place, place + run.num_rows)
+        rows = own[:, None] * page_rows + np.arange(page_rows)
+        return rows.reshape(-1)[offset : offset + run.num_rows]
+
+    def _pages(self, run: KVRun, tables: PageTables) -> tuple[Sequence[int], int, int]:
+        """Return the pages of a run's layer, how many rows each has, and where the run starts among them."""
+        table = tables[self._of_token.layer_groups.of_layer[run.layer]]
+        page_rows = self._page_size * self._of_token.parts[run.layer][run.part]
+        start = run.start - table.first * page_rows
+        assert start >= 0, "the table has no pages for these rows"
+        return table.pages, page_rows, start
+
+
+def _rows(cache: Tensor, row_bytes: int) -> Tensor:
+    """[pages, page_size, kv_heads, stored_dim] of any dtype → uint8 [rows, row_bytes]."""
+    return cache.view(-1).view(torch.uint8).view(-1, row_bytes)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """View rows of bytes as rows of words, of which a GPU moves one at a time."""
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
