@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
 from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
 from triptych.engine.buckets import bucket_sizes
+from triptych.engine.cache_rows import cache_rows
 from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
 from triptych.engine.gpu_forward import GpuForward, on_device
 from triptych.engine.gpu_runner import GpuRunner
+from triptych.engine.kv_rows import KVRows, TokenRows
+from triptych.engine.page_tables import PageTable
+from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
 from triptych.errors import StartError
@@ -166,6 +171,53 @@ class Bench:
         width = self.decoder.config.hidden_size * (1 + self.decoder.config.num_deepstack_layers)
         return MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width, dtype=self.dtype))
 
+    # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def transfer(self, num_tokens: int, *, scattered: bool) -> dict[str, Any]:
+        """A prompt's keys and values from the cache to host memory and back, as prefill and decode instances move them,
+        beside one copy of as many bytes in pinned memory each way."""
+        pages = -(-num_tokens // PAGE_SIZE)
+        cache = self._cache(2 * pages)
+        of_token = TokenRows(self.decoder.config.cache_specs(cache_format(self.dtype)))
+        rows, wanted = cache_rows(cache, of_token), KVRows(of_token, 0, num_tokens)
+        tables = [PageTable(pages=list(range(0, 2 * pages, 2) if scattered else range(pages)))]
+        runs = [run for layer in range(of_token.num_layers) for run in wanted.of_layer(layer, 0, num_tokens)]
+        found: list[list[np.ndarray]] = []
+
+        def read() -> None:
+            found[:] = [list(rows.read(run, tables, rows.mark())) for run in runs]
+            done = rows.read_mark()
+            while not done.query():
+                time.sleep(1e-4)
+
+        def write() -> None:
+            for run, parts in zip(runs, sources, strict=True):
+                rows.write(run, tables, parts)
+            rows.finish_writes()
+
+        read_s = self.on_host(read)
+        sources = [np.concatenate(parts) for parts in found]
+        num_bytes = sum(part.nbytes for part in sources)
+        figures = {"tokens": num_tokens, "scattered": scattered, "mb": num_bytes / 1e6, "read_ms": 1e3 * read_s}
+        figures["write_ms"] = 1e3 * self.on_host(write)
+        if self.device.type == "cuda":
+            figures["write_from_pageable_ms"], buffer = figures["write_ms"], PinnedSharedMemory(num_bytes)
+            starts = accumulate((part.nbytes for part in sources), initial=0)
+            places = zip(starts, sources, strict=False)
+            shared = [buffer.bytes[start : start + part.nbytes].reshape(part.shape) for start, part in places]
+            for target, part in zip(shared, sources, strict=True):
+                target[:] = part
+            sources = shared
+            figures["write_ms"] = 1e3 * self.on_host(write)
+            buffer.close()
+            pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            from_gpu = self.on_gpu(lambda: pinned.copy_(on_gpu, non_blocking=True))
+            to_gpu = self.on_gpu(lambda: on_gpu.copy_(pinned, non_blocking=True))
+            figures |= {"copy_from_gpu_ms": 1e3 * from_gpu, "copy_to_gpu_ms": 1e3 * to_gpu}
+            figures |= {"read_of_copy": from_gpu / read_s, "write_of_copy": 1e3 * to_gpu / figures["write_ms"]}
+        return figures
+
     # ── the tower ────────────────────────────────────────────────────────────────────────────────────────────
 
     def encode(self, images: int, side: int) -> dict[str, Any]:
@@ -261,6 +313,9 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     show("decode: of_floor is 1 if only reading weights, keys and values takes time", results["decode"])
     results["prefill"] = [bench.prefill(*chunk) for chunk in chunks]
     show("prefill: of_products is 1 if only matrix products take time", results["prefill"])
+    lengths = (512, 2048) if large else (16,)
+    results["transfer"] = [bench.transfer(length, scattered=one) for length in lengths for one in (False, True)]
+    show("keys and values to host memory and back: of_copy is 1 for one pinned copy", results["transfer"])
     results["tower"] = [bench.encode(*image) for image in images]
     show("vision tower", results["tower"])
     return results

@@ -280,10 +280,10 @@ class InProcess:
 
 
 @asynccontextmanager
-async def in_process(model: Path, dtype: str, load: Load, log: Path) -> AsyncIterator[InProcess]:
+async def in_process(model: Path, dtype: str, load: Load, log: Path, device: str = "cpu") -> AsyncIterator[InProcess]:
     """Run transformers with its messages in ``log``. Yields it once it is ready; raises NotStarted."""
     command = [sys.executable, "-m", "bench.transformers_peer", str(model), "--threads", str(len(cores()))]
-    command += ["--dtype", dtype, "--load", json.dumps(asdict(load))]
+    command += ["--dtype", dtype, "--device", device, "--load", json.dumps(asdict(load))]
     with (
         log.open("w") as output,
         _process(command, subprocess.PIPE, {"PYTHONPATH": str(ROOT)}, output.fileno(), subprocess.PIPE) as process,

@@ -51,7 +51,8 @@ WARM_UP = 2
 async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> list[engines.Row]:
     """All rows that can be measured. Says in ``left_out`` what can't, and why."""
     sequences = max(options.at_a_time, default=1)
-    found = [engines.triptych(options.model, options.topology, flags) for flags in options.triptych]
+    device = f" --device {options.device}" if options.device != "cpu" else ""
+    found = [engines.triptych(options.model, options.topology, flags + device) for flags in options.triptych]
     try:
         if not options.vllm:
             raise engines.MissingPeer("--vllm isn't given")
@@ -66,8 +67,7 @@ async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> l
         found += [engines.llama_cpp(options.llama_cpp, files, name, sequences) for name in options.gguf_formats]
     except engines.MissingPeer as missing:
         left_out.append(f"llama.cpp is left out: {missing}")
-    if options.transformers:
-        found.append(engines.transformers("float32"))
+        found += [engines.transformers(dtype) for dtype in options.transformers]
     return found
 
 
@@ -79,7 +79,9 @@ async def measure(row: engines.Row, options: argparse.Namespace, number: int, lo
     async with engines.running(row.server, free_port(), log, options.limit) as server:
         ready = time.monotonic() - began
         async with asyncio.timeout(options.limit), client_of(server.url) as client:
-            found = await served(client, options, number, with_bandwidth=row.engine == "Triptych")
+            found = await served(
+                client, options, number, with_bandwidth=row.engine == "Triptych" and options.device == "cpu"
+            )
         found["peak_mib"] = server.peak_mib
     if not found["ttft_ms"]:
         raise engines.NotStarted(f"{found['errors'][0]}; its log: {engines.last_line(log.read_text())}")
@@ -150,7 +152,7 @@ async def of_transformers(row: engines.Row, options: argparse.Namespace, number:
     """The same requests one at a time, without HTTP, tokenizer or template. Raises NotStarted."""
     async with (
         asyncio.timeout(options.limit),
-        engines.in_process(options.model, row.weights, options.load, log) as peer,
+        engines.in_process(options.model, row.weights, options.load, log, options.device) as peer,
     ):
         first, *asked = [await peer.answer(number * 1_000_003 + one) for one in range(options.requests + 1)]
         by_figure = {name: [figures[name] for figures in asked] for name in ("ttft_ms", "tpot_ms")}
@@ -284,7 +286,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--gguf", type=Path, metavar="DIR", help="where GGUF files are or go; default: MODEL-gguf")
     parser.add_argument("--gguf-formats", nargs="*", default=GGUF, metavar="FORMAT", help="a row each")
-    parser.add_argument("--transformers", action="store_true", help="add transformers in float32, in process")
+    parser.add_argument(
+        "--transformers", nargs="*", default=(), metavar="DTYPE", help="add transformers in process, a row each"
+    )
+    parser.add_argument("--device", default="cpu", help="of Triptych and transformers: cpu or cuda")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=3, help="per round, one at a time")
     parser.add_argument("--at-a-time", type=int, nargs="*", default=[8, 16], help="also with this many at a time")

@@ -63,7 +63,8 @@ def ask(model: PreTrainedModel, request: dict[str, torch.Tensor], tokens: int) -
 
     began = time.perf_counter()
     generate: Any = model.generate
-    generate(**request, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=Clock())
+    on_device = {name: value.to(model.device) for name, value in request.items()}
+    generate(**on_device, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=Clock())
     first, last = times[1], times[-1]
     return first - began, (last - first) / (tokens - 1)
 
@@ -73,12 +74,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--load", type=json.loads, default={}, help="fields of bench.serve.Load, as JSON")
     options = parser.parse_args()
     load = Load(**options.load)
     torch.set_num_threads(options.threads)
     model_class: Any = getattr(transformers, load_config(options.model)["architectures"][0])
-    model = model_class.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    model = model_class.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval().to(options.device)
     model.generation_config.eos_token_id = None
     builder = PromptBuilder(options.model)
     print("{}", flush=True)
