@@ -185,8 +185,8 @@ class Bench:
         found: list[list[np.ndarray]] = []
 
         def read() -> None:
-            found[:] = [list(rows.read(run, tables, rows.mark())) for run in runs]
-            done = rows.read_mark()
+            found[:] = [list(rows.read(run, tables, rows.event())) for run in runs]
+            done = rows.read_event()
             while not done.query():
                 time.sleep(1e-4)
 

@@ -74,9 +74,9 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
     rows, expected = HostCacheRows(ranks[0].whole, of_token), HostCacheRows(one, of_token)
     for layer in range(LAYERS):
         for part in range(2):
-            found = list(rows.read(KVRun(layer, part, 1, 10, 0), tables, rows.mark()))
+            found = list(rows.read(KVRun(layer, part, 1, 10, 0), tables, rows.event()))
             assert len(found) == 2, "as many views as in one process"
-            alone = expected.read(KVRun(layer, part, 1, 10, 0), tables, rows.mark())
+            alone = expected.read(KVRun(layer, part, 1, 10, 0), tables, rows.event())
             for mine, theirs in zip(found, alone, strict=True):
                 assert mine.flags.c_contiguous
                 assert (mine == theirs).all()

@@ -31,8 +31,8 @@ def filled(specs: list[CacheSpec], device: torch.device) -> KVTensors:
 
 
 def read(rows: CacheRows, run: KVRun, tables: list[PageTable]) -> np.ndarray:
-    found = list(rows.read(run, tables, rows.mark()))
-    while not rows.read_mark().query():
+    found = list(rows.read(run, tables, rows.event()))
+    while not rows.read_event().query():
         pass
     return np.concatenate(found)
 
@@ -62,7 +62,7 @@ def test_reads_and_writes(gpu: torch.device, specs: list[CacheSpec], pages: list
 
 
 def test_a_read_waits_for_what_is_computed_before_it(gpu: torch.device) -> None:
-    """A mark is made behind work that still runs, and work behind the mark doesn't change what is read of other
+    """An event is recorded behind work that still runs, and work behind the event doesn't change what is read of other
     rows."""
     cache = filled(SPECS["equal"], gpu)
     rows, tables = cache_rows(cache, TokenRows(SPECS["equal"])), [PageTable(pages=[4, 1])]
@@ -71,9 +71,9 @@ def test_a_read_waits_for_what_is_computed_before_it(gpu: torch.device) -> None:
         busy = busy @ busy
         busy /= busy.norm()
     cache.layers[0][0].fill_(3.0)
-    computed = rows.mark()
+    computed = rows.event()
     [found] = rows.read(KVRun(0, 0, 0, 2 * PAGE, 0), tables, computed)
-    done = rows.read_mark()
+    done = rows.read_event()
     while not done.query():
         pass
     assert (torch.from_numpy(found).view(torch.bfloat16) == 3.0).all()

@@ -15,7 +15,7 @@ from triptych.layers.pinned import to_device
 from triptych.transfer.memory import Bytes
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device has been given to do."""
 
     def query(self) -> bool:
@@ -30,18 +30,18 @@ class CacheRows(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def mark(self) -> Mark:
-        """Return a mark behind what the calling thread has launched: on the compute thread, that is steps."""
+    def event(self) -> DeviceEvent:
+        """Return an event behind what the calling thread has launched: on the compute thread, that is steps."""
 
-    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
         """Yield the rows of a run, of a request with these page tables: uint8 of shape (n, row_bytes). They must be
-        computed before ``after``; the arrays hold them behind ``read_mark``."""
+        computed before ``after``; the arrays hold them behind ``read_event``."""
 
-    def read_state(self, slot: int, after: Mark) -> Bytes:
+    def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         """Return the rows of the state in a slot, as ``read`` does."""
 
-    def read_mark(self) -> Mark:
-        """Return a mark behind all reads so far."""
+    def read_event(self) -> DeviceEvent:
+        """Return an event behind all reads so far."""
 
     def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
         """Write the rows of a run. ``rows`` must not change before ``finish_writes``."""
@@ -59,7 +59,7 @@ def cache_rows(cache: KVTensors, of_token: TokenRows) -> CacheRows:
 
 
 class _Done:
-    """A mark of work that is done."""
+    """An event of work that is done."""
 
     def query(self) -> bool:
         return True
@@ -81,19 +81,19 @@ class HostCacheRows:
     def num_layers(self) -> int:
         return len(self._parts)
 
-    def mark(self) -> Mark:
+    def event(self) -> DeviceEvent:
         return _DONE
 
-    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
         """Yield a view per run of consecutive pages."""
         part = self._parts[run.layer][run.part]
         for place, count in self._places(run, tables):
             yield part[place : place + count]
 
-    def read_state(self, slot: int, after: Mark) -> Bytes:
+    def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         return self._state(slot)
 
-    def read_mark(self) -> Mark:
+    def read_event(self) -> DeviceEvent:
         return _DONE
 
     def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
@@ -129,11 +129,11 @@ class DeviceCacheRows:
     def num_layers(self) -> int:
         return len(self._parts)
 
-    def mark(self) -> Mark:
+    def event(self) -> DeviceEvent:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def read(self, run: KVRun, tables: PageTables, after: Mark) -> Iterator[Bytes]:
+    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
         """Yield one array. Rows of pages that aren't consecutive are gathered on the GPU."""
         part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -141,12 +141,12 @@ class DeviceCacheRows:
             rows = self._to_host(part[places] if isinstance(places, slice) else part[self._index(places)])
         yield rows
 
-    def read_state(self, slot: int, after: Mark) -> Bytes:
+    def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._after(after)
             return self._to_host(self._state(slot))
 
-    def read_mark(self) -> Mark:
+    def read_event(self) -> DeviceEvent:
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
@@ -167,16 +167,16 @@ class DeviceCacheRows:
     def finish_writes(self) -> None:
         self._stream.synchronize()
 
-    def _after(self, mark: Mark) -> None:
-        assert isinstance(mark, torch.cuda.Event)
-        self._stream.wait_event(mark)
+    def _after(self, event: DeviceEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
 
     def _index(self, places: NDArray[np.int64]) -> Tensor:
         [index] = to_device([torch.from_numpy(places)], self._device)
         return index
 
     def _to_host(self, rows: Tensor) -> Bytes:
-        """Launch a copy, and return the array that will hold it. PyTorch reuses its memory when nobody holds it."""
+        """Launch a copy, and return the array that will hold it. PyTorch reuses its memory when nothing holds it."""
         copy = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         array: Bytes = copy.copy_(rows, non_blocking=True).view(torch.uint8).numpy()
         return array

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
 from triptych.engine.cache_manager import CacheManager
-from triptych.engine.cache_rows import CacheRows, Mark
+from triptych.engine.cache_rows import CacheRows, DeviceEvent
 from triptych.engine.kv_rows import KVRows
 from triptych.engine.page_tables import PageTables
 from triptych.engine.state_slots import slot_of
@@ -30,7 +30,7 @@ class _Read:
     outgoing: OutgoingKV
     first_row: int
     rows: Bytes
-    done: Mark
+    done: DeviceEvent
 
 
 class KVSink:
@@ -45,7 +45,7 @@ class KVSink:
         self._manager = manager
         self._layout = layout
         self._wake = wake
-        self._layers: deque[tuple[int, Sequence[ActiveChunk], Mark]] = deque()
+        self._layers: deque[tuple[int, Sequence[ActiveChunk], DeviceEvent]] = deque()
         self._reads: deque[_Read] = deque()
         self._expected: set[TransferId] = set()
         self._retained: set[OutgoingKV] = set()
@@ -85,13 +85,13 @@ class KVSink:
             if not outgoing.over:
                 self._manager.retain(outgoing.tables, active.request.tables, chunk.start + chunk.length)
             if begins:
-                before = self._cache.mark()
+                before = self._cache.event()
                 for layer in range(self._cache.num_layers):
                     self._read(outgoing, layer, chunk.start, before)
         self._provide()
 
         def after_layer(layer: int) -> None:
-            self._layers.append((layer, chunks, self._cache.mark()))
+            self._layers.append((layer, chunks, self._cache.event()))
             self._wake()
 
         return after_layer
@@ -115,8 +115,8 @@ class KVSink:
         """Record that all of the request's KV has been provided, and provide its state. The sender does the rest."""
         outgoing = self._forget(active)
         if outgoing is not None and not outgoing.over and self._cache.of_token.of_state:
-            record = self._cache.read_state(slot_of(outgoing.tables), self._cache.mark())
-            self._reads.append(_Read(outgoing, outgoing.rows.num_token_rows, record, self._cache.read_mark()))
+            record = self._cache.read_state(slot_of(outgoing.tables), self._cache.event())
+            self._reads.append(_Read(outgoing, outgoing.rows.num_token_rows, record, self._cache.read_event()))
             self._provide()
 
     def abort(self, active: ActiveRequest, reason: str) -> None:
@@ -152,7 +152,7 @@ class KVSink:
             table.first = first // self._manager.page_size
         return tables
 
-    def _read(self, outgoing: OutgoingKV, layer: int, end_token: int, computed: Mark) -> None:
+    def _read(self, outgoing: OutgoingKV, layer: int, end_token: int, computed: DeviceEvent) -> None:
         """Read a layer's tokens below ``end_token``, unless the transfer is over."""
         if outgoing.over:
             return
@@ -163,7 +163,7 @@ class KVSink:
         for run in outgoing.rows.of_layer(layer, token, end_token):
             row = run.first_row
             for rows in self._cache.read(run, outgoing.tables, computed):
-                self._reads.append(_Read(outgoing, row, rows, self._cache.read_mark()))
+                self._reads.append(_Read(outgoing, row, rows, self._cache.read_event()))
                 row += len(rows)
 
     def _provide(self) -> None:
