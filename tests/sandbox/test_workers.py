@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import pytest
 
 from tests.support import sandbox_handlers as handlers
@@ -51,6 +52,21 @@ def test_one_worker_serves_several_items_at_a_time(workers: WorkerPool) -> None:
             if (result := next(iterator, None)) is not None:
                 seen[number].append(result[0])
     assert seen == [[b"0", b"1", b"2"], [], [b"0", b"1", b"2", b"3", b"4"]]
+
+
+@pytest.mark.slow
+def test_a_library_may_be_larger_than_the_limit_which_stays() -> None:
+    limits = msgspec.structs.replace(LIMITS, seconds=30.0)
+    workers = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "", limits), 1, DecodeFailed)
+    workers.wait_until_ready()
+    try:
+        with pytest.raises((DecodeFailed, InternalError)):
+            ask(workers, "import_within_the_limit", b"torch")
+        assert payloads(workers, "import_late", b"torch") == [b"torch"]
+        with pytest.raises(DecodeFailed, match="memory"):
+            ask(workers, "hoard")
+    finally:
+        workers.close()
 
 
 def test_a_cancelled_request_is_dropped(workers: WorkerPool) -> None:

@@ -1,5 +1,6 @@
 """Handlers that the workers of these tests run."""
 
+import importlib
 import os
 import signal
 import sys
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
-from triptych.sandbox.child import Handler
+from triptych.sandbox.child import Handler, import_library
 from triptych.sandbox.fork_server import Responder
 from triptych.sandbox.protocol import Limits
 
@@ -72,6 +73,14 @@ def spin(argument: str, data: bytes) -> Results:
 def hoard(argument: str, data: bytes) -> Results:
     kept = [bytes(2**24) for _ in range(1000)]
     yield b"%d" % len(kept), []
+
+
+def import_late(argument: str, data: bytes) -> Results:
+    yield import_library(data.decode()).__name__.encode(), []
+
+
+def import_within_the_limit(argument: str, data: bytes) -> Results:
+    yield importlib.import_module(data.decode()).__name__.encode(), []
 
 
 def write_much(argument: str, data: bytes) -> Results:

@@ -9,7 +9,6 @@ import numpy as np
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.errors import DecodeFailed, InternalError
-from triptych.heap import gc_paused
 from triptych.models.base import EncoderInput, Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.sandbox.child import Handler
@@ -67,10 +66,6 @@ def serve(folder: str) -> Handler:
     """Return the handler that the workers run, for a checkpoint folder."""
     config, path = load_config(Path(folder)), Path(folder)
     family = family_of(config)
-    if "video" in family.modalities:
-        with gc_paused():
-            import torch  # before memory is limited: the import alone exceeds the limit
-        torch.set_num_threads(1)
     preprocessor: Preprocessor = resolve(family.preprocessor or "")(
         config, load_preprocessor_config(path), load_video_config(path)
     )

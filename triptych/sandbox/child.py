@@ -10,11 +10,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from triptych.errors import ErrorKind, RequestError, ServiceError
+from triptych.heap import gc_paused
 from triptych.observe import logs
 from triptych.sandbox.protocol import (
     Bulk,
@@ -39,6 +41,9 @@ ServiceError."""
 GRACE_SECONDS = 5.0
 """Seconds after its time limit at which a worker exits by itself. Its parent kills it earlier, unless the parent is
 gone."""
+LIBRARY_BYTES = 16 * 2**30
+"""Address space for libraries that are imported later. PyTorch with CUDA's may take most of it; little becomes
+memory."""
 MAX_MESSAGE_TEXT = 500
 
 
@@ -113,18 +118,41 @@ def content(bulk: Bulk | None) -> bytes:
 
 def limit(limits: Limits) -> None:
     """Limit this process's memory, open files and output from now on, and disable core dumps."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _set(resource.RLIMIT_AS, used + limits.memory_bytes)
+    most = _address_space() + limits.memory_bytes
+    _set(resource.RLIMIT_AS, most, most + LIBRARY_BYTES)
     _set(resource.RLIMIT_FSIZE, limits.output_bytes)
     _set(resource.RLIMIT_NOFILE, 32)
     _set(resource.RLIMIT_CORE, 0)
 
 
-def _set(kind: int, value: int) -> None:
-    """Lower a limit, to at most the hard limit that was inherited."""
-    _, hard = resource.getrlimit(kind)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+def import_library(name: str) -> ModuleType:
+    """Import a library of whose address space a limited process's limit takes no account, up to ``LIBRARY_BYTES``. Most
+    items need none, so processes start without it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if name in sys.modules or soft == resource.RLIM_INFINITY:
+        return importlib.import_module(name)
+    before = _address_space()
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        with gc_paused():
+            return importlib.import_module(name)
+    finally:
+        soft += _address_space() - before
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _set(kind: int, soft: int, hard: int | None = None) -> None:
+    """Lower a limit, to at most the hard limit that was inherited; without ``hard``, that becomes the same."""
+    _, inherited = resource.getrlimit(kind)
+    soft, hard = (
+        value if inherited == resource.RLIM_INFINITY else min(value, inherited) for value in (soft, hard or soft)
+    )
+    resource.setrlimit(kind, (soft, hard))
 
 
 if __name__ == "__main__":

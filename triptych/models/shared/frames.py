@@ -26,6 +26,7 @@ from triptych.models.shared.patches import (
     rescale_factor,
 )
 from triptych.models.shared.video import FILE, sampled_frames
+from triptych.sandbox.child import import_library
 from triptych.types import ItemPlan, VideoHeader
 
 _MODES = {
@@ -75,14 +76,14 @@ def resized(pixels: NDArray[np.uint8], size: tuple[int, int], mode: str) -> NDAr
 
     Uses the kernel that torchvision calls: Pillow's is slower and rounds differently.
     """
-    from torch import from_numpy  # here, because the frontend imports this file, and images don't need torch
-    from torch.nn.functional import interpolate
-
     if pixels.shape[1:3] == size:
         return pixels
+    torch = import_library("torch")  # here, because the frontend imports this file, and most images don't need torch
     # numpy gives the axis of a single frame a stride of 0, for which torch would take a slower way
-    dense = from_numpy(np.ascontiguousarray(pixels).reshape(-1)).view(pixels.shape)
-    made = interpolate(dense.permute(0, 3, 1, 2), size, mode=mode, antialias=True, align_corners=False)
+    dense = torch.from_numpy(np.ascontiguousarray(pixels).reshape(-1)).view(pixels.shape)
+    made = torch.nn.functional.interpolate(
+        dense.permute(0, 3, 1, 2), size, mode=mode, antialias=True, align_corners=False
+    )
     return np.ascontiguousarray(made.permute(0, 2, 3, 1).numpy())
 
 
