@@ -163,11 +163,13 @@ def cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def start_frontend(max_queue: int) -> tuple[subprocess.Popen[str], str, str]:
-    """Start a frontend process. Returns it with its URL and its control address."""
+def start_frontend(max_queue: int, checkout: Path | None = None) -> tuple[subprocess.Popen[str], str, str]:
+    """Start a frontend process, of another ``checkout`` if one is given. Returns it with its URL and its control
+    address."""
     command = [sys.executable, "-m", "triptych", "serve", "demo", "--role", "frontend", "--port", "0"]
     command += ["--max-queue", str(max_queue), "--max-num-seqs", str(max_queue), "--lease-expiry", "20"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    env = {**os.environ, "PYTHONPATH": str(checkout)} if checkout else os.environ
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=checkout)
     assert process.stdout is not None
     url = control = ""
     for line in process.stdout:

@@ -3,8 +3,8 @@
     python -m bench.ui_cost --out bench/results/ui-cost.json
 
 The frontend runs in its own process, with the peer of ``bench.frontend`` in place of an instance. Requests end and
-begin all the time, and their tokens come at ten times a second, so that no snapshot is like the last. Spans with and
-without viewers alternate, so that what else changes on the machine is in both.
+begin all the time, and their tokens come at ten times a second. Spans with and without viewers alternate, so that what
+else changes on the machine is in both; so do frontends of this checkout and of another one, if ``--before`` names it.
 """
 
 import argparse
@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from bench.frontend import CHAT, Peer, body, cpu, joined, start_frontend
+from bench.frontend import CHAT, Peer, body, joined, start_frontend
 from bench.measuring import report
 from triptych.transfer_bench.measure import machine
 
@@ -66,46 +66,84 @@ async def running(*work: Any) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def share(frontend: psutil.Process, seconds: float) -> float:
-    """Return the share of a core that the frontend uses in that time."""
-    before, began = cpu(frontend), time.monotonic()
+def seconds_used(process: int) -> float:
+    """Return a process's processor time. In nanoseconds, unlike the ticks that psutil reads: these are as long as what
+    viewers cost in a second."""
+    return time.clock_gettime(~process << 3 | 2)  # as clock_getcpuclockid of the C library makes it
+
+
+async def share(frontend: int, seconds: float) -> float:
+    """Return the share of a core that a process uses in that time."""
+    before, began = seconds_used(frontend), time.monotonic()
     await asyncio.sleep(seconds)
-    return (cpu(frontend) - before) / (time.monotonic() - began)
+    return (seconds_used(frontend) - before) / (time.monotonic() - began)
+
+
+@dataclass
+class Spans:
+    """What was measured of one frontend."""
+
+    without: list[float] = field(default_factory=list)
+    """Share of a core in each span without viewers."""
+    viewed: list[float] = field(default_factory=list)
+    """In each span with viewers, after the one without."""
+    sizes: list[int] = field(default_factory=list)
+    """Of the events, in bytes."""
+
+    async def measure(self, options: argparse.Namespace, checkout: Path | None) -> None:
+        """Start a frontend, and measure ``options.rounds`` spans of each kind."""
+        process, url, control = start_frontend(max(options.requests + 16, 32), checkout)
+        threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True).start()
+        limits = httpx.Limits(max_connections=None)
+        peer = Peer(control, options.gap, GROUPS)
+        try:
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
+                while not await joined(client):
+                    await asyncio.sleep(0.05)
+                async with running(*(generate(client, options.tokens, number) for number in range(options.requests))):
+                    for _ in range(options.rounds):
+                        await asyncio.sleep(SETTLE)
+                        self.without.append(await share(process.pid, options.seconds))
+                        async with running(*(follow(client, self.sizes) for _ in range(options.viewers))):
+                            await asyncio.sleep(SETTLE)
+                            self.viewed.append(await share(process.pid, options.seconds))
+        finally:
+            peer.close()
+            process.kill()  # its streams have no end
+            process.wait()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        cost = [with_viewers - alone for with_viewers, alone in zip(self.viewed, self.without, strict=True)]
+        low, _, high = statistics.quantiles(cost, n=4)
+        return {
+            "event_kib": {
+                "mean": round(statistics.mean(self.sizes) / 1024, 2),
+                "largest": round(max(self.sizes) / 1024, 1),
+            },
+            "events": len(self.sizes),
+            "cores_without_viewers": [round(one, 4) for one in self.without],
+            "cores_with_viewers": [round(one, 4) for one in self.viewed],
+            "cores_of_viewers": round(statistics.median(cost), 4),
+            "quartiles": [round(low, 4), round(high, 4)],
+        }
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    process, url, control = start_frontend(max(options.requests + 16, 32))
-    threading.Thread(target=lambda: [None for _ in process.stdout or ()], daemon=True).start()
-    frontend, sizes = psutil.Process(process.pid), list[int]()
-    without, viewed = list[float](), list[float]()
-    limits = httpx.Limits(max_connections=None)
-    peer = Peer(control, options.gap, GROUPS)
-    try:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120, limits=limits) as client:
-            while not await joined(client):
-                await asyncio.sleep(0.05)
-            async with running(*(generate(client, options.tokens, number) for number in range(options.requests))):
-                for _ in range(options.rounds):
-                    await asyncio.sleep(SETTLE)
-                    without.append(await share(frontend, options.seconds))
-                    async with running(*(follow(client, sizes) for _ in range(options.viewers))):
-                        await asyncio.sleep(SETTLE)
-                        viewed.append(await share(frontend, options.seconds))
-    finally:
-        peer.close()
-        process.kill()  # its streams have no end
-        process.wait()
-    cost = [with_viewers - alone for with_viewers, alone in zip(viewed, without, strict=True)]
-    return {
+    checkouts: dict[str, Path | None] = {"before": options.before, "after": None} if options.before else {"": None}
+    found = {name: Spans() for name in checkouts}
+    for _ in range(options.turns):
+        for name, spans in found.items():
+            await spans.measure(options, checkouts[name])
+    load = {
         "machine": machine(),
         "requests_in_flight": options.requests,
         "tokens_per_second": round(options.requests / options.gap),
         "viewers": options.viewers,
-        "event_kib": {"mean": round(statistics.mean(sizes) / 1024, 2), "largest": round(max(sizes) / 1024, 1)},
-        "cores_without_viewers": [round(one, 4) for one in without],
-        "cores_with_viewers": [round(one, 4) for one in viewed],
-        "cores_of_viewers": round(statistics.median(cost), 4),
+        "span_seconds": options.seconds,
     }
+    figures = {name: spans.figures for name, spans in found.items()}
+    return load | (figures if options.before else figures[""])
 
 
 def main() -> None:
@@ -116,6 +154,8 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=1.0, help="seconds between two tokens (default: 1)")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each span (default: 15)")
     parser.add_argument("--rounds", type=int, default=4, help="spans with and without viewers (default: 4)")
+    parser.add_argument("--turns", type=int, default=1, help="frontends of each kind, one by one (default: 1)")
+    parser.add_argument("--before", type=Path, help="another checkout, whose frontend is measured in turn")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     options = parser.parse_args()
     report(asyncio.run(measure(options)), options.out)
