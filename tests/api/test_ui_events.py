@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.frontends import Alone, alone
 from tests.support.serving import Served, image, image_part, text_part, wait_for
-from triptych.api.viewers import MAX_PER_CLIENT, MAX_VIEWERS
+from triptych.api.viewers import MAX_PER_CLIENT, MAX_VIEWERS, SILENCE
 from triptych.observe.pipeline import Pipeline
 from triptych.observe.pipeline_changes import PipelineChanges, changed
 
@@ -36,6 +36,24 @@ def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipel
         for one in news:
             latest = changed(latest, one)
             yield latest
+
+
+@contextmanager
+def changing(frontend: Alone) -> Iterator[None]:
+    """An event happens between any two snapshots."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(0.02):
+            frontend.frontend.service.router.events.add("joined", "e7 joined as E")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +130,9 @@ def test_the_verdict_of_a_service_whose_encoder_is_slow(service: Served) -> None
 def test_without_viewers_nothing_is_made_and_all_see_the_same(frontend: Alone) -> None:
     viewers = frontend.frontend.service.viewers
     wait_for(lambda: not len(viewers))
-    made = viewers.num_made
+    sent = viewers.num_sent
     time.sleep(0.3)
-    assert viewers.num_made <= made + 1  # one that was under way
+    assert viewers.num_sent == sent
     with frontend.client() as one, frontend.client() as other:
         pairs = zip(snapshots(one), snapshots(other), strict=False)
         times = [pair for pair, _ in zip(pairs, range(5), strict=False)]
@@ -124,25 +142,49 @@ def test_without_viewers_nothing_is_made_and_all_see_the_same(frontend: Alone) -
 
 
 def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
-    with frontend.client() as client:
-        for rate, least, most in ((10, 0.08, 2.0), (2, 0.45, 3.0)):
+    with frontend.client() as client, changing(frontend):
+        for rate, least, most in ((10, 0.08, 0.4), (2, 0.45, 0.9)):
             stream = snapshots(client, f"/ui/events?rate={rate}")
-            first, second = next(stream), next(stream)
+            times = [next(stream).time for _ in range(5)]
             stream.close()
-            assert least <= second.time - first.time <= most
+            assert 4 * least <= times[-1] - times[0] <= 4 * most
+            wait_for(lambda: not len(frontend.frontend.service.viewers))
         for wrong in ("0", "-1", "nan", "inf", "x", "1e400"):
             assert client.get(f"/ui/events?rate={wrong}").status_code == 400
 
 
 def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:
     with frontend.client() as client, closing(events(client)) as news:
-        whole, *rest = [next(news) for _ in range(4)]
+        whole, *rest = [next(news) for _ in range(3)]
         assert isinstance(whole, Pipeline)
         assert rest == [PipelineChanges(time=one.time) for one in rest]
+        assert rest[1].time - rest[0].time >= SILENCE - 0.05
+
+
+def test_a_change_is_sent_soon(frontend: Alone) -> None:
+    with frontend.client() as client, closing(events(client)) as news:
+        next(news)
+        frontend.frontend.service.router.events.add("joined", "e7 joined as E")
+        began = time.monotonic()
+        assert next(one for one in news if isinstance(one, PipelineChanges) and one.events)
+        assert time.monotonic() - began < SILENCE / 2
+
+
+def test_a_viewer_that_asks_for_fewer_gets_the_last_change_in_its_time(frontend: Alone) -> None:
+    router = frontend.frontend.service.router
+    with frontend.client() as eager, frontend.client() as calm, closing(events(eager)) as more:
+        next(more)
+        with closing(snapshots(calm, "/ui/events?rate=1")) as fewer:
+            next(fewer)
+            for number in range(3):
+                router.events.add("joined", f"e{number} joined as E")
+                next(more)
+            assert [one.text for one in next(fewer).events][-3:] == [f"e{number} joined as E" for number in range(3)]
 
 
 def test_a_viewer_that_misses_changes_gets_whole_snapshots(frontend: Alone) -> None:
     with (
+        changing(frontend),
         frontend.client() as eager,
         frontend.client() as calm,
         closing(events(eager)) as more,

@@ -51,6 +51,7 @@ def test_on_80_columns() -> None:
     assert row(lines, "e1").split()[-1] == "2"
     assert row(lines, "23 requests") == "23 requests in flight: 20 encoding, 3 decoding"
     assert row(lines, BUSY.requests[0].id).split()[1:] == ["encoding", "12.1", "s", "2", "0", "e0"]
+    assert [line.split()[-2] for line in lines if line.startswith("chatcmpl-")][-4:] == ["0", "1,234", "1,234", "0"]
     events = [line.split(maxsplit=2) for line in lines[-3:]]
     assert [event[1] for event in events] == ["recovered", "lost", "joined"]
     assert events[1][2] == "e1 was lost; 3 items go to e0"

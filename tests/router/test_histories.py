@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
+from tests.support.followed_view import FollowedView
 from tests.support.plans import plan_of
 from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
 from triptych.errors import ErrorKind, TriptychError, Unavailable
@@ -40,6 +41,8 @@ from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
 
 SERVICES = [[E0, PD0], [E0, E1, PD0, PD1], [E0, P0, D0], [E0, E1, P0, P1, D0], [E0, P0, PD0, D0]]
+LOOK_EVERY = 4
+"""Steps between two looks of a view of the router."""
 COSTS = [1.0, 0.1, 1e15 / 3, 100.7]
 
 
@@ -51,6 +54,7 @@ class History:
     addresses: list[Address] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
     number: int = 0
+    steps: int = 0
     lost: float = 0.0
     """The share of messages that can't be sent."""
 
@@ -66,6 +70,7 @@ class History:
             placement=rng.choice(sorted(POLICIES)),
         )
         self.router, send = self.harness.router, self.harness.send
+        self.followed = FollowedView(self.router)
 
         def sometimes(to: Address, message: Message) -> None:
             if rng.random() < self.lost:
@@ -98,6 +103,9 @@ class History:
             return
         finally:
             self.check_books()
+            self.steps += 1
+            if self.steps % LOOK_EVERY == 0:
+                self.followed.look()
 
     def submit(self) -> None:
         rng = self.rng
@@ -246,6 +254,8 @@ class History:
             items = [one for one in state.encode.unfinished if one.instance is lease]
             assert lease.outstanding == cost + sum(one.cost for one in items)
             assert lease.patches == sum(one.patches for one in items)
+        waiting = {one.id for one in state.requests.values() if one.waits_for_prefill}
+        assert {one.id for one in self.router.lifecycle.requests.waiting_for_prefill} == waiting
         requests = set(state.dispatched)
         computing = requests - state.encode.pending
         assert state.computing == computing

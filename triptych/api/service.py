@@ -95,7 +95,7 @@ class Service:
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
         object.__setattr__(self, "pipeline", PipelineView(self.router, self.model_name))
-        object.__setattr__(self, "viewers", Viewers(self.pipeline.snapshot))
+        object.__setattr__(self, "viewers", Viewers(self.pipeline))
 
     @property
     def lifecycle(self) -> RequestLifecycle:

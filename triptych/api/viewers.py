@@ -5,13 +5,15 @@ that nothing is kept for it."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 from triptych.api.sse import event
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.pipeline import Pipeline
 from triptych.observe.pipeline_changes import changes
 from triptych.observe.requests import RequestRecord
+from triptych.router.pipeline_view import PipelineView
 
 log = logging.getLogger(__name__)
 
@@ -20,27 +22,37 @@ MAX_PER_CLIENT = 16
 """Viewers that one client may have: an API key or, without keys, this machine."""
 MIN_RATE, MAX_RATE = 1.0, 10.0
 """Snapshots per second that a viewer may ask for."""
+SILENCE = 1.0
+"""Seconds after which a viewer gets a snapshot though nothing has changed: it sees the time, and that there is news."""
+QUIET_INTERVAL = 0.25
+"""Seconds to which the time between two looks grows while nothing changes, if a viewer asks for more than that."""
 _EARLY = 0.02
 """Seconds by which a snapshot may be early for a viewer."""
 
 
 class Viewers:
-    """Makes snapshots while there are viewers, as often as the most eager of them asks for."""
+    """Looks at the service while there are viewers, as often as the most eager of them asks for; less often while
+    nothing changes."""
 
-    def __init__(self, snapshot: Callable[[], Pipeline]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, view: PipelineView) -> None:
+        self._view = view
         self._rates: dict[RequestRecord, float] = {}
         self._latest: Pipeline | None = None
-        """None before the first one, and when streams are to end."""
+        """The last one that was sent; None before the first one, and when streams are to end."""
         self._changes = b""
-        """The latest one as an event for those that have the one before."""
+        """It as an event for those that have the one before."""
         self._whole = b""
-        """The latest one as an event for all others; empty until one needs it."""
-        self.num_made = 0
-        """Snapshots made so far."""
-        self._made = asyncio.Event()
-        """Set when the next snapshot has been made; replaced by another one then."""
-        self._making: asyncio.Task[None] | None = None
+        """It as an event for all others; empty until one needs it."""
+        self.num_sent = 0
+        """Snapshots sent so far. Those that are as the last one are not sent, but for one now and then."""
+        self._send_at = 0.0
+        """When the next one is sent even if nothing has changed, by the event loop's clock."""
+        self._sent = asyncio.Event()
+        """Set when the next snapshot is sent; replaced by another one then."""
+        self._interval = 0.0
+        """Seconds between the last look and the next one."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Until the next look; None without viewers."""
         self.ended = asyncio.Event()
         """Set when streams are to end, since this process is about to."""
 
@@ -62,38 +74,66 @@ class Viewers:
     async def snapshots(self, record: RequestRecord) -> AsyncGenerator[bytes, None]:
         """Yield events, a ``Pipeline`` or ``PipelineChanges`` each, for a viewer that has entered."""
         clock, interval = asyncio.get_running_loop().time, 1 / self._rates[record]
-        sent, seen = clock() - interval, -1
+        due, seen = clock(), -1
+        self._send_at = due
+        self._look()
         while not self.ended.is_set():
-            if self._making is None or self._making.done():
-                self._making = asyncio.create_task(self._make())
-            await self._made.wait()
+            if self.num_sent == seen:
+                await self._sent.wait()
+            if (left := due - clock()) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self.ended.wait()
             if self._latest is None:
                 return
-            if (now := clock()) - sent >= interval - _EARLY:
-                missed, sent, seen = self.num_made - seen - 1, now, self.num_made
-                if missed and not self._whole:
-                    self._whole = event(self._latest)
-                yield self._whole if missed else self._changes
+            missed, seen, due = self.num_sent - seen - 1, self.num_sent, clock() + interval - _EARLY
+            if missed and not self._whole:
+                self._whole = event(self._latest)
+            yield self._whole if missed else self._changes
 
     def end(self) -> None:
         """End all streams: their viewers come back to the next process."""
         self.ended.set()
-        if self._making is not None:
-            self._making.cancel()
-        self._publish(None)
+        self._stop()
+        self._send(None, b"")
 
-    async def _make(self) -> None:
-        while self._rates and not self.ended.is_set():
-            try:
-                self._publish(self._snapshot())
-            except Exception:  # viewers get the end of their streams, not silence
-                log.exception("no snapshot could be made")
-                self._publish(None)
-            await asyncio.sleep(1 / max(self._rates.values(), default=MIN_RATE))
+    def _look(self) -> None:
+        """Look at the service, send what has changed, and look again later if there are viewers."""
+        self._stop()
+        if not self._rates or self.ended.is_set():
+            self._latest = None
+            return
+        loop, interval = asyncio.get_running_loop(), 1 / max(self._rates.values())
+        try:
+            changed = self._send_changes(loop.time())
+        except Exception:  # viewers get the end of their streams, not silence
+            log.exception("no snapshot could be made")
+            self._send(None, b"")
+            changed = False
+        self._interval = interval if changed else max(interval, min(2 * self._interval, QUIET_INTERVAL))
+        self._timer = loop.call_later(self._interval, self._look)
 
-    def _publish(self, pipeline: Pipeline | None) -> None:
-        self._changes = event(changes(self._latest, pipeline)) if self._latest and pipeline else b""
-        self._latest, self._whole = pipeline, b""
-        self.num_made += 1
-        made, self._made = self._made, asyncio.Event()
-        made.set()
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _send_changes(self, now: float) -> bool:
+        """Send what has changed, or that nothing has if viewers have heard nothing for a while. ``now`` is by the event
+        loop's clock. Return whether anything has changed."""
+        silent = now >= self._send_at
+        if self._latest is not None and self._view.is_current and not silent:
+            return False
+        pipeline = self._view.snapshot()
+        news = None if self._latest is None else changes(self._latest, pipeline)
+        changed = news is None or not news.is_empty
+        if changed or silent:
+            self._send_at = now + SILENCE
+            self._send(pipeline, b"" if news is None else event(news))
+        return changed
+
+    def _send(self, pipeline: Pipeline | None, changes: bytes) -> None:
+        self._latest, self._changes, self._whole = pipeline, changes, b""
+        self.num_sent += 1
+        sent, self._sent = self._sent, asyncio.Event()
+        sent.set()

@@ -15,12 +15,13 @@ class EventLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._events: deque[EventView] = deque(maxlen=MAX_EVENTS)
-        self._number = 0
+        self.number = 0
+        """Of the latest event; 0 without any."""
 
     def add(self, kind: str, text: str) -> None:
         """Add an event that happened now. ``kind`` is as in ``EventView``."""
-        self._number += 1
-        self._events.append(EventView(self._number, self._clock(), kind, text))
+        self.number += 1
+        self._events.append(EventView(self.number, self._clock(), kind, text))
 
     def __iter__(self) -> Iterator[EventView]:
         return iter(self._events)

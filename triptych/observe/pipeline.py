@@ -95,8 +95,6 @@ class RequestMark(Struct, frozen=True, gc=False):
     entered: float
     """When this phase began."""
     num_items: int
-    num_tokens: int
-    """Tokens generated so far, counted once a second."""
     queue: str
     """The stage for which it, or all its items that are left, wait at the frontend; empty if an instance has it."""
 
@@ -132,6 +130,9 @@ class Pipeline(Struct, frozen=True, tag_field="kind", tag="snapshot"):
     instances: list[InstanceView]
     requests: list[RequestMark]
     """At most 200, the oldest first."""
+    tokens: dict[str, int]
+    """Tokens that requests have generated, by their keys, as last counted: once a second. Those that have begun since
+    are missing."""
     events: list[EventView]
     """The last 50."""
     verdict: Verdict

@@ -4,10 +4,13 @@ A viewer gets a whole snapshot first, and whenever it has missed changes.
 """
 
 from itertools import zip_longest
+from typing import TypeVar
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from triptych.observe.pipeline import EventView, InstanceView, Pipeline, RequestMark, ServiceView, StageView, Verdict
+
+Part = TypeVar("Part")
 
 
 class PipelineChanges(Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="changes"):
@@ -22,24 +25,32 @@ class PipelineChanges(Struct, frozen=True, omit_defaults=True, tag_field="kind",
     """Those that have changed, at the places that they had, and those that are new, after all others."""
     gone: list[str] = []
     """Keys of requests."""
+    tokens: dict[str, int] | UnsetType = UNSET
+    """Of all requests."""
     events: list[EventView] | UnsetType = UNSET
     verdict: Verdict | UnsetType = UNSET
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the time has changed."""
+        return self == PipelineChanges(self.time)
 
 
 def changes(before: Pipeline, after: Pipeline) -> PipelineChanges:
     """Return what has changed. Requests that are in both snapshots must have the same order there, and come before
     those that are new: they are in the order of their arrival."""
-    known = {mark.key: mark for mark in before.requests}
+    requests, gone = _changed_marks(before.requests, after.requests)
+    instances = _if_other(before.instances, after.instances)
     return PipelineChanges(
         time=after.time,
-        service=UNSET if after.service == before.service else after.service,
-        stages=UNSET if after.stages == before.stages else after.stages,
-        instances=UNSET if after.instances == before.instances else _differing(before.instances, after.instances),
-        # the first comparison is the quicker one, and mostly enough
-        requests=[mark for mark in after.requests if (was := known.pop(mark.key, None)) is not mark and was != mark],
-        gone=list(known),
-        events=UNSET if after.events == before.events else after.events,
-        verdict=UNSET if after.verdict == before.verdict else after.verdict,
+        service=_if_other(before.service, after.service),
+        stages=_if_other(before.stages, after.stages),
+        instances=UNSET if instances is UNSET else _differing(before.instances, instances),
+        requests=requests,
+        gone=gone,
+        tokens=_if_other(before.tokens, after.tokens),
+        events=_if_other(before.events, after.events),
+        verdict=_if_other(before.verdict, after.verdict),
     )
 
 
@@ -64,9 +75,24 @@ def changed(before: Pipeline | None, news: Pipeline | PipelineChanges) -> Pipeli
         stages=before.stages if news.stages is UNSET else news.stages,
         instances=instances,
         requests=list(marks.values()),
+        tokens=before.tokens if news.tokens is UNSET else news.tokens,
         events=before.events if news.events is UNSET else news.events,
         verdict=before.verdict if news.verdict is UNSET else news.verdict,
     )
+
+
+def _if_other(before: Part, after: Part) -> Part | UnsetType:
+    """Return ``after`` unless it is as before, which mostly is the same object."""
+    return UNSET if after is before or after == before else after
+
+
+def _changed_marks(before: list[RequestMark], after: list[RequestMark]) -> tuple[list[RequestMark], list[str]]:
+    """Return the marks that have changed or are new, and the keys of those that are gone."""
+    if after is before:
+        return [], []
+    known = {mark.key: mark for mark in before}
+    changed = [mark for mark in after if (was := known.pop(mark.key, None)) is not mark and was != mark]
+    return changed, list(known)
 
 
 def _differing(before: list[InstanceView], after: list[InstanceView]) -> list[InstanceView | None]:

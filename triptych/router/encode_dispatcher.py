@@ -132,17 +132,20 @@ class EncodeDispatcher:
         rate: Rate,
         policy: PlacementPolicy,
         clock: Callable[[], float],
+        changed: Callable[[RequestId], None],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
         it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
-        work done, in cost per second."""
+        work done, in cost per second. ``changed`` is called with a request whose items were queued, assigned, finished
+        or released."""
         self._membership = membership
         self._address = address
         self._send = send
         self._rate = rate
         self._policy = policy
         self._clock = clock
+        self._changed = changed
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
@@ -164,6 +167,7 @@ class EncodeDispatcher:
         if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
             kind = _CACHED
         items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
+        self._changed(task.request)
         return replaced
 
     def dispatch(self) -> None:
@@ -177,6 +181,7 @@ class EncodeDispatcher:
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
                 del self._requests[task.request].queued[task.index]
+                self._changed(task.request)
             else:
                 self._dispatch_to(task, self._choose(task, instances))
 
@@ -229,6 +234,7 @@ class EncodeDispatcher:
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
         self._at[instance.address][task.transfer] = encode
         self._unfinished[encode] = None
+        self._changed(task.request)
         instance.assign(encode.cost)
         instance.patches += patches
         if long:
@@ -292,6 +298,7 @@ class EncodeDispatcher:
             self._queue.charge(encode.task.client, -encode.cost)
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
+        self._changed(encode.task.request)
         self.dispatch()
 
     def _note_cached(self, encode: InFlightEncode) -> None:
@@ -314,6 +321,7 @@ class EncodeDispatcher:
             if ticket.work.consumer == consumer:
                 self._queue.remove(ticket)
                 del self._requests[ticket.work.request].queued[ticket.work.index]
+                self._changed(ticket.work.request)
 
     def instance_lost(self, instance: InstanceLease) -> tuple[list[TransferId], list[RequestId]]:
         """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the
@@ -324,6 +332,7 @@ class EncodeDispatcher:
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             del self._requests[encode.task.request].in_flight[transfer]
+            self._changed(encode.task.request)
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
@@ -372,6 +381,7 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
+            self._changed(encode.task.request)
             if encode in self._unfinished:
                 encode.instance.encoded.discard(encode.task.cache_name)
             self._free_capacity(encode, 0.0)
@@ -382,6 +392,7 @@ class EncodeDispatcher:
                 del self._at[encode.instance.address]
         if ticket := items.queued.pop(index, None):
             self._queue.remove(ticket)
+            self._changed(ticket.work.request)
         return bool(earlier or ticket)
 
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:

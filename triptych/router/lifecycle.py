@@ -72,6 +72,7 @@ class RequestLifecycle:
             rate=self.admission.forecast.encode_rate,
             policy=POLICIES[config.placement],
             clock=clock,
+            changed=self.requests.changes.note,
         )
         self._decode_placement = PrefixPlacement(POLICIES[config.placement])
         self._prefill_placement = PrefixPlacement(POLICIES[config.placement])
@@ -291,7 +292,7 @@ class RequestLifecycle:
         self.cancel_prefill(state)
         self.encodes.release(state.id)  # its items were for the previous prefill instance
         self.update_phase(state)
-        state.prefill_needed = needed
+        self.requests.needs_prefill(state, needed)
         cost = max(0, len(state.generate.tokens) + len(needed.generated) - needed.first_token)
         instances = self._membership.prefill_instances(begun=True)
         if (instance := self._prefill_placement.place(state, instances, cost)) is None:
@@ -354,16 +355,12 @@ class RequestLifecycle:
                 if waiting := self.requests.get(request):
                     self.fail_missing(waiting, Stage.ENCODE)
         if Stage.PREFILL in missing:
-            for state in self.waiting_for_prefill():
+            for state in self.requests.waiting_for_prefill:
                 self.fail_missing(state, Stage.PREFILL)
 
     def fail_missing(self, state: RequestState, stage: Stage) -> None:
         """Fail a dispatched request that needs a stage without an instance."""
         self.fail(state, InstanceLost(LOST) if state.interrupted else self.missing(stage))
-
-    def waiting_for_prefill(self) -> list[RequestState]:
-        """Return the requests whose decode instance waits for a prefill instance."""
-        return [one for one in self.requests if one.waits_for_prefill]
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -38,7 +38,7 @@ def stage_queue(membership: Membership, lifecycle: RequestLifecycle, stage: Stag
     elif stage is queued_stage(membership):
         length, began = len(lifecycle.admission), [lifecycle.admission.oldest()]
     if stage is Stage.PREFILL:
-        waiting = lifecycle.waiting_for_prefill()
+        waiting = lifecycle.requests.waiting_for_prefill
         length += len(waiting)
         began += [one.entered for one in waiting]
     since = min((one for one in began if one is not None), default=None)

@@ -141,6 +141,8 @@ class Membership:
     """What supervisors say of the processes that they keep running."""
     _last_served: dict[Stage, float] = field(default_factory=dict)
     """When each stage last had an instance that takes work."""
+    _number: int = 0
+    """Changes of the leases so far, but for the work that they have."""
 
     def add(self, message: Register, now: float) -> InstanceLease:
         """Add a lease and return it. A process that registers again while it holds one keeps it, with its work."""
@@ -148,6 +150,7 @@ class Membership:
         if held is not None and is_same(held, message):
             held.last_seen = now
             held.credit = message.credit or message.capacity.whole
+            self._number += 1
             return held
         lease = InstanceLease(
             name=message.name,
@@ -166,6 +169,7 @@ class Membership:
         )
         lease.history.add(message.stats, now)
         self._leases[lease.address] = lease
+        self._number += 1
         return lease
 
     def refresh(self, message: Heartbeat, now: float) -> InstanceLease | None:
@@ -174,6 +178,7 @@ class Membership:
             lease.last_seen, lease.stats = now, message.stats
             lease.credit = message.credit or lease.capacity.whole
             lease.history.add(message.stats, now)
+            self._number += 1
         return lease
 
     def remove(self, lease: InstanceLease, now: float) -> None:
@@ -181,6 +186,22 @@ class Membership:
         for stage in lease.role.stages:
             self.serves(stage, now)  # it did, until now
         del self._leases[lease.address]
+        self._number += 1
+
+    def drain(self, lease: InstanceLease) -> None:
+        """Give an instance no new work any more: it is about to leave."""
+        lease.draining = True
+        self._number += 1
+
+    def set_next_role(self, lease: InstanceLease, role: Role | None) -> None:
+        """Note the role that an instance is about to take; None if it keeps its own."""
+        lease.next_role = role
+        self._number += 1
+
+    def version(self, now: float) -> tuple[int, ...]:
+        """Return a value that is another one when instances, or what supervisors say of them, have changed. The work
+        that instances have been given isn't part of that."""
+        return self._number, *self.launched.version(now)
 
     def serves(self, stage: Stage, now: float) -> bool:
         """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being

@@ -1,14 +1,14 @@
 """Snapshots of a service at work, made of what the router knows."""
 
 import time
-from itertools import islice
-from operator import attrgetter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from triptych import __version__
 from triptych.messages.operations import LaunchedInstance
 from triptych.messages.stats import InstanceStats
 from triptych.observe.pipeline import (
+    EventView,
     InstanceView,
     Pipeline,
     PoolView,
@@ -19,19 +19,18 @@ from triptych.observe.pipeline import (
 )
 from triptych.observe.timeline import Interval
 from triptych.router.launcher_view import STAGE_NAMES
-from triptych.router.load_window import busy_share, queued_stage, stage_queue, step_seconds
+from triptych.router.load_window import busy_share, stage_queue, step_seconds
 from triptych.router.membership import InstanceLease
-from triptych.router.request_state import RequestPhase, RequestState
+from triptych.router.request_marks import RequestMarks, instances_of
+from triptych.router.request_state import RequestPhase
 from triptych.router.router import Router
 from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
 from triptych.router.verdict import verdict
 from triptych.topology import Stage, Topology
-from triptych.types import RequestId
 
-MAX_MARKS = 200
 COUNT_EVERY = 1.0
-"""Seconds between two times that the tokens of requests are counted: else each mark would differ from the last."""
+"""Seconds between two times that the tokens of requests are counted."""
 
 _STAGES = {
     RequestPhase.QUEUED: "queue",
@@ -40,61 +39,102 @@ _STAGES = {
     RequestPhase.DECODING: "decode",
 }
 """The stage of a timeline that a request is in."""
-_QUEUED, _ENCODING = RequestPhase.QUEUED, RequestPhase.ENCODING  # looking members up is slow
-_Parts = tuple[Any, ...]
-"""What a view or a mark was made of: while it is the same, so are they."""
-_PARTS = attrgetter("phase", "entered", "decode", "prefill", "prefill_needed")
-"""Returns a mark's, without those that only some phases have. One call, because each snapshot asks all requests."""
+Value = TypeVar("Value")
+_Versions = tuple[tuple[int, ...], tuple[Any, ...], float, int, int]
+"""Of the instances, of the work, of the counts of tokens, of the events and of the verdict."""
+_Made = tuple[Any, ...]
+"""What a view was made of: while it is the same, so is the view."""
+
+
+class _Part(Generic[Value]):
+    """A part of snapshots. It stays the same object while it is equal, and isn't made while its version is the same."""
+
+    _version: object = None
+    _value: Value | None = None
+
+    def at(self, version: object, make: Callable[[], Value]) -> Value:
+        """Return the part. ``version`` must be another one whenever what it is made of has changed, and not None."""
+        if self._value is None or version != self._version:
+            self._version = version
+            if (made := make()) != self._value:
+                self._value = made
+        assert self._value is not None
+        return self._value
 
 
 class PipelineView:
-    """Makes snapshots of a router. What is as it was in the last snapshot is the same object in the next one."""
+    """Makes snapshots of a router. What is as it was in the last snapshot is the same object in the next one, and only
+    what may have changed is looked at."""
 
     def __init__(self, router: Router, model: str) -> None:
         """``model`` is its name in the API."""
         self._router = router
+        self._lifecycle = router.lifecycle
         self._model = model
         self._began = time.time()
         self._epoch = self._began - router.clock()
         """When the router's clock was 0. Fixed, so that times don't change when the system's clock is set."""
-        self._judged = -1
-        self._views: dict[InstanceLease, tuple[_Parts, InstanceView]] = {}
+        self._views: dict[InstanceLease, tuple[_Made, InstanceView]] = {}
         """Of the instances that have joined."""
-        self._marks: dict[RequestId, tuple[_Parts, RequestMark]] = {}
-        self._count_at = float("-inf")
+        self._marks = RequestMarks(router.membership, router.lifecycle, self._epoch)
+        self._instances = _Part[list[InstanceView]]()
+        self._service = _Part[ServiceView]()
+        self._stages = _Part[list[StageView]]()
+        self._requests = _Part[list[RequestMark]]()
+        self._tokens = _Part[dict[str, int]]()
+        self._events = _Part[list[EventView]]()
+        self._verdict = _Part[Verdict]()
+        self._moving = True
+        """Whether the last snapshot had something that changes with the time alone: a wait, or when it ends."""
+        self._seen: _Versions | None = None
+        """Those of the last snapshot."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing but the time has changed since the last snapshot."""
+        return self._versions(self._router.clock()) == self._seen
 
     def snapshot(self) -> Pipeline:
         """Return the service as it is now."""
-        now = self._router.clock()
-        joined = self._joined(now)
+        router, now = self._router, self._router.clock()
+        members, work, counted, events, judged = self._versions(now)
+        instances = self._instances.at(members, lambda: self._look_at_instances(now))
+        service = self._service.at(work, self._look_at_service)
+        stages = self._stages.at(work, lambda: self._look_at_stages(now))
+        self._moving = bool(service.why_not) or any(stage.queued for stage in stages)
+        self._seen = self._versions(now)
         return Pipeline(
             time=round(self._epoch + now, 3),
-            service=self._service(),
-            stages=[self._stage(stage, joined, now) for stage in Stage],
-            instances=[*(view for _, view in joined), *map(_expected, self._router.membership.expected(now))],
-            requests=self._requests(now),
-            events=list(self._router.events),
-            verdict=self._latest_verdict(),
+            service=service,
+            stages=stages,
+            instances=instances,
+            requests=self._requests.at(work, self._marks.look),
+            tokens=self._tokens.at(counted, self._marks.count),
+            events=self._events.at(events, lambda: list(router.events)),
+            verdict=self._verdict.at(judged, lambda: verdict(router.load.samples, router.control)),
         )
+
+    def _versions(self, now: float) -> _Versions:
+        router = self._router
+        members, requests = router.membership.version(now), self._lifecycle.requests.changes.number
+        work = members, requests, router.draining, router.leaving, now if self._moving else None
+        return members, work, now // COUNT_EVERY, router.events.number, router.load.number
 
     def current(self, request: str) -> list[Interval]:
         """Return what is done now for an HTTP request, as intervals that end now: one for each of its choices."""
         now, wall = self._router.clock(), time.time()
         return [
-            Interval(_STAGES[state.phase], wall - (now - state.entered), wall, engine=(*self._working(state), "")[0])
-            for state in self._router.lifecycle.requests
+            Interval(
+                _STAGES[state.phase],
+                wall - (now - state.entered),
+                wall,
+                engine=(*instances_of(self._lifecycle, state), "")[0],
+            )
+            for state in self._lifecycle.requests
             if state.http_id == request
         ]
 
-    def _latest_verdict(self) -> Verdict:
-        """Return the verdict, which changes with each sample of the load."""
-        load = self._router.load
-        if load.number != self._judged:
-            self._judged = load.number
-            self._verdict = verdict(load.samples, self._router.control)
-        return self._verdict
-
-    def _service(self) -> ServiceView:
+    def _look_at_service(self) -> ServiceView:
         router = self._router
         why_not = ""
         if router.draining or router.leaving:
@@ -111,9 +151,12 @@ class PipelineView:
             num_requests=router.num_requests,
         )
 
-    def _stage(self, stage: Stage, joined: list[tuple[InstanceLease, InstanceView]], now: float) -> StageView:
-        shares = [view.busy for lease, view in joined if stage in lease.role.stages]
-        queue = stage_queue(self._router.membership, self._router.lifecycle, stage, now)
+    def _look_at_stages(self, now: float) -> list[StageView]:
+        return [self._stage(stage, now) for stage in Stage]
+
+    def _stage(self, stage: Stage, now: float) -> StageView:
+        shares = [view.busy for lease, (_, view) in self._views.items() if stage in lease.role.stages]
+        queue = stage_queue(self._router.membership, self._lifecycle, stage, now)
         return StageView(
             name=STAGE_NAMES[stage],
             queued=queue.length,
@@ -122,66 +165,16 @@ class PipelineView:
             busy=sum(shares) / len(shares) if shares else 0.0,
         )
 
-    def _joined(self, now: float) -> list[tuple[InstanceLease, InstanceView]]:
-        """Return the instances that have joined."""
+    def _look_at_instances(self, now: float) -> list[InstanceView]:
         membership, known, self._views = self._router.membership, self._views, {}
         launched = {one.name: (one.restarts, one.node) for one in membership.launched.processes(now)}
         for lease in membership:
             of_process = launched.get(lease.name, (0, ""))
-            parts = lease.last_seen, lease.stats, lease.state, lease.next_role, of_process
-            if (entry := known.get(lease)) is None or entry[0] != parts:
-                entry = parts, _joined(lease, *of_process)
+            made_of = lease.last_seen, lease.stats, lease.state, lease.next_role, of_process
+            if (entry := known.get(lease)) is None or entry[0] != made_of:
+                entry = made_of, _joined(lease, *of_process)
             self._views[lease] = entry
-        return [(lease, view) for lease, (_, view) in self._views.items()]
-
-    def _requests(self, now: float) -> list[RequestMark]:
-        """Return the marks of the oldest requests."""
-        lifecycle, known, self._marks = self._router.lifecycle, self._marks, {}
-        shown = (state for state in lifecycle.requests if state.stream.record.counted)
-        queued = STAGE_NAMES[queued_stage(self._router.membership)]
-        if counts := now >= self._count_at:
-            self._count_at = now + COUNT_EVERY
-        for state in islice(shown, MAX_MARKS):
-            parts = _PARTS(state)
-            if state.phase is _QUEUED:
-                parts += (queued,)
-            elif state.phase is _ENCODING:
-                parts += (lifecycle.encodes.working_on(state.id),)
-            entry = known.get(state.id)
-            if entry is None or entry[0] != parts or (counts and entry[1].num_tokens != len(state.generated)):
-                entry = parts, self._mark(state, queued)
-            self._marks[state.id] = entry
-        return [mark for _, mark in self._marks.values()]
-
-    def _mark(self, state: RequestState, queued: str) -> RequestMark:
-        return RequestMark(
-            key=state.id,
-            id=state.http_id,
-            phase=state.phase,
-            instances=self._working(state),
-            entered=round(self._epoch + state.entered, 3),
-            num_items=len(state.prompt.items),
-            num_tokens=len(state.generated),
-            queue=self._queue(state, queued),
-        )
-
-    def _queue(self, state: RequestState, queued: str) -> str:
-        """Return the stage in whose queue (``stage_queue``) a request is. ``queued`` is the one of those that no
-        instance has."""
-        if state.phase is RequestPhase.QUEUED:
-            return queued
-        if state.phase is RequestPhase.ENCODING and not self._router.lifecycle.encodes.working_on(state.id):
-            return STAGE_NAMES[Stage.ENCODE]
-        return STAGE_NAMES[Stage.PREFILL] if state.waits_for_prefill else ""
-
-    def _working(self, state: RequestState) -> list[str]:
-        """Return the names of the instances that work on a request, the one that it waits for first."""
-        names = [] if state.decode is None else [state.decode.instance.name]
-        if state.prefill is not None:
-            names.insert(0, state.prefill.instance.name)
-        if state.phase is RequestPhase.ENCODING:
-            names = [*self._router.lifecycle.encodes.working_on(state.id), *names]
-        return names
+        return [*(view for _, view in self._views.values()), *map(_expected, membership.expected(now))]
 
 
 def _joined(lease: InstanceLease, restarts: int, node: str) -> InstanceView:

@@ -55,7 +55,8 @@ class RemotePrefill(Assignment):
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in flight. ``RequestTable`` changes ``phase``, ``decode`` and ``prefill``."""
+    """A request in flight. ``RequestTable`` changes ``phase``, ``decode``, ``prefill`` and
+    ``prefill_needed``."""
 
     id: RequestId
     prompt: PlannedPrompt
@@ -77,6 +78,8 @@ class RequestState:
     """Cost of encoding its items, as their plans state it."""
     http_id: str = ""
     """Id of its HTTP request."""
+    arrival: int = 0
+    """Its place in the order of arrival."""
     entered: float = 0.0
     """When its phase began, by the router's clock."""
     phase: RequestPhase = RequestPhase.QUEUED

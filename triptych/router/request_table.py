@@ -7,7 +7,9 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from triptych.messages.work import PrefillNeeded
 from triptych.router.membership import InstanceLease
+from triptych.router.recent_changes import RecentChanges
 from triptych.router.request_state import (
     BEFORE_ANSWER,
     COMPUTING,
@@ -27,17 +29,22 @@ class RequestTable:
         self._num_of_client: Counter[str] = Counter()
         self._num_in_phase: Counter[RequestPhase] = Counter()
         self._by_instance: defaultdict[Address, dict[RequestId, RequestState]] = defaultdict(dict)
+        self._waiting_for_prefill: dict[RequestId, RequestState] = {}
         self._deadlines: list[tuple[float, int, RequestId]] = []
         self._order = itertools.count()
+        self.changes = RecentChanges()
+        """Requests whose phase or instances have changed; ``EncodeDispatcher`` notes those whose items have."""
         self.computing_cost = 0.0
         """Forecast cost of the requests that language instances can compute now."""
 
     def add(self, state: RequestState) -> None:
         """Add a request that is queued."""
+        state.arrival = next(self._order)
         self._requests[state.id] = state
         self._num_of_client[state.client] += 1
         self._num_in_phase[state.phase] += 1
-        heapq.heappush(self._deadlines, (state.deadline, next(self._order), state.id))
+        heapq.heappush(self._deadlines, (state.deadline, state.arrival, state.id))
+        self.changes.note(state.id)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that has ended, and take it off its instances' accounts."""
@@ -60,6 +67,7 @@ class RequestTable:
         self.computing_cost += state.cost * ((phase in COMPUTING) - (before in COMPUTING))
         if not self.num_computing:
             self.computing_cost = 0.0  # sums and differences of floats don't return to exactly 0
+        self.changes.note(state.id)
 
     def assign(self, state: RequestState, instance: InstanceLease, cost: int) -> None:
         """Give a request to the language instance that will answer it."""
@@ -67,12 +75,19 @@ class RequestTable:
         instance.assign(cost)
         instance.add_request(1, may_stall=state.may_stall)
         self._by_instance[instance.address][state.id] = state
+        self.changes.note(state.id)
+
+    def needs_prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
+        """Note that a request's decode instance asks for its prompt's KV."""
+        state.prefill_needed = needed
+        self._prefill_changed(state)
 
     def assign_prefill(self, state: RequestState, prefill: RemotePrefill) -> None:
         """Give a request's prompt to a prefill instance."""
         state.prefill = prefill
         prefill.instance.assign(prefill.cost)
         self._by_instance[prefill.instance.address][state.id] = state
+        self._prefill_changed(state)
 
     def prefilled(self, state: RequestState) -> None:
         """Take a request's remote prefill, if it has one, off its instance's account: it is done, cancelled or lost."""
@@ -80,22 +95,27 @@ class RequestTable:
             state.prefill = state.prefill_needed = None
             prefill.instance.outstanding -= prefill.cost
             self._forget(state, prefill.instance)
+            self._prefill_changed(state)
 
     def unassign(self, state: RequestState) -> None:
         """Take a request off the accounts of its language instances."""
         self.prefilled(state)
-        state.prefill_needed = None
+        if state.prefill_needed is not None:
+            state.prefill_needed = None
+            self._prefill_changed(state)
         if (decode := state.decode) is not None:
             state.decode = None
             decode.instance.outstanding -= decode.cost
             decode.instance.add_request(-1, may_stall=state.may_stall)
             self._forget(state, decode.instance)
+            self.changes.note(state.id)
 
     def first_token(self, state: RequestState) -> None:
         """Note that a request's first token is about to be recorded: from now on it doesn't stall. Idempotent."""
         if state.decode is not None and state.may_stall:
             state.decode.instance.add_request(-1, may_stall=True)
             state.decode.instance.add_request(1, may_stall=False)
+            self.changes.note(state.id)
 
     def get(self, request: RequestId) -> RequestState | None:
         return self._requests.get(request)
@@ -108,6 +128,11 @@ class RequestTable:
     def at(self, instance: InstanceLease) -> list[RequestState]:
         """Return the requests that a language instance works on."""
         return [one for one in self._by_instance.get(instance.address, {}).values() if one.works_on(instance)]
+
+    @property
+    def waiting_for_prefill(self) -> list[RequestState]:
+        """The requests whose decode instance waits for a prefill instance."""
+        return list(self._waiting_for_prefill.values())
 
     def num_of_client(self, client: str) -> int:
         return self._num_of_client[client]
@@ -152,6 +177,13 @@ class RequestTable:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(list(self._requests.values()))
+
+    def _prefill_changed(self, state: RequestState) -> None:
+        if state.waits_for_prefill:
+            self._waiting_for_prefill[state.id] = state
+        else:
+            self._waiting_for_prefill.pop(state.id, None)
+        self.changes.note(state.id)
 
     def _forget(self, state: RequestState, instance: InstanceLease) -> None:
         if not state.works_on(instance):

@@ -77,7 +77,7 @@ class RoleChanges:
             self._reply(message.reply_to, RoleSet(lease.name, lease.role))
             return
         log.info("%s is changing its role to %s", lease.name, message.role)
-        lease.next_role = message.role
+        self._membership.set_next_role(lease, message.role)
         self._pending[lease.address] = message
         self._send(lease.address, ChangeRole(message.role, message.timeout, self._address))
 
@@ -91,12 +91,12 @@ class RoleChanges:
     def changing(self, message: ChangingRole) -> None:
         """An instance is changing its role, because this or another frontend has asked for it."""
         if lease := self._membership.get(message.address):
-            lease.next_role = message.role
+            self._membership.set_next_role(lease, message.role)
 
     def kept(self, message: RoleKept) -> None:
         """An instance keeps its role."""
         if lease := self._membership.get(message.address):
-            lease.next_role = None
+            self._membership.set_next_role(lease, None)
         if pending := self._pending.pop(message.address, None):
             self._refuse(pending, message.reason)
 

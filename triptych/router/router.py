@@ -393,7 +393,7 @@ class Router:
         registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
         self._notify(lease.address, registered)
         if lease.role.prefills:
-            for state in self.lifecycle.waiting_for_prefill():
+            for state in self._requests.waiting_for_prefill:
                 assert state.prefill_needed is not None
                 self.lifecycle.prefill(state, state.prefill_needed)
         self._encodes.dispatch()
@@ -421,7 +421,7 @@ class Router:
     def _on_draining(self, message: Draining) -> None:
         if lease := self.membership.get(message.address):
             log.info("%s is draining", lease.name)
-            lease.draining = True
+            self.membership.drain(lease)
 
     def _on_hand_back(self, message: HandBack) -> None:
         """A draining instance returns work that it hasn't begun: give it to others."""
