@@ -70,7 +70,7 @@ def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
         expect(camera).to_be_focused()
         drop(page, ".top", film)
         expect(attached(page).nth(1)).to_contain_text(
-            re.compile(r"film\.mp4.*2\.0 s, 96 × 64.* 2 steps in time .* tokens · cost \d")
+            re.compile(r"film\.mp4.*2\.0 s, 96 × 64.* 4 frames, 2 steps in time .* tokens · cost \d")
         )
         with page.expect_file_chooser() as chooser:
             page.get_by_role("button", name="Choose files").click()

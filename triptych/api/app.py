@@ -116,7 +116,7 @@ def _plan_handler(service: Service) -> ui.Handler:
         parsed = parse_request(ChatCompletionRequest, text)
         context = context.with_timeout(parsed.timeout)
         prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(service, parsed, context))
-        return JsonResponse(prompt_plan(prompt))
+        return JsonResponse(prompt_plan(prompt, service.prompt_builder.planner))
 
     return plan
 

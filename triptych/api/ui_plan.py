@@ -1,18 +1,18 @@
 """What ``/ui`` shows of a planned prompt, before it is sent."""
 
+from triptych.models.base import Planner
 from triptych.observe.pipeline import ItemPreview, PromptPlan
-from triptych.prompt.prompt import PlannedItem, PlannedPrompt
+from triptych.prompt.prompt import PlannedPrompt
 from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
 
-def prompt_plan(prompt: PlannedPrompt) -> PromptPlan:
-    """Return the plan's sizes and costs, without content."""
-    return PromptPlan(len(prompt.tokens), [_item(item) for item in prompt.items])
+def prompt_plan(prompt: PlannedPrompt, planner: Planner) -> PromptPlan:
+    """Return the plan's sizes and costs, without content. ``planner`` is the model's."""
+    return PromptPlan(len(prompt.tokens), [_item(item.plan, planner) for item in prompt.items])
 
 
-def _item(item: PlannedItem) -> ItemPreview:
-    plan = item.plan
-    return ItemPreview(plan.modality, _size(plan), _parts(plan), plan.rows, plan.cost)
+def _item(plan: ItemPlan, planner: Planner) -> ItemPreview:
+    return ItemPreview(plan.modality, _size(plan), _parts(plan, planner), plan.rows, plan.cost)
 
 
 def _size(plan: ItemPlan) -> str:
@@ -25,7 +25,9 @@ def _size(plan: ItemPlan) -> str:
     return seconds + " → ".join(sizes)
 
 
-def _parts(plan: ItemPlan) -> str:
+def _parts(plan: ItemPlan, planner: Planner) -> str:
     if isinstance(plan.header, VideoHeader):
-        return f"{plan.grid[0]} step{'s' * (plan.grid[0] > 1)} in time"
+        frames, steps = planner.num_frames(plan), plan.grid[0]
+        together = "" if frames == steps else f", {steps} step{'s' * (steps > 1)} in time"
+        return f"{frames} frame{'s' * (frames > 1)}{together}"
     return f"{plan.num_parts} {'tiles' if plan.modality == 'image' else 'parts'}" if plan.num_parts > 1 else ""

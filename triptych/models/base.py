@@ -65,6 +65,9 @@ class Planner(Protocol):
         """Return what the item becomes. Raises MediaError if the model can't take the item or what the request asks
         for."""
 
+    def num_frames(self, plan: ItemPlan) -> int:
+        """Return how many frames of a planned video are sampled."""
+
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return the text before the placeholder of an item that was planned with ``context``, such as its number.
 

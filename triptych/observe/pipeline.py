@@ -206,7 +206,7 @@ class ItemPreview(Struct, frozen=True):
     size: str
     """Like ``448 × 448``, ``1920 × 1080 → 896 × 504``, or ``10.2 s``."""
     parts: str
-    """Like ``5 tiles`` or ``16 steps in time``; empty if it stays whole."""
+    """Like ``5 tiles`` or ``32 frames, 16 steps in time``; empty if it stays whole."""
     num_tokens: int
     cost: float
     """Of encoding, as the plan states it."""

@@ -20,7 +20,13 @@ from triptych.models.minicpmv.original import (
     query_num,
     version_of,
 )
-from triptych.models.minicpmv.sampling import GroupedSampling, PackedSampling, SecondsSampling, StepSampling
+from triptych.models.minicpmv.sampling import (
+    GroupedSampling,
+    PackedSampling,
+    SecondsSampling,
+    StepSampling,
+    grouped_frames,
+)
 from triptych.models.minicpmv.slices import Cut, Slices
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
@@ -117,6 +123,11 @@ class SlicePlanner(PlainPlanner):
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return the item's number among those of its modality."""
         return f"<image_id>{context.index}</image_id>" if self._numbers else ""
+
+    def num_frames(self, plan: ItemPlan) -> int:
+        """Return how many frames of a planned video are sampled."""
+        groups, _ = grouped_frames(plan)
+        return sum(map(len, groups))
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return a placeholder for the whole and, in lines, for each slice, between markers; of a video, that for each

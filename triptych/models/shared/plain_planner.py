@@ -11,6 +11,7 @@ from triptych.models.shared.planner import (
     check_source_size,
     check_square_size,
 )
+from triptych.models.shared.video import sampled_frames
 from triptych.types import (
     MODEL_BOUNDS,
     NO_CONTEXT,
@@ -84,6 +85,10 @@ class PlainPlanner:
     def _plan_audio(self, header: AudioHeader, context: ItemContext) -> ItemPlan:
         """Plan a clip."""
         raise UnsupportedMedia("the model takes no audio")
+
+    def num_frames(self, plan: ItemPlan) -> int:
+        """Return how many frames of a planned video are sampled."""
+        return len(sampled_frames(plan))
 
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return nothing."""

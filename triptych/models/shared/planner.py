@@ -210,6 +210,10 @@ class PatchPlanner:
     def _with_sound(self, plan: ItemPlan, sound: AudioHeader) -> ItemPlan:
         raise UnsupportedMedia("the model takes no audio track with a video")
 
+    def num_frames(self, plan: ItemPlan) -> int:
+        """Return how many frames of a planned video are sampled."""
+        return len(sampled_frames(plan))
+
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Return nothing."""
         return ""

@@ -33,6 +33,10 @@ class TextPlanner:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
 
+    def num_frames(self, plan: ItemPlan) -> int:
+        """Raises MediaNotServed."""
+        raise MediaNotServed("this model takes text only")
+
     def label(self, plan: ItemPlan, context: ItemContext) -> str:
         """Raises MediaNotServed."""
         raise MediaNotServed("this model takes text only")
