@@ -1,9 +1,11 @@
 """The playground in a real browser: every way to attach media, and the answer. The model sees and hears."""
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Request, expect
 
 from tests.support.browser import PHONE, drop, is_ready, paste, viewing
 from tests.support.clips import clip
@@ -103,6 +105,40 @@ def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
         page.get_by_role("button", name="Remove film.mp4").click()
         expect(attached(page)).to_have_count(2)
         expect(page.locator("#code-panel")).not_to_contain_text("film.mp4")
+
+
+def has_media(request: Request) -> list[bool]:
+    """Whether each media item of a plan's request is in it, and not only named."""
+    [message] = json.loads(request.post_data or "")["messages"]
+    return [part[part["type"]] is not None for part in message["content"] if part["type"] != "text"]
+
+
+def test_media_are_sent_once_to_be_planned(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url, expected=("status of 400",)) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        sent = list[list[bool]]()
+        page.on("request", lambda one: sent.append(has_media(one)) if one.url.endswith("/ui/plan") else None)
+
+        def planned(change: Callable[[], object]) -> int:
+            with page.expect_response(lambda one: one.url.endswith("/ui/plan") and one.ok) as answer:
+                change()
+            return int(answer.value.json()["num_tokens"])
+
+        question = page.get_by_label("Question")
+        planned(lambda: paste(page, image(96, 64, seed=417), "first.png"))
+        planned(lambda: question.fill("What is this?"))
+        planned(lambda: paste(page, image(96, 64, seed=418), "second.png"))
+        num_tokens = planned(lambda: question.fill("And this?"))
+        assert sent == [[True], [False], [False, True], [False, False]]
+
+        sent.clear()  # and now the service has dropped them
+        page.route("**/ui/plan", lambda route, one: route.continue_(post_data=one.post_data.replace("ui-", "gone-")))
+        assert planned(lambda: question.fill("And that?")) == num_tokens
+        page.unroute("**/ui/plan")
+        planned(lambda: question.fill("And now?"))
+        assert sent == [[False, False], [True, True], [True, True]]
 
 
 def test_files_that_are_no_media_are_named_and_text_can_be_dragged(

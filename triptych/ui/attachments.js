@@ -2,6 +2,9 @@
 
 import { byId, h, reconcile, say, show } from "./dom.js";
 import { bytes, count } from "./format.js";
+import { newName } from "./net.js";
+
+const UNKNOWN = "unknown_media"; // the code of the error that a uuid stands for nothing
 
 /** A list of files with their data URLs. `onChange` is called whenever it changes. */
 export class Attachments {
@@ -11,6 +14,7 @@ export class Attachments {
     this.onChange = onChange;
     this.number = 0;
     this.plans = [];
+    this.areKept = true; // by the service, under their uuids
   }
 
   async add(files) {
@@ -24,7 +28,7 @@ export class Attachments {
       try {
         const url = await dataUrl(file);
         this.number += 1;
-        this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file });
+        this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file, uuid: newName(), isSent: false });
       } catch {
         refused.push(`${file.name} can't be read.`);
       }
@@ -59,6 +63,24 @@ export class Attachments {
 
   parts() {
     return this.list.map(({ modality, url }) => ({ type: `${modality}_url`, [`${modality}_url`]: { url } }));
+  }
+
+  /** Calls `send` with parts in which media that the service has are named only. It may have dropped them, or keep none:
+   *  then they are sent, and from then on always. */
+  async sendOnce(send) {
+    const list = [...this.list];
+    const named = this.parts().map((part, index) => ({ ...part, ...(list[index].isSent && { [part.type]: null }), uuid: list[index].uuid }));
+    if (this.areKept) {
+      try {
+        const answer = await send(named);
+        for (const item of list) item.isSent = true;
+        return answer;
+      } catch (error) {
+        if (error.code !== UNKNOWN) throw error;
+        this.areKept = false;
+      }
+    }
+    return send(this.parts());
   }
 }
 

@@ -8,9 +8,10 @@ const SILENCE = 15000; // milliseconds after which a stream counts as broken
 
 /** The service answered with an error, or the viewer gave no key. */
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, { message, code }) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -51,10 +52,10 @@ export async function call(path, { headers = {}, ...options } = {}) {
     const authorization = key === null ? {} : { Authorization: `Bearer ${key}` };
     const response = await fetch(address(path), { ...options, headers: { ...authorization, ...headers } });
     if (response.ok) return response;
-    const message = await errorText(response);
-    if (response.status !== 401) throw new Refused(response.status, message);
+    const error = await errorOf(response);
+    if (response.status !== 401) throw new Refused(response.status, error);
     // another call's dialog may have been answered in the meantime
-    if (number === access.number && !(await requestKey(key !== null))) throw new Refused(401, message);
+    if (number === access.number && !(await requestKey(key !== null))) throw new Refused(401, error);
   }
 }
 
@@ -68,15 +69,19 @@ export const postJson = (path, body, options = {}) =>
     body: JSON.stringify(body),
   });
 
-async function errorText(response) {
+/** The error of the API, or the text of another answer as one. */
+async function errorOf(response) {
   const text = await response.text().catch(() => "");
   try {
-    const { error } = JSON.parse(text);
-    return error.message;
+    const { message, code } = JSON.parse(text).error;
+    return { message, code };
   } catch {
-    return text.slice(0, 500) || `HTTP status ${response.status}`;
+    return { message: text.slice(0, 500) || `HTTP status ${response.status}`, code: "" };
   }
 }
+
+/** Random text for a name that nobody else gives. Not randomUUID, which only secure origins have. */
+export const newName = () => `ui-${[...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 
 /** The data of each event of a stream. */
 export async function* events(response) {

@@ -3,7 +3,7 @@
 import { acceptFiles, Attachments } from "./attachments.js";
 import { announce, byId, copyButton, h, say, show } from "./dom.js";
 import { count, duration, plural } from "./format.js";
-import { address, events, getJson, hasKey, postJson } from "./net.js";
+import { address, events, getJson, hasKey, newName, postJson } from "./net.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
 import { fromAnswer, fromIntervals, waterfall, whoDidWhat } from "./waterfall.js";
 
@@ -12,8 +12,9 @@ const LOOK_EVERY = 250; // and between two looks at a running request's timeline
 const LANGUAGES = { curl: asCurl, Python: asPython, JavaScript: asJavaScript };
 
 let model = "";
-let planning = 0;
-let planNumber = 0;
+let waiting = 0;
+let changes = 0;
+let isPlanning = false;
 let running = null;
 let language = "curl";
 
@@ -35,9 +36,9 @@ export async function enter() {
 
 export function leave() {}
 
-function body() {
+function body(parts = attachments.parts()) {
   const question = byId("question").value;
-  const content = attachments.list.length ? [...attachments.parts(), { type: "text", text: question }] : question;
+  const content = parts.length ? [...parts, { type: "text", text: question }] : question;
   return {
     model,
     messages: [{ role: "user", content }],
@@ -51,9 +52,9 @@ function body() {
 
 function changed() {
   drawCode();
-  clearTimeout(planning);
-  planNumber += 1;
-  planning = setTimeout(plan, PLAN_AFTER, planNumber);
+  changes += 1;
+  clearTimeout(waiting);
+  waiting = setTimeout(plan, PLAN_AFTER);
 }
 
 function planText(text, isError = false) {
@@ -62,17 +63,31 @@ function planText(text, isError = false) {
   element.classList.toggle("error", isError);
 }
 
-async function plan(number) {
+/** Shows what becomes of the prompt. One request at a time, so that media are under way once. */
+async function plan() {
+  if (isPlanning) return;
+  isPlanning = true;
+  let seen;
+  do {
+    seen = changes;
+    await planOnce(() => seen === changes);
+  } while (seen !== changes);
+  isPlanning = false;
+}
+
+async function planOnce(isCurrent) {
   if (!attachments.list.length && !byId("question").value) return planText("");
   try {
-    const { stream: _, ...request } = body();
-    const found = await (await postJson("ui/plan", request)).json();
-    if (number !== planNumber) return;
+    const found = await attachments.sendOnce(async (parts) => {
+      const { stream: _, ...request } = body(parts);
+      return (await postJson("ui/plan", request)).json();
+    });
+    if (!isCurrent()) return;
     attachments.setPlans(found.items);
     const media = found.items.reduce((sum, item) => sum + item.num_tokens, 0);
     planText(`The prompt will have ${plural(found.num_tokens, "token")}${media ? `, ${count(media)} of them media` : ""}.`);
   } catch (error) {
-    if (number === planNumber) planText(error.message, true);
+    if (isCurrent()) planText(error.message, true);
   }
 }
 
@@ -109,12 +124,10 @@ function startTabs() {
 
 // ---- while it runs -------------------------------------------------------------------------------------------------
 
-const newId = () => `ui-${[...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
-
 async function send() {
   if (running) return;
   const controller = new AbortController();
-  running = { id: newId(), controller, began: performance.now(), first: null, usage: null, timeline: null };
+  running = { id: newName(), controller, began: performance.now(), first: null, usage: null, timeline: null };
   const mine = running;
   begin();
   const looking = look(mine);
