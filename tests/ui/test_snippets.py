@@ -1,10 +1,12 @@
 """The playground's code, run as a reader would: it asks what the page asks, whatever texts and names of files have."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
@@ -63,4 +65,48 @@ def test_code_asks_what_the_page_asks(browser: Browser, service: Served, tmp_pat
         found = page.evaluate(f"() => {{ const dataUrl = (name, kind) => ({{ name, kind }}); return {messages}; }}")
         expected = [{"type": "image_url", "image_url": {"url": {"name": name, "kind": "image/png"}}} for name in NAMES]
         assert found == [message | {"content": [*expected, message["content"][-1]]}]
+        assert not (tmp_path / "attacked").exists()
+
+
+OPENAI = """\
+export default class OpenAI {
+  constructor({ baseURL, apiKey }) {
+    const headers = { "Content-Type": "application/json", Authorization: `Bearer ${apiKey}` };
+    const url = `${baseURL}/chat/completions`;
+    const ask = (body) => fetch(url, { method: "POST", headers, body: JSON.stringify(body) });
+    this.chat = { completions: { create: async (body) => chunks(await ask(body)) } };
+  }
+}
+async function* chunks(response) {
+  if (!response.ok) throw new Error(await response.text());
+  const lines = (await response.text()).split("\\n").filter((line) => line.startsWith("data: {"));
+  for (const line of lines) yield JSON.parse(line.slice(6));
+}
+"""
+"""What the code uses of the package ``openai``, which npm would have to fetch."""
+
+
+def test_javascript_runs_as_a_whole(browser: Browser, service: Served, tmp_path: Path) -> None:
+    if (node := shutil.which("node")) is None:
+        pytest.skip("no Node.js")
+    package = tmp_path / "node_modules" / "openai"
+    package.mkdir(parents=True)
+    (package / "package.json").write_text('{"type": "module", "exports": "./index.js"}')
+    (package / "index.js").write_text(OPENAI)
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        page.get_by_label("Question").fill(QUESTION)
+        page.locator("#max-tokens").fill("12")
+        for name, seed in zip(NAMES, (414, 415, 416), strict=True):
+            (tmp_path / name).write_bytes(image(seed=seed))
+            paste(page, image(seed=seed), name)
+            expect(page.locator("#code-panel")).to_contain_text(name.replace("'", "'\\''"))
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#answer-state")).to_have_text("complete")
+        answer = page.locator("#answer-text").evaluate("element => element.textContent")
+        assert answer != ""
+        (tmp_path / "ask.mjs").write_text(code(page, "JavaScript"))
+        assert output(tmp_path, node, "ask.mjs") == answer
         assert not (tmp_path / "attacked").exists()
