@@ -28,7 +28,7 @@ from bench.measuring import like_an_instance, median_seconds, report
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.reference import image_features, image_processor
 from tests.support.released import RELEASED
-from tests.support.tiny import make_tiny
+from tests.support.tiny import make_tiny, write_settings
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -62,23 +62,29 @@ def picture(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
-    """The stages of the checkpoint in ``folder``; planning has no counterpart. Raises ValueError if the two sides'
-    embeddings differ by more than rounding."""
+def stages_of(folder: Path, data: bytes, *, encodes: bool) -> dict[str, Stage | Work]:
+    """The stages of the checkpoint in ``folder``, with encoding or without; planning has no counterpart. Raises
+    ValueError if the two sides' embeddings differ by more than rounding."""
     config, settings = load_config(folder), (load_preprocessor_config(folder), load_video_config(folder))
     family = family_of(config)
     assert family.preprocessor is not None
     planner, preprocess = (resolve(name)(config, *settings) for name in (family.planner, family.preprocessor))
     header = probe_image(data)
     plan = planner.plan(header)
-    inputs = list(preprocess(data, plan))
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
     processor = image_processor(folder)
-    model: Any = load_reference(folder)
 
     def processed() -> Any:
         return processor([[Image.open(io.BytesIO(data)).convert("RGB")]], return_tensors="pt")
 
+    stages: dict[str, Stage | Work] = {
+        "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
+        PREPROCESS: Stage(lambda: list(preprocess(data, plan)), processed),
+    }
+    if not encodes:
+        return stages
+    inputs = list(preprocess(data, plan))
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
+    model: Any = load_reference(folder)
     pixels = {name: value for name, value in processed().items() if name != "num_patches"}
 
     def encoded() -> Any:
@@ -86,11 +92,7 @@ def stages_of(folder: Path, data: bytes) -> dict[str, Stage | Work]:
             return image_features(model, pixels)
 
     check_equal(tower.encode(inputs), plan, encoded())
-    return {
-        "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
-        PREPROCESS: Stage(lambda: list(preprocess(data, plan)), processed),
-        "encode": Stage(lambda: tower.encode(inputs), encoded),
-    }
+    return stages | {"encode": Stage(lambda: tower.encode(inputs), encoded)}
 
 
 def in_place(parts: list[torch.Tensor], plan: ItemPlan) -> torch.Tensor:
@@ -131,7 +133,9 @@ def in_turns(stage: Stage, rounds: int, seconds: float) -> tuple[list[float], li
 def measured(name: str, data: bytes, settings: argparse.Namespace) -> dict[str, Any]:
     """One family's figures: times in ms, medians and the spread of the ratios of each round."""
     with tempfile.TemporaryDirectory() as folder:
-        found = stages_of(make_tiny(Path(folder), RELEASED[name].tiny(name, settings.layers)), data)
+        tiny, encodes = RELEASED[name].tiny(name, settings.layers), not settings.no_encode
+        (make_tiny if encodes else write_settings)(Path(folder), tiny)
+        found = stages_of(Path(folder), data, encodes=encodes)
         figures: dict[str, Any] = {"checkpoint": RELEASED[name].name}
         for stage, work in found.items():
             torch.set_num_threads(1 if stage == PREPROCESS else settings.threads)
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20, help="of a stage, after which no round begins")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-encode", action="store_true", help="plan and preprocess alone")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if unknown := set(arguments.families) - set(MEASURED):
