@@ -315,7 +315,10 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     show("prefill: of_products is 1 if only matrix products take time", results["prefill"])
     lengths = (512, 2048) if large else (16,)
     results["transfer"] = [bench.transfer(length, scattered=one) for length in lengths for one in (False, True)]
-    show("keys and values to host memory and back: of_copy is 1 for one pinned copy", results["transfer"])
+    show(
+        "keys and values to host memory and back: …_of_copy is 1 for one pinned copy",
+        results["transfer"],
+    )
     results["tower"] = [bench.encode(*image) for image in images]
     show("vision tower", results["tower"])
     return results

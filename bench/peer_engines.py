@@ -89,10 +89,10 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def triptych(model: Path, topology: str, flags: str) -> Row:
+def triptych(model: Path, topology: str, flags: str, device: str = "cpu") -> Row:
     """A service of this checkout with the given flags."""
     command = [sys.executable, "-m", "triptych", "serve", str(model), "--topology", topology, "--port", "{port}"]
-    command += ["--threads", str(len(cores())), "--served-model-name", MODEL, *shlex.split(flags)]
+    command += ["--threads", str(len(cores())), "--served-model-name", MODEL, "--device", device, *shlex.split(flags)]
     server = Server(tuple(command), "/ready", {"PYTHONPATH": str(ROOT)})
     weights = _format(model, flags)
     if weights is None:

@@ -51,8 +51,7 @@ WARM_UP = 2
 async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> list[engines.Row]:
     """All rows that can be measured. Says in ``left_out`` what can't, and why."""
     sequences = max(options.at_a_time, default=1)
-    device = f" --device {options.device}" if options.device != "cpu" else ""
-    found = [engines.triptych(options.model, options.topology, flags + device) for flags in options.triptych]
+    found = [engines.triptych(options.model, options.topology, flags, options.device) for flags in options.triptych]
     try:
         if not options.vllm:
             raise engines.MissingPeer("--vllm isn't given")
@@ -67,8 +66,7 @@ async def rows(options: argparse.Namespace, left_out: list[str], log: Path) -> l
         found += [engines.llama_cpp(options.llama_cpp, files, name, sequences) for name in options.gguf_formats]
     except engines.MissingPeer as missing:
         left_out.append(f"llama.cpp is left out: {missing}")
-        found += [engines.transformers(dtype) for dtype in options.transformers]
-    return found
+    return found + [engines.transformers(dtype) for dtype in options.transformers]
 
 
 async def measure(row: engines.Row, options: argparse.Namespace, number: int, log: Path) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Prefilled requests are retained, offered and aborted, message by message."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 import torch
 
 from triptych.engine.active_request import ActiveRequest
 from triptych.engine.cache_manager import CacheManager
-from triptych.engine.cache_rows import cache_rows
+from triptych.engine.cache_rows import CacheRows, DeviceEvent, HostCacheRows, cache_rows
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.kv_rows import TokenRows
+from triptych.engine.kv_rows import KVRun, TokenRows
 from triptych.engine.kv_sink import KVSink
-from triptych.engine.page_tables import PageTable
+from triptych.engine.page_tables import PageTable, PageTables
 from triptych.engine.request import make_request
 from triptych.engine.scheduler import Chunk
 from triptych.errors import BlockError, TransferError
@@ -21,6 +23,7 @@ from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Offer, RowKind, RowLayout, TransferSide
 from triptych.messages.work import Generate, Prefill, SamplingParams
 from triptych.transfer.fabrics.local import LocalFabric
+from triptych.transfer.memory import Bytes
 from triptych.transfer.sender import Sender
 from triptych.types import Address, RequestId, TransferId
 
@@ -29,14 +32,43 @@ LAYOUT = RowLayout("m", "float32", 8, 32, RowKind.KV)
 P, D = Address("tcp://p"), Address("tcp://d")
 
 
-class SinkHarness:
+class Event:
+    """An event of a device that tells when it is done."""
+
     def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class SlowRows(HostCacheRows):
+    """A cache's rows as a GPU reads them: into arrays that hold them only behind an event."""
+
+    def __init__(self, cache: KVTensors, of_token: TokenRows) -> None:
+        super().__init__(cache, of_token)
+        self.reads: list[Event] = []
+        self.memory_left = True
+
+    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
+        if not self.memory_left:
+            raise MemoryError("no pinned memory")
+        yield from (rows.copy() for rows in super().read(run, tables, after))
+
+    def read_event(self) -> DeviceEvent:
+        self.reads.append(Event())
+        return self.reads[-1]
+
+
+class SinkHarness:
+    def __init__(self, make_rows: Callable[[KVTensors, TokenRows], CacheRows] = cache_rows) -> None:
         self.sent: list[Message] = []
         self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
         self.pool = PagePool(8, 4)
         self.wakes = 0
         cache = KVTensors.allocate(SPECS, [8], 4, torch.device("cpu"))
-        manager, rows = CacheManager([self.pool]), cache_rows(cache, TokenRows(SPECS))
+        manager, rows = CacheManager([self.pool]), make_rows(cache, TokenRows(SPECS))
+        self.rows = rows
         self.sink = KVSink(self.sender, rows, manager, LAYOUT, wake=self.wake)
 
     def wake(self) -> None:
@@ -123,3 +155,57 @@ def test_pages_retained_without_a_transfer_are_an_error(harness: SinkHarness, mo
     monkeypatch.setattr(Sender, "idle", True)
     with pytest.raises(BlockError, match="1 transfers"):
         harness.sink.check_idle()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[SinkHarness, SlowRows, list[int]]:
+    harness, given = SinkHarness(SlowRows), list[int]()
+    provide = harness.sender.provide
+
+    def note(transfer: TransferId, rows: Bytes, first_row: int = 0) -> None:
+        given.append(first_row)
+        provide(transfer, rows, first_row)
+
+    monkeypatch.setattr(harness.sender, "provide", note)
+    assert isinstance(harness.rows, SlowRows)
+    return harness, harness.rows, given
+
+
+def test_rows_are_provided_in_order_once_they_are_read(slow: tuple[SinkHarness, SlowRows, list[int]]) -> None:
+    harness, rows, given = slow
+    harness.start(harness.expect("t1"))
+    first, second = rows.reads[-2:]
+    assert harness.sink.next_provide < 1
+    second.done = True
+    harness.sink.provide_layers()
+    assert given == [], "the first layer isn't read yet"
+    for event in rows.reads:
+        event.done = True
+    harness.sink.provide_layers()
+    assert given == [0, 8, 16, 24]
+    assert harness.sink.next_provide == float("inf")
+    assert first is not second
+
+
+def test_what_is_read_of_a_transfer_that_has_ended_is_dropped(slow: tuple[SinkHarness, SlowRows, list[int]]) -> None:
+    harness, rows, given = slow
+    active = harness.expect("t1")
+    harness.start(active)
+    harness.sender.on_abort(Abort(TransferId("t1"), TransferSide.CONSUMER, D, "restarted"))
+    harness.sink.abort(active, "restarted")
+    harness.start(harness.expect("t2"))
+    for event in rows.reads:
+        event.done = True
+    harness.sink.provide_layers()
+    assert given == [0, 8, 16, 24], "of the second one alone"
+
+
+def test_a_transfer_for_which_there_is_no_memory_is_cancelled(slow: tuple[SinkHarness, SlowRows, list[int]]) -> None:
+    harness, rows, given = slow
+    active = harness.expect("t1")
+    rows.memory_left = False
+    harness.start(active)
+    assert harness.sink.take_cancelled() == [active]
+    assert harness.sink.idle
+    assert given == []
+    harness.pool.check_all_free()

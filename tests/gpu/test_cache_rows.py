@@ -62,8 +62,7 @@ def test_reads_and_writes(gpu: torch.device, specs: list[CacheSpec], pages: list
 
 
 def test_a_read_waits_for_what_is_computed_before_it(gpu: torch.device) -> None:
-    """An event is recorded behind work that still runs, and work behind the event doesn't change what is read of other
-    rows."""
+    """An event is recorded behind work that still runs."""
     cache = filled(SPECS["equal"], gpu)
     rows, tables = cache_rows(cache, TokenRows(SPECS["equal"])), [PageTable(pages=[4, 1])]
     busy = torch.randn(4096, 4096, device=gpu)

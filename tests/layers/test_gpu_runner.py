@@ -179,6 +179,24 @@ def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
     assert can_replay == [True, False, False]
 
 
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_layers_are_reported_also_when_a_step_is_replayed(
+    checkpoint_folder: Callable[..., Path], with_graphs: bool
+) -> None:
+    """A prefill instance waits for them with a prompt's last token, too."""
+    decoder, recorder, layers = load_for_gpu(checkpoint_folder()), Recorder(), list[int]()
+    cache = cache_of(decoder)
+    forward = forward_of(decoder, cache, recorder if with_graphs else None)
+    one = request("0", [1], SAMPLINGS[0])
+    one.tables = [PageTable(pages=[3])]
+    width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
+    media = MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, width))
+    runner = GpuRunner(forward, cache, PAGE_SIZE, CPU)
+    runner.run(runner.batch([Chunk(one, 0, 1)], media), [], after_layer=layers.append)
+    assert layers == list(range(len(cache.layers)))
+    assert recorder.num_replayed == with_graphs
+
+
 def test_the_tensors_of_recorded_steps_are_kept(plain: Decoder) -> None:
     """A graph holds addresses, no tensors."""
     steps: list[weakref.ref[Callable[[], object]]] = []

@@ -1,6 +1,7 @@
 """A KV cache as rows of bytes, for transfers: in host memory, or on a GPU through host memory."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,16 +36,16 @@ class CacheRows(Protocol):
 
     def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
         """Yield the rows of a run, of a request with these page tables: uint8 of shape (n, row_bytes). They must be
-        computed before ``after``; the arrays hold them behind ``read_event``."""
+        computed before ``after``; the arrays hold them behind ``read_event``. Raises MemoryError."""
 
     def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
-        """Return the rows of the state in a slot, as ``read`` does."""
+        """Return the rows of the state in a slot, as ``read`` yields rows."""
 
     def read_event(self) -> DeviceEvent:
         """Return an event behind all reads so far."""
 
     def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
-        """Write the rows of a run. ``rows`` must not change before ``finish_writes``."""
+        """Write the rows of a run. ``rows`` must not change before ``finish_writes``. Raises MemoryError."""
 
     def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
         """Write rows of the state in a slot, from ``first_row`` on, as ``write`` does."""
@@ -136,13 +137,13 @@ class DeviceCacheRows:
     def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
         """Yield one array. Rows of pages that aren't consecutive are gathered on the GPU."""
         part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream():
             self._after(after)
             rows = self._to_host(part[places] if isinstance(places, slice) else part[self._index(places)])
         yield rows
 
     def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream():
             self._after(after)
             return self._to_host(self._state(slot))
 
@@ -153,19 +154,30 @@ class DeviceCacheRows:
     def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
         part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
         source = torch.from_numpy(rows).view(part.dtype)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream():
             if isinstance(places, slice):
                 part[places].copy_(source, non_blocking=True)
             else:
                 part[self._index(places)] = source.to(self._device, non_blocking=True)
 
     def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self._on_stream():
             target = self._state(slot)[first_row : first_row + len(rows)]
             target.copy_(torch.from_numpy(rows), non_blocking=True)
 
     def finish_writes(self) -> None:
         self._stream.synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Launch on the stream. Raises MemoryError if the GPU has none left, or the host none that can be pinned."""
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                yield
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if "out of memory" not in str(error):
+                raise
+            raise MemoryError(f"no memory to copy KV: {str(error).splitlines()[0]}") from error
 
     def _after(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)

@@ -160,11 +160,19 @@ class KVSink:
         if end_token <= token:
             return
         outgoing.provided[layer] = end_token
-        for run in outgoing.rows.of_layer(layer, token, end_token):
-            row = run.first_row
-            for rows in self._cache.read(run, outgoing.tables, computed):
-                self._reads.append(_Read(outgoing, row, rows, self._cache.read_event()))
-                row += len(rows)
+        found: list[tuple[int, Bytes]] = []
+        try:
+            for run in outgoing.rows.of_layer(layer, token, end_token):
+                row = run.first_row
+                for rows in self._cache.read(run, outgoing.tables, computed):
+                    found.append((row, rows))
+                    row += len(rows)
+        except MemoryError as error:
+            log.error("transfer %s: %s", outgoing.transfer, error)
+            self._sender.abort(outgoing.transfer, str(error))
+            return
+        done = self._cache.read_event()
+        self._reads.extend(_Read(outgoing, row, rows, done) for row, rows in found)
 
     def _provide(self) -> None:
         """Provide what has been read, in order."""

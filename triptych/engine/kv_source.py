@@ -75,7 +75,12 @@ class KVSource:
             kv = active.incoming_kv
             if kv is None or kv.complete:
                 continue
-            if self._copy(kv):
+            try:
+                is_complete = self._copy(kv)
+            except MemoryError as error:
+                self._incoming.fail(TransferFailure(kv.transfer, ErrorKind.INTERNAL_ERROR, str(error)))
+                continue
+            if is_complete:
                 active.kv_interval = Interval("transfer", kv.times.began, time.time())
                 complete.append((active, kv.rows.end_token))
                 if kv.has_token:
@@ -109,6 +114,17 @@ class KVSource:
     def _copy(self, kv: IncomingKV) -> bool:
         """Copy landed rows to the pages. Returns whether that was the last of them."""
         landed = self._receiver.landed(kv.transfer)
+        if landed > kv.copied:
+            try:
+                self._write(kv, landed)
+            finally:
+                self._cache.finish_writes()  # even if one fails: the blocks and pages of the others are freed then
+            kv.copied = landed
+            self._receiver.consume(kv.transfer, landed)
+        return kv.complete
+
+    def _write(self, kv: IncomingKV, landed: int) -> None:
+        """Write the rows below ``landed`` that aren't yet in the pages, or in the slot of the state."""
         for run in kv.rows.between(kv.copied, landed):
             done = 0
             for rows in self._receiver.read(kv.transfer, run.first_row, run.num_rows):
@@ -122,8 +138,3 @@ class KVSource:
                 row += len(rows)
             if landed == kv.rows.num_rows:
                 self._states.received(slot_of(kv.tables), kv.rows.end_token)
-        if landed > kv.copied:
-            self._cache.finish_writes()
-            kv.copied = landed
-            self._receiver.consume(kv.transfer, landed)
-        return kv.complete

@@ -36,8 +36,15 @@ def find_device(name: str) -> torch.device:
     index = device.index or 0
     if index >= count:
         raise StartError(f"--device {name}: there are {count} GPUs, so the last one is cuda:{count - 1}")
-    torch.backends.cudnn.allow_tf32 = False  # convolutions in float32 aren't rounded, as matrix products aren't
     return torch.device("cuda", index)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the calling thread's: Triton launches on it, and CUDA's own state is there. Convolutions in float32
+    aren't rounded to TF32 in this process, as matrix products aren't by default."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def check_ranks(device: torch.device, size: int) -> None:

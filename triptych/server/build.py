@@ -9,7 +9,7 @@ import torch
 
 from triptych.config import InstanceSpec
 from triptych.errors import StartError
-from triptych.layers.devices import check_ranks
+from triptych.layers.devices import check_ranks, use_device
 from triptych.layers.parallel import rank_device
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
@@ -68,8 +68,8 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
     instance.compute.submit(use_threads, num_threads)
-    if model.device.type == "cuda":
-        instance.compute.submit(torch.cuda.set_device, rank_device(model.device, 0))  # Triton launches on it
+    use_device(rank_device(model.device, 0))
+    instance.compute.submit(use_device, rank_device(model.device, 0))
     start_workers = WorkerStarter(model, spec.encode, num_threads) if role.encodes else None
     if start_workers:
         instance.at_end(start_workers.close)

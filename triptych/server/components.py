@@ -124,7 +124,8 @@ class Components:
 
     def _receiver(self, layout: RowLayout, parts: EngineComponents) -> Receiver:
         pool = parts.receive_pools[layout.kind]
-        allocate = SharedMemory if parts.cache.device.type == "cpu" else PinnedSharedMemory
+        to_gpu = parts.cache.device.type != "cpu" and layout.kind is RowKind.KV
+        allocate = PinnedSharedMemory if to_gpu else SharedMemory
         return Receiver(
             RowBuffer(layout, pool.num_blocks, pool.block_rows, self.fabrics, allocate),
             self.instance.channel.address,

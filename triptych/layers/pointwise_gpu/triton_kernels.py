@@ -1,4 +1,4 @@
-"""Operations between a model's matrix products on GPUs, in Triton. Values are computed in fp32, and rounded once."""
+"""Operations between a model's matrix products on GPUs, in Triton. Values are computed in fp32."""
 
 import triton
 import triton.language as tl
