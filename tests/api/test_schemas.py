@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from triptych.api.fields import MAX_STOP_STRINGS
-from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.schemas import ChatCompletionRequest, MediaOptions
 from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
 
@@ -120,6 +120,17 @@ def test_an_error_names_the_field(body: Any, param: str | None, expected_message
     assert expected_message.lower() in str(caught.value).lower()
     assert (param or "") in str(caught.value), "the message names the field too"
     assert "<" not in str(caught.value), "nothing of how the types are declared"
+
+
+@pytest.mark.parametrize("name", [*MediaOptions.model_fields, "no_such_option"])
+@pytest.mark.parametrize("value", ["many", [], {}, -1, 1e300, 10**12])
+def test_media_options_of_the_wrong_type_or_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_request(ChatCompletionRequest, json.dumps(with_content("x", mm_processor_kwargs={name: value})).encode())
+    param = f"mm_processor_kwargs.{name}"
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert param in str(caught.value)
 
 
 @pytest.mark.parametrize(
