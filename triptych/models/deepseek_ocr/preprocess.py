@@ -64,7 +64,8 @@ class DeepseekOcrPreprocessor:
         if self._views.has_lines:
             return ImageOps.pad(image, (side, side), self._resample, GREY)
         scale = side / max(image.size)
-        width, height = round(image.width * scale), round(image.height * scale)
+        # of a small square, a thin image's shorter side rounds to nothing, for which the reference fails
+        width, height = (max(1, round(length * scale)) for length in image.size)
         square = Image.new("RGB", (side, side), GREY)
         square.paste(image.resize((width, height), self._resample), ((side - width) // 2, (side - height) // 2))
         return square
