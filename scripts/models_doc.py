@@ -30,6 +30,7 @@ FIRST_LOGITS = {*families.REPRESENTATIVE, *families.TEXT_ALONE, *HEARING, "qwen3
 """Families whose first logits are compared in every run, after a transfer of embeddings if they take media."""
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
 WINDOWED = {tiny.config["model_type"] for tiny in BACKBONES.values() if text_section(tiny.config).get("sliding_window")}
+EDGE_TESTS = "tests/models/test_edge_media.py"
 SLOW = "; only in the slow suite (`scripts/test --slow`)"
 
 
@@ -66,6 +67,48 @@ CHECKS = (
             *(family_of(case) for case in families.VIDEO_CASES),
             *(*families.FRAME_TILES, *families.FRAME_PARTS, "glm4v", "glm46v"),
         },
+    ),
+    Check(
+        "thin images",
+        "embeddings within 1e-4 of the largest value, of images whose sides differ 200-fold (Pixtral and Mistral 3: "
+        "140-fold, Phi-4-multimodal: 40-fold); more than 200-fold is refused",
+        EDGE_TESTS,
+        families.EDGE_MEDIA,
+    ),
+    Check(
+        "plans of huge images",
+        "6000 by 5000 pixels become no more than the limits allow; more than 50 million pixels are refused",
+        EDGE_TESTS,
+        families.RELEASED_EDGES,
+    ),
+    Check(
+        "patches of huge images",
+        "the same values as of the processor, with the settings of a released checkpoint" + SLOW,
+        EDGE_TESTS,
+        families.RELEASED_EDGES,
+        in_ci=False,
+    ),
+    Check(
+        "`mm_processor_kwargs`",
+        "each option changes a plan; the least and the largest values that the API takes are refused, or preprocessed "
+        "as planned; options of other models are refused by name",
+        EDGE_TESTS,
+        families.EDGE_MEDIA,
+    ),
+    Check(
+        "media that can't be used",
+        "damaged or empty files, and inputs that the model lacks, are refused; images with a wrong size in their "
+        "header are what Pillow reads; the next item is preprocessed as before",
+        EDGE_TESTS,
+        families.EDGE_MEDIA,
+    ),
+    Check(
+        "bad requests",
+        "a service refuses such files and options with a status from 400 to 499 and the field's name, and answers the "
+        "next request as before" + SLOW,
+        EDGE_TESTS,
+        families.EDGE_MEDIA,
+        in_ci=False,
     ),
     Check(
         "positions",

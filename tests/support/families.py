@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.models.golden.make_videos import FILE
 from tests.support.backbones import BACKBONES
+from tests.support.released import RELEASED
 from tests.support.tiny import OWN_TOWERS, TINY
 from triptych.models.registry import FAMILIES
 
@@ -19,6 +20,10 @@ REPRESENTATIVE = (
 """Of each way to cut media and to pack rows, one. First logits of models that take images are compared, and
 encode instances lost, for these in every run, and for all in the slow suite: in every run, other tests compare their
 towers' rows, their backbones' logits and their answers."""
+EDGE_MEDIA = [*ANSWERED_IMAGES, "qwen3_vl", "minicpmv"]
+"""Thin and huge images, options and bad media are tried: every implementation of a planner and a preprocessor."""
+RELEASED_EDGES = [name for name in EDGE_MEDIA if name in RELEASED]
+"""The same with the settings of released checkpoints: huge images."""
 ONE_IMAGE = ("cogvlm2",)
 """Families that take one image per request."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}

@@ -1,0 +1,415 @@
+"""Thin and huge images, requests' options, and media that can't be used, with every family that takes images."""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bench.families import check_equal
+from tests.support.chat import the_error
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.clips import clip
+from tests.support.families import EDGE_MEDIA, RELEASED_EDGES
+from tests.support.image_cases import picture, png
+from tests.support.minicpm import MiniCPMReference, make_minicpm, pieces_of, pixels_of
+from tests.support.minicpm import config_of as minicpm_config
+from tests.support.reference import UNUSED, image_features, image_processor
+from tests.support.released import BASES, RELEASED
+from tests.support.serving import image_part, served, text_part
+from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
+from triptych.api.media_parts import MediaSettings, check_options
+from triptych.api.schemas import MediaOptions
+from triptych.checkpoint.config_files import with_text_config
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import (
+    BadMediaSize,
+    InvalidRequest,
+    MediaError,
+    MediaMismatch,
+    MediaTooLarge,
+    PlanMismatch,
+    UnsupportedMedia,
+)
+from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.models.base import FRAME_OPTIONS, Planner, Preprocessor
+from triptych.models.registry import FAMILIES, family_of, resolve
+from triptych.prompt.caps import MediaCaps
+from triptych.prompt.probe import probe_image
+from triptych.prompt.probe_video import probe_video
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, MediaHeader, VideoHeader
+
+MINICPM_VERSION = 4.5
+FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
+"""Tiles of 384 pixels have 27 patches of 14 per side: the towers see none of the last six pixels."""
+THIN = {
+    # its published code refuses images that become less than ten pixels high or wide
+    "phi4_multimodal": ((400, 10), (10, 400)),
+    # the reference fails for an image of which a side rounds to nothing
+    **dict.fromkeys(("llava+pixtral", "mistral3"), ((560, 4), (4, 560))),
+    # whose tower takes as long for one as all others together
+    "deepseek_ocr2": ((3, 600),),
+}
+"""Sizes of thin images of families that have others than the rest."""
+HUGE = (6000, 5000)
+
+
+def tiny_of(family: str) -> Tiny:
+    tiny = BASES[family]
+    if family == "qwen3_vl":
+        return replace(tiny, preprocessor={**(tiny.preprocessor or {}), "patch_size": 16})
+    return tiny
+
+
+def made(tiny: Tiny) -> tuple[Planner, Preprocessor]:
+    config = with_text_config(tiny.config)
+    family, settings = family_of(config), (tiny.preprocessor or {}, tiny.video_preprocessor or {})
+    assert family.preprocessor is not None
+    return resolve(family.planner)(config, *settings), resolve(family.preprocessor)(config, *settings)
+
+
+@cache
+def served_parts(family: str) -> tuple[Planner, Preprocessor]:
+    """Planner and preprocessor of the tiny checkpoint."""
+    return made(tiny_of(family))
+
+
+@cache
+def released_parts(family: str) -> tuple[Planner, Preprocessor]:
+    """The same with the settings of a released checkpoint."""
+    return made(RELEASED[family].tiny(family))
+
+
+def rows_of(folder: Path, family: str, image: Image.Image) -> tuple[ItemPlan, list[torch.Tensor]]:
+    """An image's plan, and the embeddings of its parts."""
+    planner, preprocess = served_parts(family)
+    data = png(image)
+    plan = planner.plan(probe_image(data))
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
+    return plan, tower.encode(list(preprocess(data, plan)))
+
+
+def reference_rows(folder: Path, family: str, image: Image.Image) -> torch.Tensor:
+    """The same of the reference, with deepstack features beside them."""
+    if family == "minicpmv":
+        return MiniCPMReference(folder, minicpm_config(MINICPM_VERSION)).rows(image)
+    processed = image_processor(folder)([[image]], return_tensors="pt")
+    output = image_features(load_reference(folder), {k: v for k, v in processed.items() if k not in UNUSED})
+    deepstack = getattr(output, "deepstack_features", None) or []
+    features = [_joined(one) for one in (getattr(output, "pooler_output", output), *deepstack)]
+    return torch.cat([one.reshape(-1, one.shape[-1]) for one in features], dim=1)
+
+
+def _joined(features: Any) -> torch.Tensor:
+    return features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+
+
+def make_checkpoint(folder: Path, family: str) -> Path:
+    return make_minicpm(folder, MINICPM_VERSION) if family == "minicpmv" else make_tiny(folder, tiny_of(family), seed=4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_thin_images(tmp_path: Path, family: str) -> None:
+    """Of the largest ratio that is taken. Plan, pixels and tower together make the reference's embeddings."""
+    folder = make_checkpoint(tmp_path / "model", family)
+    for size in THIN.get(family, ((600, 3), (3, 600))):
+        image = picture(*size, seed=1200)
+        plan, rows = rows_of(folder, family, image)
+        check_equal(rows, plan, reference_rows(folder, family, image))
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+@pytest.mark.parametrize("size", [(900, 3), (3, 900), (201, 1), (10**7, 5)])
+def test_thinner_images_are_refused(family: str, size: tuple[int, int]) -> None:
+    with pytest.raises(BadMediaSize, match="its sides may differ at most 200-fold"):
+        served_parts(family)[0].plan(ImageHeader("PNG", *size))
+
+
+@pytest.mark.parametrize("family", RELEASED_EDGES)
+def test_plans_of_huge_images(family: str) -> None:
+    """Within the default limits and the area that the planner says; larger ones are refused."""
+    planner, _ = released_parts(family)
+    plan = planner.plan(ImageHeader("PNG", *HUGE))
+    assert plan.is_whole
+    assert plan.rows <= MediaCaps().tokens
+    assert plan.resized_width * plan.resized_height <= planner.max_image_pixels
+    for size in ((10_000, 5001), (2**31, 2**31)):
+        with pytest.raises(MediaTooLarge, match="at most 50000000 are taken"):
+            planner.plan(ImageHeader("PNG", *size))
+
+
+def bits(values: Any) -> int:
+    """The sum of the values' bits, which doesn't depend on their order: zeros add nothing to it."""
+    return int(np.ascontiguousarray(values, np.float32).view(np.uint32).sum(dtype=np.uint64))
+
+
+def reference_bits(folder: Path, family: str, image: Image.Image) -> int:
+    if family == "minicpmv":
+        processor = RELEASED[family].tiny(family).preprocessor or {}
+        return sum(bits(pixels_of(piece, processor)) for piece in pieces_of(image, processor))
+    processed = image_processor(folder)([[image]], return_tensors="pt")
+    seen = FEWER_PIXELS.get(family)
+    return sum(bits(it[..., :seen, :seen] if seen else it) for name, it in processed.items() if "pixel_values" in name)
+
+
+@pytest.fixture(scope="module")
+def huge() -> tuple[Image.Image, bytes]:
+    image = picture(*HUGE, seed=1201)
+    return image, png(image)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RELEASED_EDGES)
+def test_pixels_of_huge_images(tmp_path: Path, huge: tuple[Image.Image, bytes], family: str) -> None:
+    """With the settings of a released checkpoint, which both sides resize to as many pixels."""
+    image, data = huge
+    write_settings(tmp_path, RELEASED[family].tiny(family))
+    planner, preprocess = released_parts(family)
+    found = sum(bits(part.patches) for part in preprocess(data, planner.plan(probe_image(data))))
+    assert found == reference_bits(tmp_path, family, image)
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "min_pixels": (1, 10**4, 10**6, 10**8),
+    "max_pixels": (1, 100, 10**4, 10**8),
+    "size": tuple(
+        {"shortest_edge": least, "longest_edge": most} for least, most in ((1, 1), (10**6, 100), (3136, 10**5))
+    ),
+    "fps": (0.001, 1.0, 240.0),
+    "num_frames": (1, 2, 2**16),
+    "max_patches": (1, 2, 2**16),
+    "min_dynamic_patch": (1, 4, 256),
+    "max_dynamic_patch": (1, 4, 256),
+    "base_size": (1, 32, 64, 2**16),
+    "image_size": (1, 32, 64, 2**16),
+    "pan_and_scan_min_crop_size": (1, 64, 2**16),
+    "pan_and_scan_max_num_crops": (1, 4, 64),
+    "pan_and_scan_min_ratio_to_activate": (0.0, 1.0, 1000.0),
+    "max_slice_nums": (1, 2, 64),
+    "downsample_mode": ("4x", "16x"),
+    "dynamic_hd": (1, 4, 36),
+    "max_soft_tokens": (1, 140, 2**16),
+    **dict.fromkeys(
+        ("resize_to_max_canvas", "dynamic_image_size", "use_thumbnail", "crop_mode", "do_pan_and_scan"), (True, False)
+    ),
+}
+"""Values that the API takes of each option, extremes among them. Families refuse some by themselves."""
+SIZES = ((200, 150), (900, 10), (1, 1), (600, 3), (3, 600), (700, 500))
+NEEDED = {
+    **{name: {"do_pan_and_scan": True} for name in VALUES if name.startswith("pan_and_scan")},
+    "image_size": {"crop_mode": False},
+}
+"""What other options an option has an effect with."""
+CLIP = VideoHeader("MP4", 96, 64, 120, 10.0)
+
+
+def context_of(**options: Any) -> ItemContext:
+    settings = MediaSettings.from_options(MediaOptions(**options))
+    return ItemContext(settings.bounds, settings.sampling, options=settings.options, modalities=frozenset({"image"}))
+
+
+def outcome(planner: Planner, header: MediaHeader, context: ItemContext) -> ItemPlan | str:
+    """The plan but for the options themselves, or the message of the refusal."""
+    try:
+        plan = planner.plan(header, context)
+    except MediaError as error:
+        return str(error)
+    return ItemPlan(
+        **{name: getattr(plan, name) for name in plan.__struct_fields__ if name not in ("bounds", "sampling")}
+    )
+
+
+@cache
+def image_of(size: tuple[int, int]) -> bytes:
+    return png(picture(*size, seed=1202))
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_options(family: str) -> None:
+    """Whatever the API takes is refused by name or makes a plan that the preprocessor can follow; and each option that
+    is taken has an effect."""
+    planner, preprocess = served_parts(family)
+    assert planner.options <= VALUES.keys()
+    for name, values in VALUES.items():
+        if name not in planner.options:
+            with pytest.raises(InvalidRequest, match=f"the model doesn't take {name}; it takes ") as refused:
+                check_options(planner, MediaOptions(**{name: values[0]}))
+            assert refused.value.param == f"mm_processor_kwargs.{name}"
+            continue
+        check_options(planner, MediaOptions(**{name: values[0]}))
+        others, effects = NEEDED.get(name, {}), 0
+        for context in (context_of(**others, **{name: value}) for value in values):
+            headers = [CLIP] if name in FRAME_OPTIONS else [ImageHeader("PNG", *size) for size in SIZES]
+            for header in headers:
+                found = outcome(planner, header, context)
+                effects += found != outcome(planner, header, context_of(**others))
+                if isinstance(header, ImageHeader) and isinstance(found, ItemPlan):
+                    check_made(preprocess, planner, header, context)
+        assert effects, f"{name} has no effect"
+
+
+def check_made(preprocess: Preprocessor, planner: Planner, header: ImageHeader, context: ItemContext) -> None:
+    plan = planner.plan(header, context)
+    assert plan.is_whole
+    if plan.patches <= 2500:
+        parts = list(preprocess(image_of((header.width, header.height)), plan))
+        assert [len(part.patches) for part in parts] == [part.patches for part in plan.parts]
+
+
+def test_values_have_all_options() -> None:
+    assert VALUES.keys() | {"use_audio_in_video"} == MediaOptions.model_fields.keys()
+
+
+def file_of(image: Image.Image, kind: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def taller_png(data: bytes, rows: int) -> bytes:
+    """A PNG file whose header says another height, with a right checksum."""
+    header = data[12:20] + struct.pack(">L", rows) + data[24:29]
+    return data[:12] + header + struct.pack(">L", zlib.crc32(header)) + data[33:]
+
+
+def taller_jpeg(data: bytes, rows: int) -> bytes:
+    place = data.index(b"\xff\xc0") + 5
+    return data[:place] + struct.pack(">H", rows) + data[place + 2 :]
+
+
+DAMAGED: dict[str, Callable[[Image.Image], bytes]] = {
+    "cut JPEG": lambda image: file_of(image, "JPEG")[:-700],
+    "cut PNG": lambda image: file_of(image, "PNG")[:-700],
+    "PNG without pixels": lambda image: file_of(image, "PNG")[:33],
+    "zeros for pixels": lambda image: file_of(image, "PNG")[:60] + bytes(5000),
+    "text": lambda _: b"no image at all",
+    "nothing": lambda _: b"",
+}
+LYING: dict[str, Callable[[Image.Image], bytes]] = {
+    "PNG of too many rows": lambda image: taller_png(file_of(image, "PNG"), 900),
+    "PNG of too few rows": lambda image: taller_png(file_of(image, "PNG"), 60),
+    "JPEG of too many rows": lambda image: taller_jpeg(file_of(image, "JPEG"), 900),
+    "JPEG of too few rows": lambda image: taller_jpeg(file_of(image, "JPEG"), 60),
+}
+"""Files whose headers say other heights than their pixels have."""
+
+
+@pytest.fixture
+def names(family: str) -> Iterator[Callable[[bytes, MediaHeader], list[str]]]:
+    """Preprocesses a file by the plan of a header, and returns the digests of its parts. After the test, the same
+    preprocessor makes another image as before."""
+    planner, preprocess = served_parts(family)
+
+    def made_of(data: bytes, header: MediaHeader) -> list[str]:
+        return [part.name for part in preprocess(data, planner.plan(header))]
+
+    good = file_of(picture(160, 120, seed=1203), "PNG")
+    before = made_of(good, probe_image(good))
+    yield made_of
+    assert made_of(good, probe_image(good)) == before
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_files_that_cannot_be_used(family: str, names: Callable[[bytes, MediaHeader], list[str]]) -> None:
+    """Also by the plan of a good file, which another process made."""
+    image = picture(160, 120, seed=1203)
+    for damaged in DAMAGED.values():
+        data = damaged(image)
+        with pytest.raises(MediaError):
+            names(data, probe_image(data))
+        with pytest.raises(MediaError):
+            names(data, ImageHeader("PNG", 160, 120))
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_headers_that_lie(family: str, names: Callable[[bytes, MediaHeader], list[str]]) -> None:
+    """They are what Pillow reads, which leaves the rows empty that a file lacks: so transformers' processors see them.
+    Planned by their real size, they are refused."""
+    image = picture(160, 120, seed=1203)
+    for lying in LYING.values():
+        data = lying(image)
+        read = file_of(Image.open(io.BytesIO(data)).convert("RGB"), "PNG")
+        assert names(data, probe_image(data)) == names(read, probe_image(read))
+        with pytest.raises(PlanMismatch, match="its plan says 160 by 120"):
+            names(data, ImageHeader("PNG", 160, 120))
+
+
+def sized_mp4(data: bytes, width: int, height: int) -> bytes:
+    """A file of H.264 whose header says another size of its frames."""
+    place = data.index(b"avc1", data.index(b"stsd")) + 28
+    return data[:place] + struct.pack(">HH", width, height) + data[place + 4 :]
+
+
+@pytest.fixture(scope="module")
+def video() -> bytes:
+    return clip(frames=12, width=96, height=64, seed=1204)
+
+
+@pytest.mark.parametrize("family", [name for name in EDGE_MEDIA if "video" in FAMILIES[name].modalities])
+def test_videos_that_cannot_be_used(
+    family: str, video: bytes, names: Callable[[bytes, MediaHeader], list[str]]
+) -> None:
+    assert names(video, probe_video(video))
+    for width, height in ((0, 0), (0, 64)):
+        with pytest.raises(BadMediaSize, match=f"is {width} by {height} pixels"):
+            names(sized_mp4(video, width, height), probe_video(sized_mp4(video, width, height)))
+    for width, height in ((48, 64), (960, 640)):
+        lying = sized_mp4(video, width, height)
+        with pytest.raises(MediaMismatch, match=f"its header says {width} by {height}"):
+            names(lying, probe_video(lying))
+    for cut in (video[: len(video) * 2 // 3], b"no video at all", b""):
+        with pytest.raises(MediaError):
+            names(cut, probe_video(cut))
+
+
+SOUND = AudioHeader("WAV", 16_000, 1, 16_000)
+
+
+@pytest.mark.parametrize("family", [*EDGE_MEDIA, *HEARING])
+def test_media_that_the_family_lacks_or_that_are_empty(family: str) -> None:
+    planner, modalities = served_parts(family)[0], FAMILIES[family].modalities
+    for modality, header in (("image", ImageHeader("PNG", 64, 64)), ("audio", SOUND), ("video", CLIP)):
+        if modality in modalities:
+            assert planner.plan(header).is_whole
+        else:
+            with pytest.raises(UnsupportedMedia, match=f"the model takes no {modality}"):
+                planner.plan(header)
+    for size in ((0, 0), (64, 0), (0, 64)):
+        for empty in (ImageHeader("PNG", *size), VideoHeader("MP4", *size, 10, 25.0)):
+            with pytest.raises(MediaError, match=r"both sides must be at least 1|takes no videos"):
+                planner.plan(empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_a_service_lives_on(tmp_path: Path, family: str) -> None:
+    """Each file is refused with a status of the client's, and names its field; the next request is answered as
+    before. No item, page or block is left."""
+    image = picture(160, 120, seed=1203)
+    good = [image_part(file_of(image, "PNG")), text_part("What is it?")]
+    field = "messages[0].content[0]"
+    with served(make_checkpoint(tmp_path / "model", family)) as service:
+        before = service.text(good)
+        refused = [service.post([image_part(damaged(image))]) for damaged in DAMAGED.values()]
+        refused += [service.post([image_part(png(Image.new("RGB", (900, 3))))])]
+        for response in refused:
+            assert the_error(response, 400, f"{field}.image_url.url")
+        too_large = taller_png(file_of(Image.new("RGB", (60_000, 1)), "PNG"), 50_000)
+        assert "50000000" in the_error(service.post([image_part(too_large)]), 413, f"{field}.image_url.url")
+        for options in ({"no_such_option": 1}, {"max_pixels": "many"}, {"fps": -1}):
+            name = f"mm_processor_kwargs.{next(iter(options))}"
+            assert the_error(service.post(good, mm_processor_kwargs=options), 400, name)
+        for kind, url in (("audio_url", "data:audio/wav;base64,UklGRg=="), ("video_url", "data:video/mp4;base64,AAAA")):
+            part = {"type": kind, kind: {"url": url}}
+            assert the_error(service.post([part]), 400, f"{field}.{kind}.url")
+        assert service.text(good) == before
+        service.settle()
