@@ -154,9 +154,9 @@ class Pod:
         lines += [f"mount -t tmpfs -o mode=755 tmpfs {quote(str(path))}" for path in sorted(hidden)]
         for number, path in enumerate(_PROGRAMS):
             there = quote(str(path))
-            lines.append(
-                f"[ -d {there} ] || {{ mkdir -p {there}; mount --bind {VOLUMES}/.programs/{number} {there}; }}"
-            )
+            kept = f"{VOLUMES}/.programs/{number}"
+            # an earlier container may have left an empty folder in a volume
+            lines.append(f"[ {there} -ef {kept} ] || {{ mkdir -p {there}; mount --bind {kept} {there}; }}")
         lines += [f"echo {quote(self.name)} > /proc/sys/kernel/hostname", "mount -o remount,bind,ro /"]
         return "\n".join([*lines, 'exec "$@"'])
 
