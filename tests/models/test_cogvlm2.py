@@ -26,7 +26,7 @@ from triptych.models.cogvlm2.preprocess import CogVLM2Preprocessor
 from triptych.models.registry import family_of
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemContext, PixelBounds
+from triptych.types import ImageHeader, ItemContext
 
 TINY = OWN_TOWERS["cogvlm2"]
 CONFIG: dict[str, Any] = TINY.config
@@ -60,8 +60,6 @@ def test_what_is_refused() -> None:
     planner, header = CogVLM2Planner(CONFIG, {}), ImageHeader("PNG", 64, 64)
     with pytest.raises(UnsupportedMedia, match="one image per request"):
         planner.plan(header, ItemContext(siblings=1))
-    with pytest.raises(UnsupportedMedia, match="max_pixels"):
-        planner.plan(header, ItemContext(bounds=PixelBounds(max_pixels=100)))
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -27,7 +27,7 @@ from tests.support.released import BASES, RELEASED
 from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
 from triptych.api.media_parts import MediaSettings, check_options
-from triptych.api.schemas import MediaOptions
+from triptych.api.schemas import ImagePart, ImageURL, MediaOptions
 from triptych.checkpoint.config_files import with_text_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import (
@@ -263,6 +263,17 @@ def check_made(preprocess: Preprocessor, planner: Planner, header: ImageHeader, 
     if plan.patches <= 2500:
         parts = list(preprocess(image_of((header.width, header.height)), plan))
         assert [len(part.patches) for part in parts] == [part.patches for part in plan.parts]
+
+
+@pytest.mark.parametrize("family", RELEASED_EDGES)
+def test_low_detail(family: str) -> None:
+    """It is never refused, and no image becomes more embeddings than without it."""
+    planner, _ = released_parts(family)
+    part = ImagePart(type="image_url", image_url=ImageURL(url="data:,", detail="low"))
+    low = ItemContext(MediaSettings().bounds_of(part, planner.max_image_pixels))
+    for size in ((1920, 1080), (300, 200), (1000, 40), (40, 1000), HUGE):
+        header = ImageHeader("PNG", *size)
+        assert planner.plan(header, low).rows <= planner.plan(header).rows
 
 
 def test_values_have_all_options() -> None:

@@ -34,7 +34,7 @@ from triptych.models.llava.preprocess import LlavaPreprocessor
 from triptych.models.registry import backbone_of
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
-from triptych.types import ImageHeader, ItemContext, ItemPlan, PixelBounds, Placement, Span, VideoHeader
+from triptych.types import ImageHeader, ItemPlan, Placement, Span, VideoHeader
 
 CPU = torch.device("cpu")
 FP32 = WEIGHT_FORMATS["float32"]
@@ -294,15 +294,14 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
 
 def test_what_isnt_planned() -> None:
     planner = LlavaPlanner(CONFIG, PROCESSOR)
-    for header, bounds, error in (
-        (ImageHeader("PNG", 90, 90), PixelBounds(max_pixels=10_000), UnsupportedMedia),
-        (VideoHeader("MP4", 90, 90, 4, 2.0), PixelBounds(), UnsupportedMedia),
-        (ImageHeader("PNG", 201, 1), PixelBounds(), BadMediaSize),
-        (ImageHeader("PNG", 0, 1), PixelBounds(), BadMediaSize),
-        (ImageHeader("PNG", 10_000, 10_000), PixelBounds(), MediaTooLarge),
+    for header, error in (
+        (VideoHeader("MP4", 90, 90, 4, 2.0), UnsupportedMedia),
+        (ImageHeader("PNG", 201, 1), BadMediaSize),
+        (ImageHeader("PNG", 0, 1), BadMediaSize),
+        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
     ):
         with pytest.raises(error):
-            planner.plan(header, ItemContext(bounds))
+            planner.plan(header)
 
 
 def test_positions_are_plain() -> None:

@@ -13,7 +13,7 @@ from triptych.models.cogvlm2.template import IMAGE
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan, Placement
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, Placement
 
 
 class CogVLM2Planner(PlainPlanner):
@@ -45,11 +45,10 @@ class CogVLM2Planner(PlainPlanner):
         self._offsets = MediaPositions(offsets, 3.0)
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
-        """Raises UnsupportedMedia for several images, and for bounds of the area, which the model fixes."""
+        """``bounds``, those of ``detail: low``, change nothing: all images become as large. Raises UnsupportedMedia for
+        several images."""
         if context.siblings:
             raise UnsupportedMedia("the model takes one image per request, also in conversations")
-        if context.bounds != MODEL_BOUNDS:
-            raise UnsupportedMedia("the model resizes all images alike: min_pixels and max_pixels can't be set")
         vision = self._vision
         return ItemPlan(
             modality="image",

@@ -5,13 +5,12 @@ The reference is ``LlavaProcessor`` in transformers: every image has the same nu
 
 from typing import Any
 
-from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.types import MODEL_BOUNDS, ImageHeader, ItemContext, ItemPart, ItemPlan
+from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 
 
 class LlavaPlanner(PlainPlanner):
@@ -38,9 +37,7 @@ class LlavaPlanner(PlainPlanner):
         self._part = ItemPart(((0, vision.rows),), vision.clip.side**2, vision.clip.cost, VISION)
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
-        """Raises UnsupportedMedia for bounds of the image's area, which the model fixes."""
-        if context.bounds != MODEL_BOUNDS:
-            raise UnsupportedMedia("the model resizes all images alike: min_pixels and max_pixels can't be set")
+        """``bounds``, those of ``detail: low``, change nothing: all images become as large."""
         if self._pads:
             self._check_square(header)
         vision = self._vision
