@@ -36,10 +36,13 @@ def _asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest
 @needs_compiler
 def test_kernels_for_pixels_are_compiled_once_and_need_no_pytorch(tmp_path: Path) -> None:
     script = "from triptych.layers import native; assert native.pixel_kernels()"
+    files = set()
     for _ in range(2):
         subprocess.run([sys.executable, "-c", f"{script}; import sys; assert 'torch' not in sys.modules"], check=True)
         [made] = (tmp_path / "cache" / "triptych").iterdir()
         assert made.name.startswith("kernels-pixels-")
+        files.add(made.stat().st_ino)
+    assert len(files) == 1
 
 
 def test_without_a_compiler_there_are_no_kernels_for_pixels(

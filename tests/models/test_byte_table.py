@@ -1,10 +1,12 @@
 """Values of bytes in the order of patches, by the kernel and by numpy, against the same written out in full."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from triptych.errors import PlanMismatch
 from triptych.layers import native
 from triptych.models.shared.byte_table import ByteTable
 
@@ -46,6 +48,25 @@ def test_patches(sizes: tuple[int, ...], is_part: bool) -> None:
     ]
     found = ByteTable(VALUES).patches(pixels, patch, merge, copies)
     np.testing.assert_array_equal(found, np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (3, 5), (3, 3), (2, 3)])
+def test_patches_that_fill_no_squares_are_refused(rows: int, columns: int) -> None:
+    """The kernel would write beyond the output."""
+    with pytest.raises(PlanMismatch, match="don't fill squares of 2 × 2"):
+        ByteTable(VALUES).patches(np.zeros((1, 4 * rows, 4 * columns, 3), np.uint8), 4, 2)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    table, pixels = ByteTable(VALUES), np.zeros((1, 4, 4, 3), np.uint8)
+    wrong: list[Any] = [pixels[..., :2], pixels.astype(np.float32)]
+    for one in wrong:
+        with pytest.raises(ValueError, match="don't fit"):
+            table.patches(one, 2)
+    outputs: list[Any] = [np.empty((4, 11), np.float32), np.empty((4, 12)), np.empty((4, 24), np.float32)[:, ::2]]
+    for output in outputs:
+        with pytest.raises(ValueError, match="don't fit"):
+            table.cut(pixels, (2, 2), output)
 
 
 def test_planes() -> None:

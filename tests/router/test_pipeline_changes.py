@@ -1,5 +1,8 @@
 """A viewer that applies changes has what a new viewer gets as a whole snapshot, whatever happens to a router."""
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 from hypothesis import example, given, settings
@@ -53,6 +56,31 @@ def test_the_oldest_requests_are_shown_in_the_order_of_their_arrival() -> None:
     assert [mark.key for mark in news.requests][-20:] == [one.request for one in streams[MAX_MARKS : MAX_MARKS + 20]]
     assert news.gone == [one.request for one in streams[:60:3]]
     assert changed(before, news) == after
+
+
+def test_what_was_looked_at_is_not_kept() -> None:
+    """A request's files would be, while nobody looks again."""
+    harness = RouterHarness(PD0, max_queue=1000)
+    view = PipelineView(harness.router, "model")
+    for _ in range(MAX_MARKS + 1):
+        harness.submit()
+    view.snapshot()
+    states = [weakref.ref(state) for state in harness.router.lifecycle.requests]
+    for request in [state.id for state in harness.router.lifecycle.requests]:
+        harness.router.lifecycle.cancel(request)
+    gc.collect()
+    assert [state() for state in states] == [None] * (MAX_MARKS + 1)
+    assert view.snapshot().requests == []
+
+
+def test_a_quiet_router_needs_no_new_snapshot() -> None:
+    harness = RouterHarness(PD0)
+    view = PipelineView(harness.router, "model")
+    view.snapshot()
+    view.snapshot()  # the first one finds out that nothing waits
+    assert view.is_current
+    harness.submit()
+    assert not view.is_current
 
 
 def test_items_are_seen_to_queue_and_to_reach_an_encode_instance() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
 import pytest
 
 from tests.support import sandbox_handlers as handlers
@@ -56,10 +55,13 @@ def test_one_worker_serves_several_items_at_a_time(workers: WorkerPool) -> None:
 
 @pytest.mark.slow
 def test_a_library_may_be_larger_than_the_limit_which_stays() -> None:
-    limits = msgspec.structs.replace(LIMITS, seconds=30.0)
-    workers = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "", limits), 1, DecodeFailed)
+    """And takes longer than an item may."""
+    workers = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "", LIMITS), 1, DecodeFailed)
     workers.wait_until_ready()
     try:
+        assert payloads(workers, "import_late", b"torch") == [b"torch"]
+        with pytest.raises(DecodeFailed, match="longer than 1 s"):
+            ask(workers, "hang")
         with pytest.raises((DecodeFailed, InternalError)):
             ask(workers, "import_within_the_limit", b"torch")
         assert payloads(workers, "import_late", b"torch") == [b"torch"]

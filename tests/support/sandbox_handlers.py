@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
-from triptych.sandbox.child import Handler, import_library
+from triptych.sandbox.child import Handler
 from triptych.sandbox.fork_server import Responder
+from triptych.sandbox.libraries import import_library
 from triptych.sandbox.protocol import Limits
 
 Results = Iterator[tuple[bytes, Sequence[bytes]]]

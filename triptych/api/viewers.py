@@ -44,7 +44,7 @@ class Viewers:
         self._whole = b""
         """It as an event for all others; empty until one needs it."""
         self.num_sent = 0
-        """Snapshots sent so far. Those that are as the last one are not sent, but for one now and then."""
+        """Snapshots sent so far. One that is as the last one is sent once per ``SILENCE`` only."""
         self._send_at = 0.0
         """When the next one is sent even if nothing has changed, by the event loop's clock."""
         self._sent = asyncio.Event()

@@ -22,7 +22,7 @@ PIXELS = "pixels"
 """Name of the library for workers that prepare pixels, and of its source, which is in no other library."""
 # No fast-math: it would reorder the operations that make the exponential exact. OpenMP's runtime isn't linked: torch
 # has loaded one already, and a second would have threads of its own.
-COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-c")
+COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-c")
 # what every processor of the kind can do: a compiler's own default may be more
 BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
 TIMEOUT = 600
@@ -71,7 +71,12 @@ class Variant:
     @property
     def options(self) -> tuple[str, ...]:
         """All options."""
-        return (*COMPILE, *BASE.get(self.machine, ()), *self.features.values())
+        return (*COMPILE, *self.parallel, *BASE.get(self.machine, ()), *self.features.values())
+
+    @property
+    def parallel(self) -> tuple[str, ...]:
+        """The option for several threads, which kernels for pixels don't have."""
+        return () if self.name == PIXELS else ("-fopenmp",)
 
     def options_for(self, source: Path) -> tuple[str, ...]:
         """The options with which a file is compiled: without those that would change nothing, so that variants share

@@ -99,6 +99,8 @@ def _compiled(usable: list[Variant]) -> tuple[Variant, str, ctypes.CDLL]:
     without a home directory."""
     compiler, folder = find_compiler(), user_cache()
     for variant in usable:
-        if is_whole(cached(compiler, variant, folder)) or accepts(compiler, variant):
+        if is_whole(made := cached(compiler, variant, folder)):
+            return variant, "compiled on this machine", load(made)  # also from a folder that can't be written to
+        if accepts(compiler, variant):
             return variant, "compiled on this machine", load(compiled(compiler, variant, folder))
     raise OSError(f"{compiler[0]} compiles no variant for this processor")

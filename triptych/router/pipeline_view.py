@@ -55,9 +55,9 @@ class _Part(Generic[Value]):
     def at(self, version: object, make: Callable[[], Value]) -> Value:
         """Return the part. ``version`` must be another one whenever what it is made of has changed, and not None."""
         if self._value is None or version != self._version:
-            self._version = version
             if (made := make()) != self._value:
                 self._value = made
+            self._version = version
         assert self._value is not None
         return self._value
 

@@ -24,27 +24,32 @@ class RequestMarks:
         """The number of the last change that was looked at; -1 before the first look."""
         self._queued = ""
         """The stage for which queued requests wait."""
-        self._marks: dict[RequestId, tuple[RequestState, RequestMark]] = {}
-        self._later: dict[RequestId, RequestState] = {}
-        """The requests that have come after those with marks."""
+        self._marks: dict[RequestId, RequestMark] = {}
+        self._later: dict[RequestId, None] = {}
+        """The requests that have come after those with marks. Only ids are kept: without viewers nothing is looked at,
+        and a request's files would stay."""
 
     def look(self) -> list[RequestMark]:
         """Return the marks as they are now."""
         changes, queued = self._lifecycle.requests.changes, STAGE_NAMES[queued_stage(self._membership)]
         changed = changes.since(self._seen) if queued == self._queued else None
-        self._seen, self._queued = changes.number, queued
+        number, self._queued = changes.number, queued
         if changed is None:
-            self._marks, self._later = {}, {one.id: one for one in self._lifecycle.requests if _is_shown(one)}
+            self._marks, self._later = {}, {one.id: None for one in self._lifecycle.requests if _is_shown(one)}
         else:
             self._update(changed)
         while self._later and len(self._marks) < MAX_MARKS:
-            state = self._later.pop(next(iter(self._later)))
-            self._marks[state.id] = state, self._mark(state)
-        return [mark for _, mark in self._marks.values()]
+            request = next(iter(self._later))
+            if (state := self._lifecycle.requests.get(request)) is not None:
+                self._marks[request] = self._mark(state)
+            del self._later[request]
+        self._seen = number
+        return list(self._marks.values())
 
     def count(self) -> dict[str, int]:
         """Return how many tokens the requests of the last look have generated, by their keys."""
-        return {key: len(state.generated) for key, (state, _) in self._marks.items()}
+        states = ((key, self._lifecycle.requests.get(key)) for key in self._marks)
+        return {key: len(state.generated) for key, state in states if state is not None}
 
     def _update(self, changed: list[RequestId]) -> None:
         new = list[RequestState]()
@@ -53,10 +58,10 @@ class RequestMarks:
                 self._marks.pop(request, None)
                 self._later.pop(request, None)
             elif request in self._marks:
-                self._marks[request] = state, self._mark(state)
+                self._marks[request] = self._mark(state)
             elif request not in self._later and _is_shown(state):
                 new.append(state)
-        self._later.update((state.id, state) for state in sorted(new, key=lambda one: one.arrival))
+        self._later.update(dict.fromkeys(state.id for state in sorted(new, key=lambda one: one.arrival)))
 
     def _mark(self, state: RequestState) -> RequestMark:
         return RequestMark(

@@ -9,18 +9,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from triptych.errors import ErrorKind, RequestError, ServiceError
-from triptych.heap import gc_paused
 from triptych.observe import logs
+from triptych.sandbox.libraries import LIBRARY_BYTES, address_space, on_import
 from triptych.sandbox.protocol import (
     Bulk,
     EndOfResults,
+    Importing,
     Limits,
     Result,
     TaskFailed,
@@ -41,16 +40,19 @@ ServiceError."""
 GRACE_SECONDS = 5.0
 """Seconds after its time limit at which a worker exits by itself. Its parent kills it earlier, unless the parent is
 gone."""
-LIBRARY_BYTES = 16 * 2**30
-"""Address space for libraries that are imported later. PyTorch with CUDA's may take most of it; little becomes
-memory."""
 MAX_MESSAGE_TEXT = 500
 
 
 def main(spec: WorkerSpec, connection: socket.socket) -> None:
     """Serve requests until the parent is gone."""
     handler: Handler = load(spec.factory)(spec.argument)
-    limit(spec.limits)
+    limit(spec.limits, LIBRARY_BYTES)
+
+    def report_import() -> None:
+        send(connection, Importing())
+        signal.setitimer(signal.ITIMER_REAL, spec.limits.seconds + GRACE_SECONDS)
+
+    on_import.set(report_import)
     send(connection, EndOfResults())
     items: dict[int, Results] = {}
     while True:
@@ -116,34 +118,14 @@ def content(bulk: Bulk | None) -> bytes:
         return bytes(pages)
 
 
-def limit(limits: Limits) -> None:
-    """Limit this process's memory, open files and output from now on, and disable core dumps."""
-    most = _address_space() + limits.memory_bytes
-    _set(resource.RLIMIT_AS, most, most + LIBRARY_BYTES)
+def limit(limits: Limits, library_bytes: int = 0) -> None:
+    """Limit this process's memory, open files and output from now on, and disable core dumps. ``library_bytes`` is the
+    address space for what ``import_library`` imports."""
+    most = address_space() + limits.memory_bytes
+    _set(resource.RLIMIT_AS, most, most + library_bytes)
     _set(resource.RLIMIT_FSIZE, limits.output_bytes)
     _set(resource.RLIMIT_NOFILE, 32)
     _set(resource.RLIMIT_CORE, 0)
-
-
-def import_library(name: str) -> ModuleType:
-    """Import a library of whose address space a limited process's limit takes no account, up to ``LIBRARY_BYTES``. Most
-    items need none, so processes start without it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if name in sys.modules or soft == resource.RLIM_INFINITY:
-        return importlib.import_module(name)
-    before = _address_space()
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-    try:
-        with gc_paused():
-            return importlib.import_module(name)
-    finally:
-        soft += _address_space() - before
-        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process uses."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _set(kind: int, soft: int, hard: int | None = None) -> None:

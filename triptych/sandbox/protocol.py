@@ -111,7 +111,11 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Result | EndOfResults | TaskFailed
+class Importing(msgspec.Struct, frozen=True, tag=True):
+    """Worker → parent: the worker begins to import a library, or has done so. That is not the item's time."""
+
+
+Answer = Result | EndOfResults | TaskFailed | Importing
 Message = Fork | Kill | ProcessExited | ProcessRequest | WorkerRequest | Answer
 
 

@@ -6,6 +6,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.errors import PlanMismatch
 from triptych.layers import native
 
 _PATCHES_AT_A_TIME = 64
@@ -17,7 +18,7 @@ class ByteTable:
 
     def __init__(self, values: NDArray[np.float32]) -> None:
         """``values`` is float32 [channels, 256]."""
-        self.values = np.ascontiguousarray(values)
+        self.values = np.ascontiguousarray(values, np.float32)
         native.pixel_kernels()  # loads or compiles them before a worker's memory is limited
 
     def patches(
@@ -50,9 +51,16 @@ class ByteTable:
         merge_size: int = 1,
         copies: int = 1,
     ) -> None:
-        """Write the values of patches of ``size``, (height, width), to contiguous ``output``; see ``patches``."""
+        """Write the values of patches of ``size``, (height, width), to contiguous ``output``; see ``patches``. Raises
+        PlanMismatch for patches that don't fill squares of ``merge_size``, and ValueError for arrays that don't fit."""
         num_frames, height, width, channels = pixels.shape
         rows, columns = height // size[0], width // size[1]
+        if rows % merge_size or columns % merge_size:
+            raise PlanMismatch(f"{rows} rows of {columns} patches don't fill squares of {merge_size} × {merge_size}")
+        expected = rows * columns * channels * copies * num_frames * size[0] * size[1]
+        is_plain = output.dtype == np.float32 and output.flags.c_contiguous and output.size == expected
+        if not is_plain or pixels.dtype != np.uint8 or self.values.shape != (channels, 256):
+            raise ValueError(f"pixels {pixels.shape} and values {self.values.shape} don't fit output {output.shape}")
         if (kernels := native.pixel_kernels()) is not None:
             sizes = num_frames, channels, rows, columns, *size, merge_size, copies
             addresses = (ctypes.c_void_p(array.ctypes.data) for array in (pixels, self.values, output))

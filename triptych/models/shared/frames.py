@@ -26,7 +26,7 @@ from triptych.models.shared.patches import (
     rescale_factor,
 )
 from triptych.models.shared.video import FILE, sampled_frames
-from triptych.sandbox.child import import_library
+from triptych.sandbox.libraries import import_library
 from triptych.types import ItemPlan, VideoHeader
 
 _MODES = {

@@ -118,8 +118,8 @@ class TowerWeights:
         return self.weights.high_precision(weight, None, self.device)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """Raise CheckpointError, naming one, if there are tensors that weren't read, but for those whose names start
-        with one of ``ignored``."""
+        """Raise CheckpointError, which names one and counts them, if there are tensors that weren't read, but for those
+        whose names start with one of ``ignored``."""
         unread = [
             key for name, key in self._keys.items() if name not in self._read and not name.startswith(tuple(ignored))
         ]
