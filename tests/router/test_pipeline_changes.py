@@ -59,7 +59,7 @@ def test_the_oldest_requests_are_shown_in_the_order_of_their_arrival() -> None:
 
 
 def test_what_was_looked_at_is_not_kept() -> None:
-    """A request's files would be, while nobody looks again."""
+    """A request's files would be, until the view looks again."""
     harness = RouterHarness(PD0, max_queue=1000)
     view = PipelineView(harness.router, "model")
     for _ in range(MAX_MARKS + 1):
