@@ -26,6 +26,7 @@ from PIL import Image
 
 from bench.measuring import like_an_instance, median_seconds, report
 from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.equal_embeddings import check_equal
 from tests.support.reference import image_features, image_processor
 from tests.support.released import RELEASED
 from tests.support.tiny import make_tiny, write_settings
@@ -34,14 +35,11 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.probe import probe_image
-from triptych.types import ItemPlan
 
 MEASURED = [name for name, one in RELEASED.items() if one.is_measured]
 PREPROCESS = "preprocess"
 PLANS = 200
 """Plans that are timed together, since one takes microseconds."""
-MAX_DIFFERENCE = 1e-4
-"""Of embeddings, as a share of the largest value."""
 Work = Callable[[], object]
 
 
@@ -93,30 +91,6 @@ def stages_of(folder: Path, data: bytes, *, encodes: bool) -> dict[str, Stage | 
 
     check_equal(tower.encode(inputs), plan, encoded())
     return stages | {"encode": Stage(lambda: tower.encode(inputs), encoded)}
-
-
-def in_place(parts: list[torch.Tensor], plan: ItemPlan) -> torch.Tensor:
-    """Return a picture's embeddings in their order, of those of its parts."""
-    rows = torch.zeros(plan.rows, parts[0].shape[1])
-    for part, made in zip(plan.parts, parts, strict=True):
-        lengths = [length for _, length in part.runs]
-        for (first, length), run in zip(part.runs, made.split(lengths), strict=True):
-            rows[first : first + length] = run
-    return rows
-
-
-def check_equal(parts: list[torch.Tensor], plan: ItemPlan, output: Any) -> None:
-    """Raise ValueError if embeddings of the two sides differ in number, or by more than rounding. Transformers has
-    them in the order of the parts or of the plan."""
-    pooled = getattr(output, "pooler_output", output)
-    expected = torch.cat(list(pooled)) if not isinstance(pooled, torch.Tensor) else pooled
-    expected = expected.reshape(-1, expected.shape[-1])
-    orders = torch.cat(parts), in_place(parts, plan)
-    if orders[0].shape != expected.shape:
-        raise ValueError(f"{tuple(orders[0].shape)} embeddings, but transformers has {tuple(expected.shape)}")
-    difference = min(((found - expected).abs().max() / expected.abs().max()).item() for found in orders)
-    if difference > MAX_DIFFERENCE:
-        raise ValueError(f"embeddings differ by {difference:.1e} of the largest value")
 
 
 def in_turns(stage: Stage, rounds: int, seconds: float) -> tuple[list[float], list[float]]:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from bench.families import check_equal
 from tests.support.chat import the_error
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.clips import clip
+from tests.support.equal_embeddings import check_equal
 from tests.support.families import EDGE_MEDIA, RELEASED_EDGES
 from tests.support.image_cases import picture, png
 from tests.support.minicpm import MiniCPMReference, make_minicpm, pieces_of, pixels_of
