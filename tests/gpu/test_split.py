@@ -15,14 +15,13 @@ pytest.importorskip("fastapi", reason="a service's libraries aren't all installe
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
-from tests.support.families import ANSWERED_IMAGES
+from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig
 
 ON_GPU = replace(FLOAT32, device="cuda")
-ONE_IMAGE = ("cogvlm2",)
 
 
 @contextmanager
@@ -30,8 +29,10 @@ def exact() -> Iterator[None]:
     """Reference answers don't depend on the number of the machine's threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def answered(model: Model, topology: str, engine: EngineConfig) -> list[list[int]]:

@@ -27,9 +27,11 @@ class CacheRows(Protocol):
     """The rows of a KV cache. What is read stays as it was only while its pages are retained."""
 
     of_token: TokenRows
+    """The rows of a token in each layer."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Number of layers that keep keys and values."""
 
     def event(self) -> DeviceEvent:
         """Return an event behind what the calling thread has launched: on the compute thread, that is steps."""

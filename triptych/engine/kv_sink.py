@@ -112,10 +112,14 @@ class KVSink:
         return POLL_INTERVAL if self._reads else float("inf")
 
     def complete(self, active: ActiveRequest) -> None:
-        """Record that all of the request's KV has been provided, and provide its state. The sender does the rest."""
+        """Record that all of the request's KV has been computed, and provide its state. The sender does the rest."""
         outgoing = self._forget(active)
         if outgoing is not None and not outgoing.over and self._cache.of_token.of_state:
-            record = self._cache.read_state(slot_of(outgoing.tables), self._cache.event())
+            try:
+                record = self._cache.read_state(slot_of(outgoing.tables), self._cache.event())
+            except MemoryError as error:
+                self._fail(outgoing, error)
+                return
             self._reads.append(_Read(outgoing, outgoing.rows.num_token_rows, record, self._cache.read_event()))
             self._provide()
 
@@ -168,11 +172,15 @@ class KVSink:
                     found.append((row, rows))
                     row += len(rows)
         except MemoryError as error:
-            log.error("transfer %s: %s", outgoing.transfer, error)
-            self._sender.abort(outgoing.transfer, str(error))
+            self._fail(outgoing, error)
             return
         done = self._cache.read_event()
         self._reads.extend(_Read(outgoing, row, rows, done) for row, rows in found)
+
+    def _fail(self, outgoing: OutgoingKV, error: MemoryError) -> None:
+        """Abort one transfer, for which there is no memory. Others go on."""
+        log.error("transfer %s: %s", outgoing.transfer, error)
+        self._sender.abort(outgoing.transfer, str(error))
 
     def _provide(self) -> None:
         """Provide what has been read, in order."""

@@ -40,8 +40,8 @@ def find_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's: Triton launches on it, and CUDA's own state is there. Convolutions in float32
-    aren't rounded to TF32 in this process, as matrix products aren't by default."""
+    """Make a GPU the calling thread's, on which Triton launches and CUDA acts where no device is named. Convolutions in
+    float32 aren't rounded to TF32 in this process, as matrix products aren't by default."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False

@@ -173,7 +173,7 @@ class GpuKernels(Protocol):
 
 
 def _gpu_kernels(first: Tensor, *others: Tensor) -> GpuKernels | None:
-    """Return the kernels for GPUs if Triton is there and they support these tensors, of which there are some values."""
+    """Return the kernels for GPUs if Triton is there and they support these tensors; the first must not be empty."""
     supported = first.device.type == "cuda" and all(one.dtype == first.dtype for one in others) and first.numel() > 0
     return triton_kernels() if supported else None
 
