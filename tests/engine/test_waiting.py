@@ -259,6 +259,24 @@ def test_a_large_prompt_whose_rows_land_one_by_one_is_not_bypassed_forever() -> 
         assert large.num_bypassed <= MAX_BYPASSED
 
 
+@pytest.mark.parametrize("role", ["PD", "P"])
+def test_a_prompt_that_lacks_pages_and_one_that_only_holds_its_prefix_do_not_wait_for_each_other(role: str) -> None:
+    """The picture's rows are more than the receive pool holds, so its prompt isn't fully ready before it gets pages."""
+    world = World(role, pages=19, blocks=2, reuse=True)
+    world.add(request("text", 12, role=role))
+    world.finish(20)
+    media = world.add(request("media", 12, media=5, role=role))
+    world.lands = lambda one: world.landed[one.id] < 8
+    for _ in range(4):
+        world.turn()
+    world.lands = lambda _: True
+    again = request("text", 12, role=role)
+    again.id = RequestId("again")
+    world.add(again)
+    assert (len(media.tables[0].pages), again.num_reused, world.scheduler.cache.pools[0].num_free) == (8, 11, 0)
+    world.finish(40)
+
+
 def test_a_decode_instance_admits_a_prompt_with_media_beside_endless_texts() -> None:
     world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
     large = world.add(request("large", 12, media=10, role="D"))

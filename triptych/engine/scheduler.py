@@ -264,7 +264,7 @@ class Scheduler:
                 bypassed.append(request)
             elif request.num_allocated > had_pages:
                 for other in bypassed:
-                    other.num_bypassed += 1
+                    other.num_bypassed += other not in step.preempted  # counted already
 
     def _admit(self, step: SchedulerOutput, request: Request) -> bool:
         """Allocate pages for a request that another instance prefills. Returns False if it may run but there are none.
@@ -365,7 +365,8 @@ class Scheduler:
         missing = self.cache.missing_at_most(request.tables, len(request.tokens), self._budget)
         if self.cache.fits(missing) or request.blocked:
             return self.cache.fits(missing)  # pages that it preempts would be preempted again
-        waiting = [other.tables for other in self._victims(step, request) if other.blocked]
+        # not only blocked ones: others lack pages, or only hold their prefixes, and would wait for this one's
+        waiting = [other.tables for other in self._victims(step, request) if not other.running]
         return self.cache.fits(missing, releasing=waiting)
 
     def _can_send(self, request: Request) -> bool:
