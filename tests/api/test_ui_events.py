@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from tests.support.frontends import Alone, alone
 from tests.support.serving import Served, image, image_part, text_part, wait_for
-from triptych.api.viewers import MAX_PER_CLIENT, MAX_VIEWERS, SILENCE
+from triptych.api.viewers import MAX_PER_CLIENT, MAX_RATE, MAX_VIEWERS, SILENCE
 from triptych.observe.pipeline import Pipeline
 from triptych.observe.pipeline_changes import PipelineChanges, changed
 
@@ -149,8 +150,36 @@ def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
             stream.close()
             assert 4 * least <= times[-1] - times[0] <= 4 * most
             wait_for(lambda: not len(frontend.frontend.service.viewers))
+            time.sleep(2 / MAX_RATE)  # until the look that was due for it is over
         for wrong in ("0", "-1", "nan", "inf", "x", "1e400"):
             assert client.get(f"/ui/events?rate={wrong}").status_code == 400
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_viewers_that_come_again_and_again_cost_no_more_snapshots(frontend: Alone, others: int) -> None:
+    viewers = frontend.frontend.service.viewers
+    wait_for(lambda: not len(viewers))
+    with ExitStack() as stack:
+        stack.enter_context(changing(frontend))
+        for _ in range(others):
+            next(stack.enter_context(closing(events(stack.enter_context(frontend.client()), "/ui/events?rate=1"))))
+        sent, came, began = viewers.num_sent, 0, time.monotonic()
+        while (seconds := time.monotonic() - began) < 1.0:
+            with open_stream(frontend) as one:
+                assert b'"kind":"snapshot"' in read_until(one, b"data: {")
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets at once
+            came += 1
+        assert viewers.num_sent - sent <= MAX_RATE * seconds + 1 < came
+
+
+def read_until(one: socket.socket, end: bytes) -> bytes:
+    """What the socket has until this, and what came with it."""
+    read = b""
+    while end not in read:
+        more = one.recv(65536)
+        assert more, read
+        read += more
+    return read
 
 
 def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:

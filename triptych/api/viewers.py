@@ -5,6 +5,7 @@ that nothing is kept for it."""
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
@@ -40,13 +41,15 @@ class Viewers:
         self._latest: Pipeline | None = None
         """The last one that was sent; None before the first one, and when streams are to end."""
         self._changes = b""
-        """It as an event for those that have the one before."""
+        """It as an event for those that have the one before; a whole one if there was none."""
         self._whole = b""
         """It as an event for all others; empty until one needs it."""
         self.num_sent = 0
         """Snapshots sent so far. One that is as the last one is sent once per ``SILENCE`` only."""
         self._send_at = 0.0
         """When the next one is sent even if nothing has changed, by the event loop's clock."""
+        self._looked_at = -math.inf
+        """When it was looked at the service, by the event loop's clock."""
         self._sent = asyncio.Event()
         """Set when the next snapshot is sent; replaced by another one then."""
         self._interval = 0.0
@@ -74,9 +77,9 @@ class Viewers:
     async def snapshots(self, record: RequestRecord) -> AsyncGenerator[bytes, None]:
         """Yield events, a ``Pipeline`` or ``PipelineChanges`` each, for a viewer that has entered."""
         clock, interval = asyncio.get_running_loop().time, 1 / self._rates[record]
-        due, seen = clock(), -1
-        self._send_at = due
-        self._look()
+        due = clock()
+        self._look_for_another(due)
+        seen = self.num_sent if self._latest is None else -1
         while not self.ended.is_set():
             if self.num_sent == seen:
                 await self._sent.wait()
@@ -97,21 +100,38 @@ class Viewers:
         self._stop()
         self._send(None, b"")
 
+    def _look_for_another(self, now: float) -> None:
+        """Look at the service for a new viewer, unless that was done just now: then it gets what was seen. So viewers
+        that come again and again cost no more looks than one that stays. ``now`` is by the event loop's clock."""
+        if (left := self._looked_at + 1 / MAX_RATE - now) <= 0:
+            self._send_at = now
+            self._look()
+            return
+        if self._latest is not None:  # the viewer has time until its second snapshot
+            left = max(left, 1 / max(self._rates.values()))
+        if not self.ended.is_set() and (self._timer is None or self._timer.when() > now + left):
+            self._look_in(left)
+
     def _look(self) -> None:
         """Look at the service, send what has changed, and look again later if there are viewers."""
         self._stop()
         if not self._rates or self.ended.is_set():
             self._latest = None
             return
-        loop, interval = asyncio.get_running_loop(), 1 / max(self._rates.values())
+        now, interval = asyncio.get_running_loop().time(), 1 / max(self._rates.values())
+        self._looked_at = now
         try:
-            changed = self._send_changes(loop.time())
+            changed = self._send_changes(now)
         except Exception:  # viewers get the end of their streams, not silence
             log.exception("no snapshot could be made")
             self._send(None, b"")
             changed = False
         self._interval = interval if changed else max(interval, min(2 * self._interval, QUIET_INTERVAL))
-        self._timer = loop.call_later(self._interval, self._look)
+        self._look_in(self._interval)
+
+    def _look_in(self, seconds: float) -> None:
+        self._stop()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -129,7 +149,7 @@ class Viewers:
         changed = news is None or not news.is_empty
         if changed or silent:
             self._send_at = now + SILENCE
-            self._send(pipeline, b"" if news is None else event(news))
+            self._send(pipeline, event(pipeline if news is None else news))
         return changed
 
     def _send(self, pipeline: Pipeline | None, changes: bytes) -> None:
