@@ -2,10 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-from playwright.sync_api import Browser, Locator, Page, Request, expect
+from playwright.sync_api import Browser, Locator, Page, Request, Route, expect
 
 from tests.support.browser import PHONE, drop, is_ready, paste, viewing
 from tests.support.clips import clip
@@ -108,37 +110,139 @@ def test_camera_drag_and_file_chooser_bring_pictures_video_and_audio(
 
 
 def has_media(request: Request) -> list[bool]:
-    """Whether each media item of a plan's request is in it, and not only named."""
+    """Whether each media item of a request is in it, and not only named."""
     [message] = json.loads(request.post_data or "")["messages"]
     return [part[part["type"]] is not None for part in message["content"] if part["type"] != "text"]
 
 
-def test_media_are_sent_once_to_be_planned(browser: Browser, service: Served) -> None:
-    with viewing(browser, service.url, expected=("status of 400",)) as viewer:
+@contextmanager
+def uploads(page: Page) -> Iterator[list[list[bool]]]:
+    """What ``has_media`` says of each plan and of each chat completion that the page asks for."""
+    sent = list[list[bool]]()
+
+    def note(request: Request) -> None:
+        if request.url.endswith(("/ui/plan", "/v1/chat/completions")):
+            sent.append(has_media(request))
+
+    page.on("request", note)
+    yield sent
+    page.remove_listener("request", note)
+
+
+def planned(page: Page, change: Callable[[], object]) -> int:
+    """Tokens of the prompt, as planned after a change."""
+    with page.expect_response(lambda one: one.url.endswith("/ui/plan") and one.ok) as answer:
+        change()
+    return int(answer.value.json()["num_tokens"])
+
+
+def test_media_are_sent_once(browser: Browser, service: Served) -> None:
+    with viewing(browser, service.url) as viewer, uploads(viewer.page) as sent:
         page = viewer.page
         viewer.open("playground")
         is_ready(page)
-        sent = list[list[bool]]()
-        page.on("request", lambda one: sent.append(has_media(one)) if one.url.endswith("/ui/plan") else None)
-
-        def planned(change: Callable[[], object]) -> int:
-            with page.expect_response(lambda one: one.url.endswith("/ui/plan") and one.ok) as answer:
-                change()
-            return int(answer.value.json()["num_tokens"])
-
         question = page.get_by_label("Question")
-        planned(lambda: paste(page, image(96, 64, seed=417), "first.png"))
-        planned(lambda: question.fill("What is this?"))
-        planned(lambda: paste(page, image(96, 64, seed=418), "second.png"))
-        num_tokens = planned(lambda: question.fill("And this?"))
+        planned(page, lambda: paste(page, image(96, 64, seed=417), "first.png"))
+        planned(page, lambda: question.fill("What is this?"))
+        planned(page, lambda: paste(page, image(96, 64, seed=418), "second.png"))
+        num_tokens = planned(page, lambda: question.fill("And this?"))
         assert sent == [[True], [False], [False, True], [False, False]]
+        page.get_by_role("button", name="Send").click()
+        expect(is_answered(page).locator(".answer-figures")).to_contain_text(f"Prompt{num_tokens} tokens")
+        assert sent[4:] == [[False, False]]
 
-        sent.clear()  # and now the service has dropped them
-        page.route("**/ui/plan", lambda route, one: route.continue_(post_data=one.post_data.replace("ui-", "gone-")))
-        assert planned(lambda: question.fill("And that?")) == num_tokens
-        page.unroute("**/ui/plan")
-        planned(lambda: question.fill("And now?"))
-        assert sent == [[False, False], [True, True], [True, True]]
+
+def forget(page: Page, path: str, times: int) -> None:
+    """Have the service not know the first ``times`` names of each request: it gets others, new ones each time."""
+    number = count()
+
+    def rename(route: Route, request: Request) -> None:
+        route.continue_(post_data=(request.post_data or "").replace("ui-", f"gone{next(number)}-", times))
+
+    page.route(path, rename)
+
+
+def test_media_that_the_service_has_dropped_are_sent_again(browser: Browser, service: Served) -> None:
+    with (
+        viewing(browser, service.url, expected=("status of 400",)) as viewer,
+        uploads(viewer.page) as sent,
+    ):
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        question = page.get_by_label("Question")
+        planned(page, lambda: paste(page, image(96, 64, seed=419), "first.png"))
+        num_tokens = planned(page, lambda: paste(page, image(96, 64, seed=420), "second.png"))
+        for times, wanted in (
+            (2, [[False, False], [True, False], [True, True]]),  # both are gone
+            (0, [[False, False]]),
+            (1, [[False, False], [True, False]]),
+            (1, [[False, False], [True, False]]),
+            (1, [[True, False]]),  # the service doesn't seem to keep the first
+        ):
+            sent.clear()
+            forget(page, "**/ui/plan", times)
+            assert planned(page, lambda: question.fill("?" if question.input_value() else "And this")) > num_tokens
+            assert sent == wanted
+            page.unroute("**/ui/plan")
+        sent.clear()
+        forget(page, "**/v1/chat/completions", 2)
+        page.get_by_role("button", name="Send").click()
+        is_answered(page)
+        assert sent == [[True, False], [True, True]]
+
+
+def test_an_answer_waits_for_the_upload_that_is_under_way(browser: Browser, service: Served) -> None:
+    held = list[Route]()
+    with viewing(browser, service.url) as viewer, uploads(viewer.page) as sent:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route("**/ui/plan", hold)
+        with page.expect_request("**/ui/plan"):
+            paste(page, image(96, 64, seed=421), "large.png")
+        for button, state in (("Send", "waiting for the first token"), ("Stop", "stopped"), ("Send", "waiting")):
+            page.get_by_role("button", name=button).click()
+            expect(page.locator("#answer-state")).to_contain_text(state)
+        assert sent == [[True]]
+        held.pop().continue_()
+        is_answered(page)
+        assert sent == [[True], [False]]
+
+
+def test_it_says_that_the_service_is_silent(browser: Browser, service: Served) -> None:
+    """Time in the page passes faster."""
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        page.clock.install()
+        viewer.open("playground")
+        is_ready(page)
+        page.route("**/ui/plan", lambda _: None)
+        with page.expect_request("**/ui/plan"):
+            page.get_by_label("Question").fill("Hello")
+        page.clock.fast_forward(31_000)
+        expect(page.locator("#plan")).to_have_text("the service has sent nothing for 30 s")
+
+        service.steps.close()
+        send(page, "Hello")
+        waterfall = page.locator("#answer-waterfall")
+        expect(waterfall.locator("tr.running").first).to_be_visible()
+        for _ in range(3):  # it is at work on the request
+            page.clock.fast_forward(25_000)
+            with page.expect_response("**/ui/requests/*"):
+                pass
+        expect(page.locator("#answer-error")).to_be_hidden()
+        page.route("**/ui/requests/*", lambda _: None)
+        with page.expect_request("**/ui/requests/*"):
+            pass
+        page.clock.fast_forward(61_000)
+        expect(page.locator("#answer-error")).to_have_text("the service has sent nothing for 60 s")
+        expect(page.locator("#answer-state")).to_have_text("failed")
+        service.steps.opened.set()
 
 
 def test_files_that_are_no_media_are_named_and_text_can_be_dragged(

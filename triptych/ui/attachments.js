@@ -14,7 +14,7 @@ export class Attachments {
     this.onChange = onChange;
     this.number = 0;
     this.plans = [];
-    this.areKept = true; // by the service, under their uuids
+    this.upload = null; // that is under way: a promise that resolves at its end
   }
 
   async add(files) {
@@ -28,7 +28,7 @@ export class Attachments {
       try {
         const url = await dataUrl(file);
         this.number += 1;
-        this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file, uuid: newName(), isSent: false });
+        this.list.push({ key: this.number, modality, url, name: file.name || `pasted.${modality}`, kind: file.type, size: file.size, file, uuid: newName(), isSent: false, drops: 0 });
       } catch {
         refused.push(`${file.name} can't be read.`);
       }
@@ -65,24 +65,48 @@ export class Attachments {
     return this.list.map(({ modality, url }) => ({ type: `${modality}_url`, [`${modality}_url`]: { url } }));
   }
 
-  /** Calls `send` with parts in which media that the service has are named only. It may have dropped them, or keep none:
-   *  then they are sent, and from then on always. */
+  /** Calls `send` with parts in which media that the service has are named only, and returns what it returns. `send`
+   *  calls its second argument once the service has them all. What the service has dropped is sent again: the item that it
+   *  misses or, if it misses another one then, all of them. */
   async sendOnce(send) {
     const list = [...this.list];
-    const named = this.parts().map((part, index) => ({ ...part, ...(list[index].isSent && { [part.type]: null }), uuid: list[index].uuid }));
-    if (this.areKept) {
+    for (let misses = 0; ; misses += 1) {
+      while (this.upload && list.some((one) => !isNamed(one))) await this.upload.promise;
       try {
-        const answer = await send(named);
-        for (const item of list) item.isSent = true;
-        return answer;
+        return await this.sendNew(list, send);
       } catch (error) {
-        if (error.code !== UNKNOWN) throw error;
-        this.areKept = false;
+        if (error.code !== UNKNOWN || misses > 1) throw error;
+        const missing = misses ? undefined : list[/content\[(\d+)\]/.exec(error.param)?.[1]];
+        if (missing) missing.drops += 1;
+        for (const one of missing ? [missing] : list) one.isSent = false;
       }
     }
-    return send(this.parts());
+  }
+
+  async sendNew(list, send) {
+    const named = list.filter(isNamed);
+    const upload = Promise.withResolvers();
+    if (named.length < list.length) this.upload = upload;
+    const end = () => {
+      if (this.upload === upload) this.upload = null;
+      upload.resolve();
+    };
+    const parts = list.map((one) => ({ type: `${one.modality}_url`, [`${one.modality}_url`]: named.includes(one) ? null : { url: one.url }, uuid: one.uuid }));
+    const hasThem = () => {
+      for (const one of list) one.isSent = true;
+      for (const one of named) one.drops = 0;
+      end();
+    };
+    try {
+      return await send(parts, hasThem);
+    } finally {
+      end();
+    }
   }
 }
+
+/** Whether a name is enough. An item that the service has dropped twice as soon as it had it is always sent. */
+const isNamed = ({ isSent, drops }) => isSent && drops < 2;
 
 class Item {
   constructor(item, remove) {

@@ -51,14 +51,13 @@ const CHARTS = [
 ];
 
 let timer = 0;
+let looks = 0;
 let isHere = false;
 let charts = null;
 let latest = null;
 
-export async function enter() {
+export function enter() {
   isHere = true;
-  await loadUplot();
-  charts ??= CHARTS.map((chart) => new Chart(chart));
   refresh();
 }
 
@@ -75,23 +74,34 @@ function loadUplot() {
       h("link", { rel: "stylesheet", href: address("ui/uPlot.min.css") }),
       h("script", { src: address("ui/uPlot.iife.min.js"), on: { load: resolve, error: reject } }),
     );
+  }).catch(() => {
+    loading = null; // the next look tries again
+    throw new Error("the charts can't be loaded");
   });
   return loading;
 }
 
 async function refresh() {
   clearTimeout(timer);
+  looks += 1;
+  const mine = looks;
   const query = new URLSearchParams({ ttft_ms: byId("objective-first").value || 1000, tpt_ms: byId("objective-token").value || 100 });
   try {
-    const response = await call(`ui/figures?${query}`);
-    latest = { ...(await response.json()), now: (Date.parse(response.headers.get("Date")) || Date.now()) / 1000 };
+    await loadUplot();
+    charts ??= CHARTS.map((chart) => new Chart(chart));
+    const found = await call(`ui/figures?${query}`, async (response) => {
+      const now = (Date.parse(response.headers.get("Date")) || Date.now()) / 1000;
+      return { ...(await response.json()), now };
+    });
+    if (mine !== looks) return; // the objective has changed since
+    latest = found;
     for (const bucket of latest.buckets) bucket.seconds = Math.min(latest.step, latest.now - bucket.time);
     draw();
   } catch (error) {
     say(byId("figures-empty"), error.message);
     show(byId("figures-empty"), true);
   }
-  if (isHere) timer = setTimeout(refresh, EVERY);
+  if (isHere && mine === looks) timer = setTimeout(refresh, EVERY);
 }
 
 function draw() {

@@ -4,14 +4,17 @@ import { next } from "./snapshots.js";
 
 const ROOT = new URL("..", import.meta.url);
 const KEY = "triptych-api-key";
-const SILENCE = 15000; // milliseconds after which a stream counts as broken
+const ANSWER = 30000; // milliseconds within which the service must answer
+const STREAM = 15000; // and after which a stream of snapshots counts as broken
+const SLOWEST = 100; // bytes in a millisecond at which a request is sent at least
 
 /** The service answered with an error, or the viewer gave no key. */
 export class Refused extends Error {
-  constructor(status, { message, code }) {
+  constructor(status, { message, code, param }) {
     super(message);
     this.status = status;
     this.code = code;
+    this.param = param;
   }
 }
 
@@ -44,25 +47,67 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
 export const address = (path) => new URL(path, ROOT);
 
-/** As fetch, with the key; asks for one on 401. Throws Refused for any other status than 2xx. */
-export async function call(path, { headers = {}, ...options } = {}) {
+/** Gives up a request when nothing has been heard of it for some milliseconds, or by `abort`. */
+export class Patience {
+  constructor(milliseconds) {
+    this.milliseconds = milliseconds;
+    this.controller = new AbortController();
+    this.timer = 0;
+  }
+
+  /** Begins to wait again. `extra` milliseconds are for this time only. */
+  heard(extra = 0) {
+    const seconds = Math.round((this.milliseconds + extra) / 1000);
+    this.stop();
+    this.timer = setTimeout(() => this.abort(new Error(`the service has sent nothing for ${seconds} s`)), this.milliseconds + extra);
+  }
+
+  stop() {
+    clearTimeout(this.timer);
+  }
+
+  abort(reason) {
+    this.stop();
+    this.controller.abort(reason);
+  }
+}
+
+/** As fetch, with the key; asks for one on 401. Returns what `read` makes of the response. Throws Refused for any other
+ *  status than 2xx, and an error that says so if the service can't be reached or is silent. */
+export async function call(path, read, { headers = {}, patience = new Patience(ANSWER), ...options } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const number = access.number;
     const authorization = key === null ? {} : { Authorization: `Bearer ${key}` };
-    const response = await fetch(address(path), { ...options, headers: { ...authorization, ...headers } });
-    if (response.ok) return response;
-    const error = await errorOf(response);
-    if (response.status !== 401) throw new Refused(response.status, error);
+    let error;
+    patience.heard((options.body?.length ?? 0) / SLOWEST);
+    try {
+      const response = await reached(fetch(address(path), { ...options, headers: { ...authorization, ...headers }, signal: patience.controller.signal }));
+      if (response.ok) return await read(response);
+      error = new Refused(response.status, await errorOf(response));
+    } finally {
+      patience.stop(); // the viewer may take any time for the dialog
+    }
+    if (error.status !== 401) throw error;
     // another call's dialog may have been answered in the meantime
-    if (number === access.number && !(await requestKey(key !== null))) throw new Refused(401, error);
+    if (number === access.number && !(await requestKey(key !== null))) throw error;
   }
 }
 
-export const getJson = async (path, options) => (await call(path, options)).json();
+/** Waits for something from the network. Browsers throw TypeErrors, in words of their own, when a connection fails. */
+async function reached(something) {
+  try {
+    return await something;
+  } catch (error) {
+    throw error instanceof TypeError ? new Error("the service can't be reached") : error;
+  }
+}
 
-export const postJson = (path, body, options = {}) =>
-  call(path, {
+export const getJson = (path) => call(path, (response) => reached(response.json()));
+
+/** Posts JSON; returns what `read` makes of the response. */
+export const postJson = (path, body, read, options = {}) =>
+  call(path, read, {
     ...options,
     method: "POST",
     headers: { "Content-Type": "application/json", ...options.headers },
@@ -73,10 +118,10 @@ export const postJson = (path, body, options = {}) =>
 async function errorOf(response) {
   const text = await response.text().catch(() => "");
   try {
-    const { message, code } = JSON.parse(text).error;
-    return { message, code };
+    const { message, code, param } = JSON.parse(text).error;
+    return { message, code, param };
   } catch {
-    return { message: text.slice(0, 500) || `HTTP status ${response.status}`, code: "" };
+    return { message: text.slice(0, 500) || `HTTP status ${response.status}`, code: "", param: "" };
   }
 }
 
@@ -89,7 +134,7 @@ export async function* events(response) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reached(reader.read());
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
@@ -106,32 +151,20 @@ export async function* events(response) {
 /** Follows the service's snapshots for as long as the page is visible; connects again when the stream breaks.
  *  `onState(state, text)` gets "connecting", "live", "paused" or "broken", and why. */
 export function follow(onSnapshot, onState) {
-  let controller = null;
+  let patience = null;
   let wake = () => {};
   let failures = 0;
 
-  async function read() {
-    controller = new AbortController();
-    let silence = 0;
+  async function read(response) {
     let snapshot = null;
-    const heard = () => {
-      clearTimeout(silence);
-      silence = setTimeout(() => controller.abort(new Error(`it sent nothing for ${SILENCE / 1000} s`)), SILENCE);
-    };
-    try {
-      const response = await call("ui/events", { signal: controller.signal });
-      heard();
-      for await (const data of events(response)) {
-        heard();
-        failures = 0;
-        onState("live", "");
-        snapshot = next(snapshot, JSON.parse(data));
-        onSnapshot(snapshot);
-      }
-      throw new Error("the service ended it");
-    } finally {
-      clearTimeout(silence);
+    for await (const data of events(response)) {
+      patience.heard();
+      failures = 0;
+      onState("live", "");
+      snapshot = next(snapshot, JSON.parse(data));
+      onSnapshot(snapshot);
     }
+    throw new Error("the service ended it");
   }
 
   const pause = (milliseconds) =>
@@ -149,7 +182,8 @@ export function follow(onSnapshot, onState) {
       }
       if (failures === 0) onState("connecting", "");
       try {
-        await read();
+        patience = new Patience(STREAM);
+        await call("ui/events", read, { patience });
       } catch (error) {
         if (document.hidden) continue;
         const refused = error instanceof Refused;
@@ -160,15 +194,14 @@ export function follow(onSnapshot, onState) {
         }
         const seconds = Math.min(10, 2 ** failures);
         failures += 1;
-        const reason = error instanceof TypeError ? "the service can't be reached" : error.message;
-        onState("broken", `${reason}; trying again in ${seconds} s`);
+        onState("broken", `${error.message}; trying again in ${seconds} s`);
         await pause(seconds * 1000);
       }
     }
   }
 
   document.addEventListener("visibilitychange", () => {
-    if (document.hidden) controller?.abort(new Error("paused"));
+    if (document.hidden) patience?.abort(new Error("paused"));
     else wake();
   });
   run();

@@ -3,12 +3,13 @@
 import { acceptFiles, Attachments } from "./attachments.js";
 import { announce, byId, copyButton, h, say, show } from "./dom.js";
 import { count, duration, plural } from "./format.js";
-import { address, events, getJson, hasKey, newName, postJson } from "./net.js";
+import { address, events, getJson, hasKey, newName, Patience, postJson } from "./net.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
 import { fromAnswer, fromIntervals, waterfall, whoDidWhat } from "./waterfall.js";
 
 const PLAN_AFTER = 350; // milliseconds after the last change
 const LOOK_EVERY = 250; // and between two looks at a running request's timeline
+const SILENCE = 60000; // after which an answer has failed, if the service doesn't say that it is at work
 const LANGUAGES = { curl: asCurl, Python: asPython, JavaScript: asJavaScript };
 
 let model = "";
@@ -21,31 +22,34 @@ let language = "curl";
 const attachments = new Attachments(changed);
 
 export async function enter() {
-  if (model) return;
   try {
-    const [card] = (await getJson("v1/models")).data;
-    model = card.id;
-    const takes = card.input_modalities ?? ["text"];
-    byId("files").accept = takes.filter((one) => one !== "text").map((one) => `${one}/*`).join(",");
-    show(byId("drop"), takes.length > 1);
-    drawCode();
+    await learnModel();
   } catch (error) {
     planText(error.message, true);
   }
 }
 
+/** Asks what is served, unless that is known. */
+async function learnModel() {
+  if (model) return;
+  const [card] = (await getJson("v1/models")).data;
+  model = card.id;
+  const takes = card.input_modalities ?? ["text"];
+  byId("files").accept = takes.filter((one) => one !== "text").map((one) => `${one}/*`).join(",");
+  show(byId("drop"), takes.length > 1);
+  drawCode();
+}
+
 export function leave() {}
 
-function body(parts = attachments.parts()) {
-  const question = byId("question").value;
+/** What the form says. */
+function settings() {
+  return { question: byId("question").value, max_tokens: Number(byId("max-tokens").value) || 128, temperature: Number(byId("temperature").value) || 0 };
+}
+
+function body(parts = attachments.parts(), { question, ...rest } = settings()) {
   const content = parts.length ? [...parts, { type: "text", text: question }] : question;
-  return {
-    model,
-    messages: [{ role: "user", content }],
-    max_tokens: Number(byId("max-tokens").value) || 128,
-    temperature: Number(byId("temperature").value) || 0,
-    stream: true,
-  };
+  return { model, messages: [{ role: "user", content }], ...rest, stream: true };
 }
 
 // ---- before --------------------------------------------------------------------------------------------------------
@@ -78,9 +82,13 @@ async function plan() {
 async function planOnce(isCurrent) {
   if (!attachments.list.length && !byId("question").value) return planText("");
   try {
-    const found = await attachments.sendOnce(async (parts) => {
+    await learnModel();
+    const found = await attachments.sendOnce((parts, hasThem) => {
       const { stream: _, ...request } = body(parts);
-      return (await postJson("ui/plan", request)).json();
+      return postJson("ui/plan", request, (response) => {
+        hasThem();
+        return response.json();
+      });
     });
     if (!isCurrent()) return;
     attachments.setPlans(found.items);
@@ -126,27 +134,46 @@ function startTabs() {
 
 async function send() {
   if (running) return;
-  const controller = new AbortController();
-  running = { id: newName(), controller, began: performance.now(), first: null, usage: null, timeline: null };
-  const mine = running;
+  const mine = { id: newName(), patience: new Patience(SILENCE), began: performance.now(), first: null, usage: null, timeline: null, looking: null, wasStopped: false };
+  const stopped = new Promise((resolve) => (mine.stop = resolve));
+  running = mine;
   begin();
-  const looking = look(mine);
+  const asked = settings();
+  const answered = async () => {
+    await learnModel();
+    await attachments.sendOnce((parts, hasThem) => ask(mine, body(parts, asked), hasThem));
+  };
   try {
-    const response = await postJson("v1/chat/completions", { ...body(), stream_options: { include_usage: true } }, {
-      headers: { "X-Triptych-Timeline": "true", "X-Request-ID": mine.id },
-      signal: controller.signal,
-    });
-    for await (const data of events(response)) {
-      if (data === "[DONE]") break;
-      take(mine, JSON.parse(data));
-    }
+    await Promise.race([stopped, answered()]);
   } catch (error) {
-    if (!controller.signal.aborted) fail(error.message);
+    if (!mine.wasStopped) fail(error.message);
   }
+  mine.patience.stop();
   mine.ended = performance.now();
   running = null;
-  await looking;
-  finish(mine, controller.signal.aborted);
+  finish(mine);
+}
+
+function ask(mine, body, hasThem) {
+  mine.looking ??= look(mine);
+  const request = { ...body, stream_options: { include_usage: true } };
+  const read = async (response) => {
+    hasThem();
+    for await (const data of events(response)) {
+      if (mine.wasStopped || data === "[DONE]") return;
+      mine.patience.heard();
+      take(mine, JSON.parse(data));
+    }
+    throw new Error("the answer has broken off");
+  };
+  return postJson("v1/chat/completions", request, read, { headers: { "X-Triptych-Timeline": "true", "X-Request-ID": mine.id }, patience: mine.patience });
+}
+
+function stop() {
+  if (!running) return;
+  running.wasStopped = true;
+  running.patience.abort(new Error("stopped"));
+  running.stop();
 }
 
 function begin() {
@@ -188,7 +215,9 @@ async function look(mine) {
     if (running !== mine) return;
     try {
       const request = await getJson(`ui/requests/${mine.id}`);
-      if (running === mine) drawWaterfall(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
+      if (running !== mine) return;
+      if (!request.ended) mine.patience.heard();
+      drawWaterfall(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
     } catch {
       // it hasn't arrived yet, or has just ended
     }
@@ -216,7 +245,8 @@ function figuresOf(mine) {
   return h("dl", { class: "figures answer-figures" }, ...facts);
 }
 
-function finish(mine, wasStopped) {
+function finish(mine) {
+  const { wasStopped } = mine;
   byId("answer-text").classList.remove("streaming");
   byId("send").disabled = false;
   show(byId("stop"), false);
@@ -234,7 +264,7 @@ function start() {
     send();
   });
   byId("composer").addEventListener("keydown", (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && send());
-  byId("stop").addEventListener("click", () => running?.controller.abort());
+  byId("stop").addEventListener("click", stop);
   for (const id of ["question", "max-tokens", "temperature"]) byId(id).addEventListener("input", changed);
   startTabs();
 }

@@ -11,6 +11,7 @@ const EVERY = 2000; // milliseconds between two looks at the list
 
 const rows = new Map();
 let timer = 0;
+let looks = 0;
 let selected = "";
 let model = "";
 let isHere = false;
@@ -39,6 +40,8 @@ function statusOf({ ended, status, error }) {
 
 async function refresh(force = false) {
   clearTimeout(timer);
+  looks += 1;
+  const mine = looks;
   if (force || byId("requests-live").checked) {
     const query = new URLSearchParams({ limit: byId("filter-limit").value });
     for (const [name, id] of [["status", "filter-status"], ["stage", "filter-stage"], ["client", "filter-client"]]) {
@@ -46,6 +49,7 @@ async function refresh(force = false) {
     }
     try {
       const found = await getJson(`ui/requests?${query}`);
+      if (mine !== looks) return; // the filters have changed since
       reconcile(rows, byId("request-rows"), found, (one) => one.id + one.began, (one) => new Row(one));
       found.sort((a, b) => b.began - a.began);
       addClients(found);
@@ -56,7 +60,7 @@ async function refresh(force = false) {
       show(byId("requests-empty"), true);
     }
   }
-  if (isHere) timer = setTimeout(refresh, EVERY);
+  if (isHere && mine === looks) timer = setTimeout(refresh, EVERY);
 }
 
 /** Offers the clients that have been seen. */
@@ -102,18 +106,22 @@ class Row {
   }
 }
 
-async function openDetail(id) {
-  const body = byId("detail-body");
+function openDetail(id) {
   show(byId("detail"), true);
   byId("detail-title").focus({ preventScroll: true });
+  refreshDetail(id);
+}
+
+async function refreshDetail(id) {
+  const body = byId("detail-body");
   try {
     model ||= (await getJson("v1/models")).data[0].id;
     const request = await getJson(`ui/requests/${encodeURIComponent(id)}`);
     if (selected !== id) return;
-    body.replaceChildren(...detailOf(request));
-    if (!request.ended) setTimeout(() => isHere && selected === id && openDetail(id), 500);
+    if (!request.ended) setTimeout(() => isHere && selected === id && refreshDetail(id), 500);
+    if (request.ended || !body.contains(document.activeElement)) body.replaceChildren(...detailOf(request)); // which would lose the focus
   } catch (error) {
-    body.replaceChildren(h("p", { class: "error", text: error.status === 404 ? "This request is no longer among the last ones." : error.message }));
+    body.replaceChildren(h("p", { class: "error", text: error.status === 404 ? "This request is no longer among the last ones, or another frontend had it." : error.message }));
   }
 }
 
@@ -157,8 +165,8 @@ function detailOf(request) {
 /** Fetched, not linked to: a link can't send a key. */
 async function savePerfetto(id, button) {
   try {
-    const response = await call(`ui/requests/${encodeURIComponent(id)}/perfetto`);
-    const url = URL.createObjectURL(await response.blob());
+    const file = await call(`ui/requests/${encodeURIComponent(id)}/perfetto`, (response) => response.blob());
+    const url = URL.createObjectURL(file);
     h("a", { href: url, download: `${id.replace(/[^\w-]/g, "_")}.perfetto.json` }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10000);
   } catch (error) {
