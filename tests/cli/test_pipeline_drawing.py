@@ -110,6 +110,12 @@ def test_a_service_that_is_not_ready_says_why() -> None:
     assert lines[-1] == "0 requests in flight"
 
 
+def test_one_of_several_frontends_is_named() -> None:
+    service = msgspec.structs.replace(BUSY.service, num_frontends=2, frontend="frontend1")
+    first = drawn(msgspec.structs.replace(BUSY, service=service), 80)[0]
+    assert first.startswith("demo  2E1PD  ready  frontend1, one of 2  23 in flight")
+
+
 def test_a_notice_comes_first() -> None:
     assert drawn(BUSY, 80, notice="trying again")[0] == "trying again"
 

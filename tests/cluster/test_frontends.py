@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
 
 from tests.support.cluster import Asking, Streaming, free_port, wait_for
@@ -17,6 +19,7 @@ from tests.support.serving import image, image_part, served, text_part
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.messages.operations import Status
+from triptych.observe.pipeline import Pipeline
 
 LEASE, HEARTBEAT = 2.0, 0.5
 SETTINGS = (
@@ -142,6 +145,14 @@ def test_both_answer_rightly_at_the_same_time(running: Shared) -> None:
     asked = [ask(name) for _ in range(4) for name in "ab" for ask in (running.ask, running.ask_picture)]
     assert all(map(running.is_right, asked))
     wait_for(lambda: running.is_idle("a") and running.is_idle("b"), 10)
+
+
+def test_each_says_which_of_them_it_is(running: Shared) -> None:
+    for name, control in running.controls.items():
+        with httpx.stream("GET", f"{running.urls[name]}/ui/events", trust_env=False) as response:
+            first = next(line for line in response.iter_lines() if line)
+        service = msgspec.json.decode(first.removeprefix("data: "), type=Pipeline).service
+        assert (service.frontend, service.num_frontends, service.frontend_ports) == (control, 2, {})
 
 
 def test_one_that_is_killed_costs_its_own_requests_alone_and_serves_again(running: Shared) -> None:

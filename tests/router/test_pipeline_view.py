@@ -6,7 +6,7 @@ from tests.support.router_harness import D0, E0, E1, P0, PD0, PD1, RouterHarness
 from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, ReceiverCounters
 from triptych.messages.work import Deregister, Encode, Heartbeat, PrefillNeeded, Register, Tokens
-from triptych.observe.pipeline import InstanceView, Pipeline
+from triptych.observe.pipeline import FrontendNames, InstanceView, Pipeline
 from triptych.router.pipeline_view import PipelineView
 from triptych.router.request_marks import MAX_MARKS
 from triptych.topology import Role
@@ -141,6 +141,20 @@ def test_processes_that_have_not_joined_are_shown_as_their_supervisor_sees_them(
     service = snapshot(harness).service
     assert (service.topology, service.ready) == ("1PD", False)
     assert "no encode instance: e0 is starting" in service.why_not
+
+
+def test_of_several_frontends_it_is_the_one_that_instances_join_there() -> None:
+    harness = RouterHarness()
+    assert (snapshot(harness).service.num_frontends, snapshot(harness).service.frontend) == (1, "")
+    names = FrontendNames("frontend1", {"frontend0": 8010, "frontend1": 8011})
+    told = PipelineView(harness.router, "model", names)
+    assert [told.snapshot().service.num_frontends, told.snapshot().service.frontend] == [2, "frontend1"]
+    view = PipelineView(harness.router, "model")
+    view.snapshot()
+    harness.register(PD0, join="10.0.0.1:8001", num_frontends=3)
+    service = view.snapshot().service
+    assert (service.num_frontends, service.frontend, service.frontend_ports) == (3, "10.0.0.1:8001", {})
+    assert told.snapshot().service.frontend == "frontend1"
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────

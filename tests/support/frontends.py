@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from triptych.api.app import create_app
 from triptych.api.security import add_security
 from triptych.config import FrontendConfig, ServeConfig
+from triptych.observe.pipeline import ALONE, FrontendNames
 from triptych.server.frontend import Frontend
 from triptych.server.http_socket import listen
 
@@ -61,9 +62,16 @@ class Alone:
 
 
 @contextmanager
-def alone(folder: Path, *, supervised: bool = False, **settings: Any) -> Iterator[Alone]:
+def alone(
+    folder: Path,
+    *,
+    supervised: bool = False,
+    among: FrontendNames = ALONE,
+    **settings: Any,
+) -> Iterator[Alone]:
     """A frontend that serves the model of that folder as soon as instances join, which none does. A ``supervised`` one
-    has its socket from a supervisor, and leaves it to the next frontend."""
+    has its socket from a supervisor, and leaves it to the next frontend. ``among`` are the names
+    that the supervisor gave."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -71,7 +79,8 @@ def alone(folder: Path, *, supervised: bool = False, **settings: Any) -> Iterato
 
     async def enter() -> Frontend:
         listener = listen(config.http) if supervised else None
-        return await Frontend(ServeConfig(model=folder, frontend=config), listener=listener).__aenter__()
+        served = ServeConfig(model=folder, frontend=config)
+        return await Frontend(served, listener=listener, among=among).__aenter__()
 
     try:
         frontend = asyncio.run_coroutine_threadsafe(enter(), loop).result(30)

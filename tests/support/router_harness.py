@@ -89,11 +89,12 @@ class RouterHarness:
         model: str = ModelIdentity().digest,
         dtype: str = "float32",
         incarnation: int = 0,
+        **more: Any,
     ) -> None:
         layout = RowLayout(model, dtype, 4, 16)
         role, incarnation = ROLES[address], incarnation or pid
         process = pid, incarnation, self.capacity
-        self.router.handle(Register(str(address), role, address, [layout], *process, 100, self.stats))
+        self.router.handle(Register(str(address), role, address, [layout], *process, 100, self.stats, **more))
 
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""

@@ -59,6 +59,22 @@ def test_five_viewers_leave_memory_flat(browser: Browser, service: Served) -> No
         assert after[2] - before[2] < 40 * MIB
 
 
+def test_several_frontends_are_told_apart(browser: Browser, folder: Path) -> None:
+    with triptych("serve", folder, "--topology", "1E1PD", "--port", "0", "--frontends", "2") as command:
+        url = command.wait_until_ready()
+        with viewing(browser, url) as viewer:
+            frontends = viewer.page.locator("#frontends")
+            viewer.open("pipeline")
+            expect(frontends).to_contain_text("2 frontends answer at this address.")
+            for name in ("frontend0", "frontend1"):
+                address = frontends.get_by_role("link", name=name).get_attribute("href")
+                assert address is not None
+                with viewing(browser, address.removesuffix("/ui")) as own:
+                    own.open("pipeline")
+                    expect(own.page.locator("#frontends")).to_contain_text(f"shows {name}, one of 2 frontends.")
+                    expect(own.page.get_by_role("article")).to_have_count(2)
+
+
 def test_a_restart_is_shown(browser: Browser, folder: Path) -> None:
     with triptych("serve", folder, "--topology", "1E1PD", "--port", "0") as command:
         url = command.wait_until_ready()

@@ -11,10 +11,12 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.support.browser import HOSTILE, PHONE, Viewer, go, is_live, is_ready, output, paste, viewing
+from tests.support.cluster import free_port
 from tests.support.collector import Collector
 from tests.support.frontends import alone
 from tests.support.harness import make_instance
 from tests.support.serving import Served, image, image_part, text_part
+from triptych.observe.pipeline import FrontendNames
 from triptych.topology import Role
 
 VIEWS = ("pipeline", "requests", "playground", "figures")
@@ -189,6 +191,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, folder: Path, 
         is_live(page)
         assert page.evaluate("Object.values(localStorage).join() + document.cookie") == ""
         go(page, "playground")
+        is_ready(page)
         page.get_by_label("Question").fill("Hello")
         command = page.locator("#code-panel pre")
         expect(command).to_contain_text("$TRIPTYCH_API_KEY")
@@ -223,6 +226,28 @@ def test_it_says_that_the_service_is_gone_and_comes_back(browser: Browser, folde
             with alone(folder, port=port):
                 is_live(viewer.page)
                 expect(viewer.page.get_by_role("alert")).to_have_count(0)
+
+
+def test_it_says_which_of_several_frontends_it_shows_and_leads_to_the_others(browser: Browser, folder: Path) -> None:
+    ports = {"frontend0": free_port(), "frontend1": free_port()}
+    with (
+        alone(folder, port=ports["frontend0"], among=FrontendNames("frontend0", ports)) as own,
+        alone(folder, among=FrontendNames("frontend1", ports)) as shared,
+        viewing(browser, shared.url) as viewer,
+    ):
+        page = viewer.page
+        viewer.open("pipeline")
+        frontends = page.locator("#frontends")
+        expect(frontends).to_contain_text("2 frontends answer at this address. Pipeline shows frontend1;")
+        expect(frontends.get_by_role("link")).to_have_text(["frontend0", "frontend1"])
+        assert viewer.faults() == []
+        page.set_viewport_size(PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        viewer.origin = own.url
+        frontends.get_by_role("link", name="frontend0").click()
+        is_live(page)
+        expect(frontends).to_contain_text("This page shows frontend0, one of 2 frontends. Others: frontend1")
+        assert page.url.startswith(f"{own.url}/ui")
 
 
 def test_all_of_it_works_with_the_keyboard(browser: Browser, service: Served) -> None:

@@ -14,6 +14,7 @@ from triptych.api.viewers import Viewers
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
 from triptych.config import FrontendConfig
 from triptych.errors import CheckpointError
+from triptych.observe.pipeline import ALONE, FrontendNames
 from triptych.observe.request_history import RequestHistory
 from triptych.prompt.media import MediaSource
 from triptych.prompt.prompt import PromptBuilder
@@ -82,6 +83,8 @@ class Service:
     """Called with the record of every request that has ended."""
     ui_trace_url: str = ""
     """Where the page at ``/ui`` links to a trace, as configured."""
+    among: FrontendNames = ALONE
+    """The frontends of the same supervisor."""
     memory_budget: MemoryBudget = field(init=False)
     pipeline: PipelineView = field(init=False)
     """What the page at ``/ui`` shows of the router."""
@@ -94,7 +97,7 @@ class Service:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_budget", MemoryBudget(self.frontend.admission.max_inflight_mb * 2**20))
-        object.__setattr__(self, "pipeline", PipelineView(self.router, self.model_name))
+        object.__setattr__(self, "pipeline", PipelineView(self.router, self.model_name, self.among))
         object.__setattr__(self, "viewers", Viewers(self.pipeline))
 
     @property

@@ -105,6 +105,8 @@ def _overview(pipeline: Pipeline, width: int, notice: str) -> list[Text]:
         TextColumn("", [cell(f"Triptych {service.version}")], 4),
         TextColumn("", [Text(_clock(pipeline.time))], 2),
     ]
+    if service.num_frontends > 1:
+        facts.insert(3, TextColumn("", [cell(f"{service.frontend}, one of {service.num_frontends}")]))
     lines = table_lines(facts, width)
     if notice:
         lines.insert(0, _sentence(notice, width, "reverse", 1)[0])

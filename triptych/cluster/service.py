@@ -407,6 +407,7 @@ class LocalService:
         listener, own = self._listeners[number].fileno(), self._own[number].fileno() if self._own else None
         port = own_control.getsockname()[1]
         config = replace(config, frontend=config.frontend.having({"control_port": port}))
+        own_ports = {f"frontend{other}": bound.getsockname()[1] for other, bound in enumerate(self._own)}
         takes_over = dict.fromkeys(map(host_port_of, (join, self._reserved[number])))
 
         def written(incarnation: int) -> bytes:
@@ -416,6 +417,7 @@ class LocalService:
                 expects_encoders=Stage.ENCODE in self._topology.stages,
                 listener=listener,
                 own_listener=own,
+                own_ports=own_ports,
                 supervisor=os.getpid(),
                 takes_over=tuple(takes_over),
                 awaits_instances=incarnation > 0 and self.was_ready,

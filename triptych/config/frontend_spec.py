@@ -1,6 +1,6 @@
 """All that one frontend process needs, as one value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,8 @@ class FrontendSpec:
     frontend is started again."""
     own_listener: int | None = None
     """The same of a socket that is this frontend's alone, where several share the other port."""
+    own_ports: dict[str, int] = field(default_factory=dict)
+    """The port of each frontend's own listener, by the frontends' names; empty for a single one."""
     supervisor: int
     """Process id of the parent whose end ends the frontend."""
     takes_over: tuple[str, ...] = ()

@@ -90,6 +90,8 @@ class Register(Struct, frozen=True, tag=True):
     holds, that lease is lost."""
     credit: Credit | None = None
     """None for all of its capacity."""
+    num_frontends: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    """How many frontends it registers with."""
 
 
 class Registered(Struct, frozen=True, tag=True):

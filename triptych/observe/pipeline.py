@@ -15,6 +15,18 @@ RUNNING, OK, FAILED = "running", "ok", "failed"
 it asks, or whose client is gone before there is a status, has none of them."""
 
 
+class FrontendNames(Struct, frozen=True):
+    """The frontends that one supervisor has started."""
+
+    own: str = ""
+    """This one's; empty without a supervisor."""
+    ports: dict[str, int] = {}
+    """Where each of several answers HTTP alone, by their names."""
+
+
+ALONE = FrontendNames()
+
+
 class ServiceView(Struct, frozen=True):
     """What is served, and whether it can be."""
 
@@ -29,6 +41,14 @@ class ServiceView(Struct, frozen=True):
     """When the frontend started."""
     num_requests: int
     """Requests in flight: queued or dispatched."""
+    num_frontends: int = 1
+    """Of the service, as far as this one knows."""
+    frontend: str = ""
+    """Which of several frontends this is: its name at its supervisor, or the control address at which instances join
+    it. Empty if it is the only one."""
+    frontend_ports: dict[str, int] = {}
+    """Ports at which each of several frontends answers HTTP alone, by their names. Empty if no one supervisor has
+    started them."""
 
 
 class StageView(Struct, frozen=True, gc=False):

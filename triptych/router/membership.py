@@ -67,6 +67,9 @@ class InstanceLease:
     """The statistics of its heartbeats in the last minute."""
     resets: int = 0
     """As in Register."""
+    join: str = ""
+    """As in Register, like ``num_frontends``."""
+    num_frontends: int = 1
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
 
@@ -164,6 +167,8 @@ class Membership:
             last_seen=now,
             credit=message.credit or message.capacity.whole,
             resets=message.resets,
+            join=message.join,
+            num_frontends=message.num_frontends,
             stats=message.stats,
             num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
         )

@@ -8,7 +8,9 @@ from triptych import __version__
 from triptych.messages.operations import LaunchedInstance
 from triptych.messages.stats import InstanceStats
 from triptych.observe.pipeline import (
+    ALONE,
     EventView,
+    FrontendNames,
     InstanceView,
     Pipeline,
     PoolView,
@@ -66,11 +68,12 @@ class PipelineView:
     """Makes snapshots of a router. What is as it was in the last snapshot is the same object in the next one, and only
     what may have changed is looked at."""
 
-    def __init__(self, router: Router, model: str) -> None:
+    def __init__(self, router: Router, model: str, among: FrontendNames = ALONE) -> None:
         """``model`` is its name in the API."""
         self._router = router
         self._lifecycle = router.lifecycle
         self._model = model
+        self._among = among
         self._began = time.time()
         self._epoch = self._began - router.clock()
         """When the router's clock was 0. Fixed, so that times don't change when the system's clock is set."""
@@ -141,14 +144,20 @@ class PipelineView:
             why_not = "the service is shutting down"
         elif not router.can_serve:
             why_not = router.missing_stages() or "a stage has no instance"
+        leases = list(router.membership)
+        num_frontends = max([1, len(self._among.ports), *(lease.num_frontends for lease in leases)])
+        join = next((lease.join for lease in leases if lease.num_frontends > 1), "")
         return ServiceView(
             model=self._model,
             version=__version__,
-            topology=str(Topology.of(lease.role for lease in router.membership)),
+            topology=str(Topology.of(lease.role for lease in leases)),
             ready=not why_not,
             why_not=why_not,
             began=self._began,
             num_requests=router.num_requests,
+            num_frontends=num_frontends,
+            frontend=(self._among.own or join) if num_frontends > 1 else "",
+            frontend_ports=dict(self._among.ports),
         )
 
     def _look_at_stages(self, now: float) -> list[StageView]:

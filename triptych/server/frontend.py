@@ -22,6 +22,7 @@ from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.work import Deregister, FrontendEnding, HandingOver
 from triptych.models.registry import family_of
+from triptych.observe.pipeline import ALONE, FrontendNames
 from triptych.observe.request_log import RequestLog
 from triptych.prompt.caps import AudioLimits, MediaCaps, VideoLimits
 from triptych.prompt.hosts import AllowedHosts
@@ -84,13 +85,14 @@ class Frontend:
         own_listener: socket.socket | None = None,
         awaits_instances: bool = False,
         takes_over: Sequence[str] = (),
+        among: FrontendNames = ALONE,
     ) -> None:
         """Read the checkpoint's small files and bind both ports. Raises StartError when that fails.
 
         ``expects_encoders`` is passed to the router, for a model that takes media. ``listener`` is the HTTP server's
         socket, of a supervisor that keeps it open and that stops the instances; None opens one. ``own_listener`` is
-        a second one, which no other frontend shares. ``awaits_instances`` and ``takes_over`` are as in
-        ``FrontendSpec``."""
+        a second one, which no other frontend shares. ``among`` are all frontends of its supervisor.
+        ``awaits_instances`` and ``takes_over`` are as in ``FrontendSpec``."""
         self._supervised = listener is not None
         self._awaits_instances = awaits_instances
         self._takes_over = [endpoint_of(one) for one in takes_over]
@@ -104,11 +106,7 @@ class Frontend:
         self._media = _media_source(config.frontend)
         self._socket = listener or listen(config.frontend.http)
         self._sockets = [self._socket, *([own_listener] if own_listener else [])]
-        try:
-            self.channel = Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
-        except BadAddress as error:
-            self._socket.close()
-            raise StartError(str(error)) from None
+        self.channel = _open_channel(config, secret, self._socket)
         self.router = Router(
             address=self.channel.address,
             send=self.channel.send,
@@ -132,6 +130,7 @@ class Frontend:
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
             ui_trace_url=config.observe.ui_trace_url,
+            among=among,
         )
         self._server = _HttpServer(_http_settings(self.service, config.frontend))
         self._tasks: list[asyncio.Task[None]] = []
@@ -293,6 +292,15 @@ def _http_settings(service: Service, config: FrontendConfig) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=LAST_RESPONSES,
     )
+
+
+def _open_channel(config: ServeConfig, secret: bytes | None, listener: socket.socket) -> Channel:
+    """Return the frontend's channel. Raises StartError, with ``listener`` closed, if its port isn't free."""
+    try:
+        return Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
+    except BadAddress as error:
+        listener.close()
+        raise StartError(str(error)) from None
 
 
 def _media_caps(config: MediaConfig) -> MediaCaps:

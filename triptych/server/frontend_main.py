@@ -14,6 +14,7 @@ from triptych.errors import StartError
 from triptych.heap import gc_frozen
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
+from triptych.observe.pipeline import FrontendNames
 from triptych.server.frontend import Frontend
 
 log = logging.getLogger("triptych.server.frontend_main")  # also when it is the main module
@@ -59,6 +60,7 @@ def main() -> None:
                 own_listener=own,
                 awaits_instances=spec.awaits_instances,
                 takes_over=spec.takes_over,
+                among=FrontendNames(spec.name, spec.own_ports),
             )
 
         asyncio.run(serve_frontend(make, lambda _: log.info("serving")))

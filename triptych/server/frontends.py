@@ -187,7 +187,12 @@ class Frontends:
         lease.endpoint, one.bad_address = found, ""
         (*_, credit) = self._credits([*(other for other in self._held if other is not one), one])
         register = self._registration()
-        self._send(one, structs.replace(register, join=lease.join, resets=lease.resets, credit=credit))
+        self._send(
+            one,
+            structs.replace(
+                register, join=lease.join, num_frontends=len(self._all), resets=lease.resets, credit=credit
+            ),
+        )
 
     def _check_answers(self, now: float) -> None:
         if self._held or self.leaving:

@@ -3,6 +3,7 @@
 import { announce, byId, h, reconcile, say, show, svg, tune } from "./dom.js";
 import { Flow } from "./flows.js";
 import { count, dateTime, duration, percent, timeOfDay } from "./format.js";
+import { showFrontends } from "./frontends.js";
 import { Marks } from "./marks.js";
 import { lanesOf, Panel } from "./panel.js";
 import { LETTERS, STAGES, TITLES } from "./stages.js";
@@ -52,6 +53,7 @@ export class Pipeline {
     say(byId("service-topology"), service.topology || "no instance");
     say(byId("service-requests"), count(service.num_requests));
     say(byId("service-up"), duration(time - service.began));
+    showFrontends(service);
     const state = byId("service-state");
     say(state, service.ready ? "ready" : `not ready: ${service.why_not}`);
     state.dataset.ready = service.ready;
