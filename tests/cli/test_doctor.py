@@ -16,9 +16,11 @@ from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
 from tests.support.published_files import make_original_internvl, make_published_phi4
 from tests.support.tiny import HEARING, make_tiny
+from triptych.checkpoint.quantization import GroupQuantization
 from triptych.cli import main
 from triptych.layers import devices, native
 from triptych.layers.specs import AttentionSpec
+from triptych.models.quantize import quantize_checkpoint
 from triptych.models.registry import identity_of
 
 PUBLISHED_FILES: dict[str, Callable[[Path], Path]] = {
@@ -156,6 +158,27 @@ def test_tensors_that_no_part_of_the_model_reads(
     assert tensors({buffer: one}) == f"ok {count} of {count + 1} are read; the model doesn't need {buffer}"
     assert tensors({odd: one, f"{odd}2": other}).endswith(f"has no place for tensor '{odd}' and 1 more")
     assert tensors({}, without=norm).endswith(f"tensor '{norm}' is missing")
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_tensors_of_a_quantized_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, has_zeros: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = tmp_path / "quantized"
+    list(quantize_checkpoint(make_checkpoint(tmp_path / "whole"), folder, GroupQuantization(32, has_zeros)))
+    whole = load_file(folder / "model.safetensors")
+    packed = next(name for name in whole if name.endswith("down_proj.weight_packed"))
+
+    def tensors(changes: dict[str, torch.Tensor]) -> str:
+        save_file(whole | changes, folder / "model.safetensors")
+        return examined(capsys, folder, "--device", "cpu", "--port", "0", "--fabric", "shm")[1]["tensors"]
+
+    assert tensors({}) == f"ok all {len(whole)} are read"
+    assert "weight_packed' has shape" in tensors({packed: whole[packed][:-1].clone()})
+    assert "is torch.float32, not torch.int32" in tensors({packed: whole[packed].float()})
+    shape = packed.replace("packed", "shape")
+    assert "weight_shape is [3, 5]" in tensors({shape: torch.tensor([3, 5])})
 
 
 def test_the_models_identity_is_shown_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

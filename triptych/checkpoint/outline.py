@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoint.config_files import load_config
+from triptych.checkpoint.quantization import SHAPE
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import ITEM_BYTES, TensorInfo
 
@@ -55,11 +56,13 @@ class StoredOutline(Checkpoint):
         """The tensors that have been read."""
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return a tensor for each name, float32 on ``META``; single values as stored, since loaders read them."""
-        shapes = {key: self.info(key).shape for key in keys}
-        self.names_read.update(shapes)
-        single = super().read(key for key, shape in shapes.items() if prod(shape) == 1)
-        return {key: torch.empty(shape, device=META) for key, shape in shapes.items()} | single
+        """Return a tensor for each name on ``META``, int32 or float32. Single values, and shapes of quantized weights,
+        are as stored, since loaders read them."""
+        found = {key: self.info(key) for key in keys}
+        self.names_read.update(found)
+        small = super().read(key for key, one in found.items() if prod(one.shape) == 1 or key.endswith(SHAPE))
+        kinds = {key: torch.int32 if one.dtype == "I32" else torch.float32 for key, one in found.items()}
+        return {key: torch.empty(one.shape, dtype=kinds[key], device=META) for key, one in found.items()} | small
 
 
 def _dtype(config: Mapping[str, object]) -> str:

@@ -126,8 +126,6 @@ def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:
     from triptych.checkpoint.outline import StoredOutline
 
     outline = StoredOutline(folder)
-    if outline.quantization is not None:
-        return "not looked at, because weights are quantized"
     for stage in ("encoder", "decoder") if has_towers else ("decoder",):
         _load(adapter, stage, outline)
     count, unread = len(outline.tensors), sorted(outline.tensors.keys() - outline.names_read)

@@ -134,7 +134,7 @@ class WeightReader:
             quantized = [
                 self._grouped(name, (size, in_features), quantization).rows(rows) for name, size, rows in stored
             ]
-            linear: Linear = PackedLinear(grouped_product(concatenate_grouped(quantized), vector))
+            linear = self._grouped_linear(concatenate_grouped(quantized), vector)
         else:
             weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
             linear = self.linear(concatenate(weights), vector)
@@ -172,8 +172,7 @@ class WeightReader:
         if self.group.rank != 0:
             vector = None
         if quantization := self._quantization_of([name]):
-            grouped = self._grouped(name, shape, quantization).columns(part)
-            linear: Linear = PackedLinear(grouped_product(grouped, vector))
+            linear = self._grouped_linear(self._grouped(name, shape, quantization).columns(part), vector)
         else:
             linear = self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
         linear = self._with_loras(linear, [(name, out_features, slice(None))], part, inputs.size)
@@ -231,6 +230,11 @@ class WeightReader:
             return loaded_weight(tensors, shape, quantization)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {key}: {error}") from error
+
+    def _grouped_linear(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
+        if self.device.type == "meta":  # there are no values to pack
+            return PlainFormat(torch.float32).linear(weight.dequantized(), bias, self.device)
+        return PackedLinear(grouped_product(weight, bias))
 
     def all_reduced(self, module: nn.Module) -> nn.Module:
         """Wrap a module so that the ranks' outputs are summed."""
