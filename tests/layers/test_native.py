@@ -14,6 +14,7 @@ import pytest
 from tests.layers.conftest import usable_variants
 from triptych.layers import kernel_variants, native
 from triptych.layers.kernel_variants import Variant, compile_variants, compiled, find_compiler, variants
+from triptych.sandbox.workers import START_SECONDS
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 FASTEST = usable_variants()[0]
@@ -52,6 +53,22 @@ def test_without_a_compiler_there_are_no_kernels_for_pixels(
     monkeypatch.setattr(native, "pixel_kernels", cache(native.pixel_kernels.__wrapped__))
     assert native.pixel_kernels() is None
     assert "there is no C compiler 'no-such-compiler'" in caplog.text
+
+
+def test_a_compiler_that_hangs_leaves_numpy_in_time_for_a_worker_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert 3 * kernel_variants.PIXELS_TIMEOUT < START_SECONDS
+    monkeypatch.setattr(kernel_variants, "PIXELS_TIMEOUT", 1)
+    monkeypatch.setattr(native, "pixel_kernels", cache(native.pixel_kernels.__wrapped__))
+    (tmp_path / "sources" / "pixels.c").write_text("int answer(void) { return 42; }")
+    compiler = tmp_path / "hangs"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert native.pixel_kernels() is None
+    assert "no compiled kernels for pixels" in caplog.text
+    assert "timed out after 1 seconds" in caplog.text
 
 
 def answer() -> int:

@@ -26,7 +26,10 @@ COMPILE = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-c")
 # what every processor of the kind can do: a compiler's own default may be more
 BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
 TIMEOUT = 600
-"""Seconds after which compiling a file is aborted."""
+"""Seconds after which a run of the compiler is aborted."""
+PIXELS_TIMEOUT = 10
+"""The same for ``PIXELS``, which takes less than a second. A worker for media has three runs, and must be ready after 60
+seconds: see ``triptych.sandbox.workers``."""
 SEAL_BYTES = 32
 
 # Of each variant the features that it needs, as /proc/cpuinfo names them, and the compiler's options for them
@@ -77,6 +80,11 @@ class Variant:
     def parallel(self) -> tuple[str, ...]:
         """The option for several threads, which kernels for pixels don't have."""
         return () if self.name == PIXELS else ("-fopenmp",)
+
+    @property
+    def timeout(self) -> int:
+        """Seconds after which a run of the compiler is aborted."""
+        return PIXELS_TIMEOUT if self.name == PIXELS else TIMEOUT
 
     def options_for(self, source: Path) -> tuple[str, ...]:
         """The options with which a file is compiled: without those that would change nothing, so that variants share
@@ -130,7 +138,7 @@ def find_compiler() -> list[str]:
 def accepts(compiler: list[str], variant: Variant) -> bool:
     """Return whether the compiler knows the variant's instructions. Raises OSError and TimeoutExpired."""
     command = [*compiler, *variant.options, "-xc", os.devnull, "-o", os.devnull]
-    return subprocess.run(command, check=False, capture_output=True, timeout=TIMEOUT).returncode == 0
+    return subprocess.run(command, check=False, capture_output=True, timeout=variant.timeout).returncode == 0
 
 
 def cached(compiler: list[str], variant: Variant, folder: Path) -> Path:
@@ -169,28 +177,28 @@ def compile_variants(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(_num_cores()) as compilers:
         objects: dict[tuple[Path, tuple[str, ...]], Future[Path]] = {}
-        files = ((file, variant.options_for(file)) for variant in missing for file in variant.sources)
-        for source, options in dict.fromkeys(files):
+        files = ((file, variant.options_for(file), variant.timeout) for variant in missing for file in variant.sources)
+        for source, options, timeout in dict.fromkeys(files):
             made = Path(scratch, f"{source.stem}{len(objects)}.o")
-            objects[source, options] = compilers.submit(_compile, [*compiler, *options, str(source)], made)
+            objects[source, options] = compilers.submit(_compile, [*compiler, *options, str(source)], made, timeout)
         for variant in wanted:
             library = cached(compiler, variant, folder)
             try:
                 if variant in missing:
                     parts = [objects[source, variant.options_for(source)].result() for source in variant.sources]
-                    _link(compiler, parts, library, Path(scratch, f"{variant.name}.so"))
+                    _link(compiler, parts, library, Path(scratch, f"{variant.name}.so"), variant.timeout)
                 yield variant, library
             except (OSError, subprocess.SubprocessError) as error:
                 yield variant, error
 
 
-def _compile(command: Sequence[str], made: Path) -> Path:
-    _run(*command, "-o", str(made))
+def _compile(command: Sequence[str], made: Path, timeout: int) -> Path:
+    _run([*command, "-o", str(made)], timeout)
     return made
 
 
-def _link(compiler: Sequence[str], objects: Sequence[Path], library: Path, scratch: Path) -> None:
-    _run(*compiler, "-shared", *map(str, objects), "-o", str(scratch), "-lm")
+def _link(compiler: Sequence[str], objects: Sequence[Path], library: Path, scratch: Path, timeout: int) -> None:
+    _run([*compiler, "-shared", *map(str, objects), "-o", str(scratch), "-lm"], timeout)
     with scratch.open("ab") as file:
         file.write(seal(scratch.read_bytes()))
     scratch.replace(library)  # atomic: another process may be compiling it at the same time
@@ -221,5 +229,5 @@ def seal(content: bytes) -> bytes:
     return blake2b(content, digest_size=SEAL_BYTES).digest()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
+def _run(command: Sequence[str], timeout: int) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=timeout)
