@@ -127,6 +127,15 @@ def test_sampling_by_a_request() -> None:
             one.plan(header, ItemContext(sampling=sampling))
 
 
+@pytest.mark.parametrize("model_type", ["glm4v", "glm46v"])
+@pytest.mark.parametrize(("count", "rate"), [(1, 10.0), (1, 0.01), (2, 30.0), (4, 60.0)])
+def test_videos_of_less_than_a_frames_time(model_type: str, count: int, rate: float) -> None:
+    planner = Glm4vPlanner(CONFIG | {"model_type": model_type}, PROCESSOR)
+    plan = planner.plan(VideoHeader("MP4", 64, 64, count, rate))
+    assert plan.is_whole
+    assert sampled_frames(plan)[0] == 0
+
+
 def test_bounds_of_the_area() -> None:
     """Of an image, not of the two frames that it counts as in the processor's file."""
     planner = Glm4vPlanner(CONFIG, PROCESSOR)

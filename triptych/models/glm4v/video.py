@@ -76,13 +76,14 @@ class Glm46Sampling(GlmSampling):
         return self
 
     def frames(self, header: VideoHeader) -> tuple[int, ...]:
-        """Return an even number of indices, the last one twice if need be."""
+        """Return an even number of indices, the last one twice if need be: at least one frame, of a video for which the
+        reference fails because it has none."""
         total = header.frames
         if header.presampled:
             return tuple(range(total))
         seconds = min(header.seconds, MAX_SECONDS)
         rate = (3 if seconds <= 30 else 1 if seconds <= 300 else 0.5) * self.temporal_patch_size
-        every = int(seconds * rate)
+        every = max(int(seconds * rate), 1)
         wanted = min(every, MAX_FRAMES)
         is_spread = total < wanted or every > MAX_FRAMES
         found = [] if is_spread else _spaced(header, 1 / rate)
