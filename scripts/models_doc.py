@@ -59,6 +59,14 @@ CHECKS = (
         columns=("plan", "pixels"),
     ),
     Check(
+        "media of model types that share their code",
+        "plans, patches and embeddings equal bit by bit to those of the other type, of images, videos (but for "
+        "GLM-4.6V) and audio",
+        "tests/models/test_same_media.py",
+        families.SAME_MEDIA,
+        columns=("plan", "pixels", "rows"),
+    ),
+    Check(
         "plans, placeholders and patches of videos",
         "equal bit by bit to those of Transformers' processors (recorded with torchvision)",
         "tests/models/test_videos.py, tests/models/test_frame_tiles.py, tests/models/test_glm4v.py, "
@@ -208,18 +216,20 @@ CHECKS = (
     ),
     Check(
         "answers from original files",
-        "equal to those of Transformers' files, in one instance and with each stage on its own",
+        "equal to those of Transformers' files, in one instance and with each stage on its own; over Qwen3, Qwen3-MoE, "
+        "gpt-oss and InternLM2 (as a Llama that computes the same) from `1E1PD`, with first logits within 1e-4",
         "tests/parity/test_families.py",
         {"internvl_chat"},
-        columns=("answers", "split", "split P/D"),
+        columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
         "answers of requests with LoRAs",
-        "32 greedy tokens equal to those of models with the LoRA merged into the weights, in batches with requests "
-        "without one, with each stage on its own, in chunks of 7, and when instances are lost",
+        "32 greedy tokens and first logits (within 1e-4) equal to those of models with the LoRA merged into the "
+        "weights, in batches with requests without one, with each stage on its own, in chunks of 7, and when instances "
+        "are lost",
         "tests/parity/test_loras.py",
         {"phi4mm", "phi4_multimodal"},
-        columns=("plan", "pixels", "answers", "split", "split P/D"),
+        columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
         "answers of other models",
@@ -264,12 +274,20 @@ CHECKS = (
         columns=("video",),
     ),
     Check(
+        "answers about videos of model types that share their code",
+        "the same, from `1EPD` and `1E1P1D`" + SLOW,
+        "tests/parity/test_video_families.py",
+        families.SAME_VIDEOS,
+        columns=("video",),
+        in_ci=False,
+    ),
+    Check(
         "audio",
         "tokens equal, features within 1e-4, embeddings within 1e-5; answers as above, also beside images",
         "tests/models, tests/layers, tests/parity",
         {
             *(name for name in TINY | HEARING if "audio" in FAMILIES[name].modalities),
-            *("phi4mm", "gemma4+gemma4_vision"),
+            *("phi4mm", "phi4_multimodal", "gemma4+gemma4_vision"),
         },
         columns=("audio",),
     ),

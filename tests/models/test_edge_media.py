@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,18 @@ from tests.support.chat import the_error
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.clips import clip
 from tests.support.equal_embeddings import check_equal
-from tests.support.families import EDGE_MEDIA, RELEASED_EDGES
+from tests.support.families import EDGE_MEDIA, RELEASED_EDGES, SAME_MEDIA
 from tests.support.image_cases import picture, png
 from tests.support.minicpm import MiniCPMReference, make_minicpm, pieces_of, pixels_of
 from tests.support.minicpm import config_of as minicpm_config
+from tests.support.published_files import ORIGINALS
 from tests.support.reference import UNUSED, image_features, image_processor
 from tests.support.released import BASES, RELEASED
 from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
 from triptych.api.media_parts import MediaSettings, check_options
 from triptych.api.schemas import ImagePart, ImageURL, MediaOptions
-from triptych.checkpoint.config_files import with_text_config
+from triptych.checkpoint.config_files import load_config, load_preprocessor_config, with_text_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import (
     BadMediaSize,
@@ -52,7 +54,7 @@ FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
 """Tiles of 384 pixels have 27 patches of 14 per side: the towers see none of the last six pixels."""
 THIN = {
     # its published code refuses images that become less than ten pixels high or wide
-    "phi4_multimodal": ((400, 10), (10, 400)),
+    **dict.fromkeys(("phi4_multimodal", "phi4mm"), ((400, 10), (10, 400))),
     # the reference fails for an image of which a side rounds to nothing
     **dict.fromkeys(("llava+pixtral", "mistral3"), ((560, 4), (4, 560))),
     # whose tower takes as long for one as all others together
@@ -79,7 +81,11 @@ def made(tiny: Tiny) -> tuple[Planner, Preprocessor]:
 @cache
 def served_parts(family: str) -> tuple[Planner, Preprocessor]:
     """Planner and preprocessor of the tiny checkpoint."""
-    return made(tiny_of(family))
+    if family not in ORIGINALS:
+        return made(tiny_of(family))
+    with TemporaryDirectory() as name:
+        folder = ORIGINALS[family](Path(name))
+        return made(Tiny(load_config(folder), preprocessor=load_preprocessor_config(folder)))
 
 
 @cache
@@ -101,6 +107,8 @@ def reference_rows(folder: Path, family: str, image: Image.Image) -> torch.Tenso
     """The same of the reference, with deepstack features beside them."""
     if family == "minicpmv":
         return MiniCPMReference(folder, minicpm_config(MINICPM_VERSION)).rows(image)
+    if family in ORIGINALS:
+        folder = make_tiny(folder / "counterpart", SAME_MEDIA[family], seed=4)
     processed = image_processor(folder)([[image]], return_tensors="pt")
     output = image_features(load_reference(folder), {k: v for k, v in processed.items() if k not in UNUSED})
     deepstack = getattr(output, "deepstack_features", None) or []
@@ -113,6 +121,8 @@ def _joined(features: Any) -> torch.Tensor:
 
 
 def make_checkpoint(folder: Path, family: str) -> Path:
+    if family in ORIGINALS:
+        return ORIGINALS[family](folder, seed=4)
     return make_minicpm(folder, MINICPM_VERSION) if family == "minicpmv" else make_tiny(folder, tiny_of(family), seed=4)
 
 

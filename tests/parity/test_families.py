@@ -13,7 +13,12 @@ from tests.support.backbones import BACKBONES
 from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE, SLIDING_WINDOWS, TEXT_ALONE, TWO_RANKS
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import CASES, TEXTS, Case
-from tests.support.published_files import internvl_over, make_original_internvl
+from tests.support.published_files import (
+    LLAMA_LIKE_INTERNLM2,
+    internvl_over,
+    make_internvl_over_internlm2,
+    make_original_internvl,
+)
 from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
 from tests.support.tiny import OWN_TOWERS, SHARED, TINY, make_tiny
 from triptych.checkpoint.config_files import load_config
@@ -156,10 +161,17 @@ def test_model_types_that_share_a_family(tmp_path: Path, model_type: str) -> Non
     assert answered(model, "1E1PD") == model.answers
 
 
-@pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss", "internlm2"])
 def test_original_files_of_internvl_over_other_language_models(tmp_path: Path, text: str) -> None:
-    """The mixture's experts are stored one by one in the original files."""
-    tiny = (TINY | BACKBONES)[text]
-    model = Model(make_tiny(tmp_path / "saved", internvl_over(tiny), "saved", seed=4), FEW)
-    original = Model(make_original_internvl(tmp_path / "original", seed=4, text=tiny), FEW)
+    """The mixture's experts are stored one by one in the original files. InternLM2 is compared with a Llama that
+    computes the same."""
+    if text == "internlm2":
+        tiny, files = LLAMA_LIKE_INTERNLM2, make_internvl_over_internlm2(tmp_path / "original", seed=4)
+    else:
+        tiny = (TINY | BACKBONES)[text]
+        files = make_original_internvl(tmp_path / "original", seed=4, text=tiny)
+    model, original = Model(make_tiny(tmp_path / "saved", internvl_over(tiny), "saved", seed=4), FEW), Model(files, FEW)
     assert answered(original, "1E1PD") == model.answers
+    recorded = first_logits(files, [case.messages for case in FEW])
+    for case, prompt, logits in zip(FEW, model.prompts, recorded, strict=True):
+        assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name

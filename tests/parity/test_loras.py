@@ -22,7 +22,7 @@ from tests.support.image_cases import CASES, picture
 from tests.support.published_files import PHI4_LORAS, make_published_phi4, write_peft_loras
 from tests.support.reference import Reference
 from tests.support.sounds import sound
-from tests.support.stage_loops import answer_of_two_encoders
+from tests.support.stage_loops import answer_of_two_encoders, first_logits
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import image_part, user
 from triptych.config import EngineConfig, RankSizes
@@ -112,6 +112,16 @@ def answered(model: Model, topology: str, engine: EngineConfig = FLOAT32) -> lis
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
 def test_answers(model: Model, topology: str) -> None:
     assert answered(model, topology) == model.answers
+
+
+def test_first_token_logits(model: Model, references: dict[str, Hearing]) -> None:
+    """Within 1e-4 in float32, of a request without a LoRA and of one with each."""
+    builder = PromptBuilder(model.folder)
+    some = [LORAS.index(lora) for lora in ("", *PHI4_LORAS)]
+    recorded = first_logits(model.folder, [MESSAGES[number] for number in some])
+    for number, logits in zip(some, recorded, strict=True):
+        expected = references[LORAS[number]].first_logits(builder.build(MESSAGES[number]), IMAGES[number])
+        assert (logits - expected).abs().max() < 1e-4, LORAS[number]
 
 
 def test_chunks_through_a_receive_pool_of_one_block(model: Model) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from tests.support.chat import url_of
 from tests.support.clips import clip
-from tests.support.families import FRAME_PARTS, FRAME_TILES, VIDEO_ANSWERS
+from tests.support.families import FRAME_PARTS, FRAME_TILES, SAME_MEDIA, SAME_VIDEOS, VIDEO_ANSWERS
 from tests.support.harness import FLOAT32, Messages, running
+from tests.support.published_files import ORIGINALS
 from tests.support.serving import served
 from tests.support.stage_loops import answer_of_two_encoders, count_parts
-from tests.support.tiny import make_tiny
+from tests.support.tiny import SHARED, make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
@@ -68,6 +70,25 @@ def test_as_the_reference(
 ) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
     assert answered(models[family], topology, engine) == models[family].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+@pytest.mark.parametrize("model_type", SAME_VIDEOS)
+def test_model_types_whose_videos_are_another_ones(tmp_path: Path, model_type: str, topology: str) -> None:
+    """Original files, which don't say how many frames are sampled, are compared with those of transformers. GLM-4.6V
+    takes no sampling."""
+    cases = cases_of(SAME_MEDIA[model_type])
+    if model_type == "glm46v":
+        del cases["three a second"]
+    if model_type in ORIGINALS:
+        cases = {name: cases[name] for name in ("three a second", "a list of frames", "one frame")}
+        reference = Model(make_tiny(tmp_path / "saved", SAME_MEDIA[model_type], seed=4), cases)
+        model = Model(ORIGINALS[model_type](tmp_path / "original", seed=4), cases)
+    else:
+        reference = model = Model(make_tiny(tmp_path, *SHARED.get(model_type, (model_type,)), seed=4), cases)
+    assert any(item.plan.modality == "video" for item in model.prompts[0].items)
+    assert answered(model, topology) == reference.answers
 
 
 @pytest.mark.slow

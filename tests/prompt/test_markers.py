@@ -9,7 +9,7 @@ import pytest
 from tests.support.checkpoints import DENSE
 from tests.support.minicpm import make_minicpm
 from tests.support.prompt_parts import user
-from tests.support.published_files import make_original_internvl, make_published_phi4
+from tests.support.published_files import ORIGINALS
 from tests.support.random_checkpoint import write_settings as write_qwen3_vl
 from tests.support.random_checkpoint import write_tokenizer
 from tests.support.tiny import HEARING, OWN_TOWERS, TINY, write_settings
@@ -41,9 +41,8 @@ MARKER = re.compile(r"<[^<>\s]+>|\[\w+\]")
 
 def folder_of(name: str, folder: Path) -> Path:
     """Writes what a prompt builder reads."""
-    makers = {"internvl_chat": make_original_internvl, "phi4mm": make_published_phi4}
-    if name in makers:
-        return makers[name](folder)
+    if name in ORIGINALS:
+        return ORIGINALS[name](folder)
     if name == "minicpmv":
         return make_minicpm(folder, 2.6)
     if name.startswith("qwen3_vl"):

@@ -7,7 +7,7 @@ from typing import Any
 from tests.models.golden.make_videos import FILE
 from tests.support.backbones import BACKBONES
 from tests.support.released import RELEASED
-from tests.support.tiny import OWN_TOWERS, TINY
+from tests.support.tiny import OMNI, OWN_TOWERS, TINY
 from triptych.models.registry import FAMILIES
 
 WITH_IMAGES = [name for name in TINY if FAMILIES[name].takes_media]
@@ -20,8 +20,19 @@ REPRESENTATIVE = (
 """Of each way to cut media and to pack rows, one. First logits of models that take images are compared, and
 encode instances lost, for these in every run, and for all in the slow suite: in every run, other tests compare their
 towers' rows, their backbones' logits and their answers."""
-EDGE_MEDIA = [*ANSWERED_IMAGES, "qwen3_vl", "minicpmv"]
-"""Thin and huge images, options and bad media are tried: every implementation of a planner and a preprocessor."""
+EDGE_MEDIA = [*ANSWERED_IMAGES, "qwen3_vl", "minicpmv", "internvl_chat", "phi4mm"]
+"""Thin and huge images, options and bad media are tried: every implementation of a planner and a preprocessor, and
+those files whose settings are read otherwise."""
+SAME_MEDIA = {
+    "qwen3_5_moe": "qwen3_5",
+    "glm4v_moe": "glm4v",
+    "glm46v": "glm4v",
+    **{f"{name}_thinker": name for name in OMNI},
+    "internvl_chat": "internvl",
+    "phi4mm": "phi4_multimodal",
+}
+"""Model types whose media become the same as another's, whose code they share: those of mixtures and of parts, and
+original files."""
 RELEASED_EDGES = [name for name in EDGE_MEDIA if name in RELEASED]
 """The same with the settings of released checkpoints: huge images."""
 ONE_IMAGE = ("cogvlm2",)
@@ -36,6 +47,8 @@ compare, and are left to the slow suite."""
 SLOW_ANSWERS = ("qwen3_5_moe", "glm4v_moe", "kimi_k25", "deepseek_ocr2", "idefics3", "llava+pixtral")
 """Answers are compared in the slow suite only: the tower is that of another model, and a mixture one of
 ``BACKBONES``. DeepSeek-OCR-2 takes images of at least 4,096 patches."""
+SAME_VIDEOS = [name for name in SAME_MEDIA if "video" in FAMILIES[name].modalities]
+"""Answers about videos are compared, in the slow suite."""
 PLAIN = [name for name in TINY if not name.startswith("qwen3_5")]
 """Families all of whose layers have attention without a gate."""
 TEXT_ALONE = [name for name in TINY if not FAMILIES[name].takes_media]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.backbones import BACKBONES
 from tests.support.random_checkpoint import write_json
 from tests.support.tiny import HEARING_IDS, IDS, OWN_TOWERS, PHI4, PHI4_AUDIO, Tiny, make_tiny
 
@@ -33,6 +34,48 @@ def internvl_over(text: Tiny) -> Tiny:
     settings = {name: it for name, it in text.config.items() if name != "architectures"}
     tiny = OWN_TOWERS["internvl"]
     return replace(tiny, config=tiny.config | {"text_config": settings}, split_experts=text.split_experts)
+
+
+INTERNLM2_NAMES = (
+    ("lm_head.", "output."),
+    ("embed_tokens", "tok_embeddings"),
+    ("self_attn.o_proj", "attention.wo"),
+    ("mlp.gate_proj", "feed_forward.w1"),
+    ("mlp.up_proj", "feed_forward.w3"),
+    ("mlp.down_proj", "feed_forward.w2"),
+    ("input_layernorm", "attention_norm"),
+    ("post_attention_layernorm", "ffn_norm"),
+)
+LLAMA_LIKE_INTERNLM2 = replace(
+    BACKBONES["llama"],
+    config={name: it for name, it in BACKBONES["llama"].config.items() if name != "rope_scaling"}
+    | {"mlp_bias": False, "rope_theta": 1e6},
+)
+"""A Llama that computes what InternLM2 does."""
+
+
+def make_internvl_over_internlm2(folder: Path, seed: int = 1) -> Path:
+    """Writes the original files of the tiny ``internvl`` over ``LLAMA_LIKE_INTERNLM2``, with that as InternLM2, and
+    returns the folder."""
+    text = LLAMA_LIKE_INTERNLM2.config
+    settings = {name: it for name, it in text.items() if name not in {"attention_bias", "mlp_bias"}}
+    settings |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": True}
+    make_original_internvl(folder, seed, LLAMA_LIKE_INTERNLM2, llm_config=settings)
+    weights = load_file(folder / "model.safetensors")
+    heads = text["num_key_value_heads"]
+    for layer in range(text["num_hidden_layers"]):
+        stem = f"language_model.model.layers.{layer}"
+        for kind in ("weight", "bias"):
+            parts = [weights.pop(f"{stem}.self_attn.{name}_proj.{kind}").unflatten(0, (heads, -1)) for name in "qkv"]
+            weights[f"{stem}.attention.wqkv.{kind}"] = torch.cat(parts, dim=1).flatten(0, 1)
+    renamed = {}
+    for name, weight in weights.items():
+        new = name
+        for llama, internlm2 in INTERNLM2_NAMES if name.startswith("language_model.") else ():
+            new = new.replace(llama, internlm2)
+        renamed[new] = weight
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make_original_internvl(folder: Path, seed: int = 1, text: Tiny | None = None, **settings: Any) -> Path:
@@ -115,6 +158,10 @@ def make_published_phi4(folder: Path, seed: int = 1) -> Path:
     write_json(folder / "config.json", config)
     (folder / "chat_template.jinja").write_text(STRINGS_ALONE)
     return folder
+
+
+ORIGINALS = {"internvl_chat": make_original_internvl, "phi4mm": make_published_phi4}
+"""Make original files of the same model as ``make_tiny`` of its counterpart in ``SAME_MEDIA``, by model type."""
 
 
 def write_peft_loras(published: Path, to: Path, loras: Sequence[str] = tuple(PHI4_LORAS)) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.support import gemma4
 from tests.support.checkpoints import load_reference
 from tests.support.clips import picture
-from tests.support.families import FRAME_TILES
+from tests.support.families import FRAME_TILES, SAME_MEDIA
 from tests.support.harness import FLOAT32, Messages, running
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
@@ -88,7 +88,7 @@ class Model:
 
     def reference_inputs(self, prompt: PlannedPrompt) -> dict[str, Any]:
         config = load_config(self.folder)
-        family = config["model_type"]
+        family = SAME_MEDIA.get(config["model_type"], config["model_type"])
         preprocess = resolve(family_of(config).preprocessor or "")(
             config, load_preprocessor_config(self.folder), load_video_config(self.folder)
         )

@@ -28,8 +28,8 @@ BASE = {"x86_64": ("-march=x86-64",), "aarch64": ("-march=armv8-a",)}
 TIMEOUT = 600
 """Seconds after which a run of the compiler is aborted."""
 PIXELS_TIMEOUT = 10
-"""The same for ``PIXELS``, which takes less than a second. A worker for media has three runs, and must be ready after 60
-seconds: see ``triptych.sandbox.workers``."""
+"""The same for ``PIXELS``, which takes less than a second. A worker for media has three runs, and must be ready after
+60 seconds: see ``triptych.sandbox.workers``."""
 SEAL_BYTES = 32
 
 # Of each variant the features that it needs, as /proc/cpuinfo names them, and the compiler's options for them
