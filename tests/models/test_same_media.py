@@ -14,9 +14,8 @@ from tests.support.checkpoints import load_adapter
 from tests.support.clips import clip
 from tests.support.families import SAME_MEDIA
 from tests.support.image_cases import picture, png
-from tests.support.published_files import ORIGINALS
+from tests.support.published_files import make_of_type
 from tests.support.sounds import sound
-from tests.support.tiny import SHARED, make_tiny
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -54,11 +53,7 @@ def media_of(modalities: Collection[str]) -> list[tuple[bytes, MediaHeader]]:
 @pytest.mark.parametrize("model_type", SAME_MEDIA)
 def test_they_are_the_others(tmp_path: Path, model_type: str) -> None:
     """Towers with the same weights make the same rows of the first image, and of the last of the media."""
-    base = make_tiny(tmp_path / "base", SAME_MEDIA[model_type])
-    if model_type in ORIGINALS:
-        own = ORIGINALS[model_type](tmp_path / "own")
-    else:
-        own = make_tiny(tmp_path / "own", *SHARED.get(model_type, (model_type,)))
+    base, own = (make_of_type(tmp_path / one, one) for one in (SAME_MEDIA[model_type], model_type))
     assert load_config(own)["model_type"] == model_type
 
     # the original files of InternVL don't say how many frames are sampled

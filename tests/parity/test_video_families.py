@@ -14,10 +14,10 @@ from tests.support.chat import url_of
 from tests.support.clips import clip
 from tests.support.families import FRAME_PARTS, FRAME_TILES, SAME_MEDIA, SAME_VIDEOS, VIDEO_ANSWERS
 from tests.support.harness import FLOAT32, Messages, running
-from tests.support.published_files import ORIGINALS
+from tests.support.published_files import ORIGINALS, make_of_type
 from tests.support.serving import served
 from tests.support.stage_loops import answer_of_two_encoders, count_parts
-from tests.support.tiny import SHARED, make_tiny
+from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
@@ -83,10 +83,9 @@ def test_model_types_whose_videos_are_another_ones(tmp_path: Path, model_type: s
         del cases["three a second"]
     if model_type in ORIGINALS:
         cases = {name: cases[name] for name in ("three a second", "a list of frames", "one frame")}
+    reference = model = Model(make_of_type(tmp_path / "own", model_type, seed=4), cases)
+    if model_type in ORIGINALS:
         reference = Model(make_tiny(tmp_path / "saved", SAME_MEDIA[model_type], seed=4), cases)
-        model = Model(ORIGINALS[model_type](tmp_path / "original", seed=4), cases)
-    else:
-        reference = model = Model(make_tiny(tmp_path, *SHARED.get(model_type, (model_type,)), seed=4), cases)
     assert any(item.plan.modality == "video" for item in model.prompts[0].items)
     assert answered(model, topology) == reference.answers
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.backbones import BACKBONES
 from tests.support.random_checkpoint import write_json
-from tests.support.tiny import HEARING_IDS, IDS, OWN_TOWERS, PHI4, PHI4_AUDIO, Tiny, make_tiny
+from tests.support.tiny import HEARING_IDS, IDS, OWN_TOWERS, PHI4, PHI4_AUDIO, SHARED, Tiny, make_tiny
 
 ORIGINAL_NAMES = (
     ("vision_tower.", "vision_model."),
@@ -162,6 +162,16 @@ def make_published_phi4(folder: Path, seed: int = 1) -> Path:
 
 ORIGINALS = {"internvl_chat": make_original_internvl, "phi4mm": make_published_phi4}
 """Make original files of the same model as ``make_tiny`` of its counterpart in ``SAME_MEDIA``, by model type."""
+
+
+def make_of_type(folder: Path, model_type: str, seed: int = 1) -> Path:
+    """Writes a tiny checkpoint of a model type that has a family of its own, shares one or is that of original files,
+    and returns the folder."""
+    if model_type in ORIGINALS:
+        return ORIGINALS[model_type](folder, seed)
+    if model_type in SHARED:
+        return make_tiny(folder, *SHARED[model_type], seed=seed)
+    return make_tiny(folder, model_type, seed=seed)
 
 
 def write_peft_loras(published: Path, to: Path, loras: Sequence[str] = tuple(PHI4_LORAS)) -> None:
