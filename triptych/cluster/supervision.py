@@ -10,7 +10,8 @@ from triptych.observe.machine import describe_exit, signal_name
 
 FIRST_DELAY = 0.5
 MAX_DELAY = 30.0
-"""Seconds before the first restart, and before any; they double in between."""
+"""Seconds before the first restart, and before any; they double in between. A ready process whose machine is lost is
+started elsewhere at once."""
 JITTER = 0.2
 """Share by which a delay is longer or shorter, at random, so that processes don't start in step."""
 RECOVERED_SECONDS = 60.0
@@ -183,8 +184,7 @@ class Supervision:
         return self._restart(process, ended, now, has_failed=has_failed)
 
     def _restart(self, process: ProcessState, ended: Ended, now: float, *, has_failed: bool) -> Restart:
-        doublings = min(process.num_restarts, MAX_DOUBLINGS) if has_failed else 0
-        delay = min(MAX_DELAY, FIRST_DELAY * 2**doublings)
+        delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(process.num_restarts, MAX_DOUBLINGS)) if has_failed else 0.0
         delay *= 1 + JITTER * (2 * self._random() - 1)
         if ended.out_of_memory:
             delay = max(delay, OUT_OF_MEMORY_DELAY)
