@@ -4,9 +4,11 @@ import asyncio
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from tests.support.serving import served, wait_for
 from triptych import exit_codes
 from triptych.cli import demo, gentle_load, main
+from triptych.cli.seeing import is_on_desktop
 from triptych.demo import MODEL_DIR
 
 ENOUGH = 10
@@ -28,7 +31,13 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_it_asks_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_asks_until_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {opened}\n')
+    browser.chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
     monkeypatch.setattr(gentle_load, "RATE", 200.0)
     asked, most = set(), 0
     with served(MODEL_DIR, "1EPD", served_model_name="demo") as service:
@@ -53,9 +62,10 @@ def test_it_asks_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         watching = threading.Thread(target=interrupt)
         watching.start()
         with pytest.raises(SystemExit) as ended:
-            main(["demo", "--ui"])
+            main(["demo", "--ui", "--open"])
         watching.join()
         url = service.url
+    assert opened.read_text() == f"{url}/ui\n"
     output = capsys.readouterr()
     assert ended.value.code == exit_codes.INTERRUPTED
     assert f"\n  {url}/ui\n  triptych top --url {url}\n" in output.out
@@ -65,10 +75,24 @@ def test_it_asks_until_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.parametrize(
+    ("is_terminal", "display", "wayland", "opens"),
+    [(True, ":0", "", True), (True, "", "wayland-0", True), (True, "", "", False), (False, ":0", "", False)],
+)
+def test_it_opens_a_browser_by_itself_on_a_desktop(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, display: str, wayland: str, opens: bool
+) -> None:
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.setenv("WAYLAND_DISPLAY", wayland)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert is_on_desktop() is opens
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--ui", "--questions", "3"], "--questions and --ui exclude each other"),
         (["--open"], "--open is for --ui"),
+        (["--no-open"], "--open is for --ui"),
         (["--no-ui", "--open"], "--open is for --ui"),
     ],
 )

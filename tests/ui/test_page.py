@@ -315,6 +315,19 @@ def test_axe_finds_no_serious_fault(browser: Browser, service: Served, scheme: s
             assert viewer.faults(*rules) == [], view
 
 
+def test_a_request_that_is_chosen_on_a_phone_comes_into_view(browser: Browser, service: Served) -> None:
+    for _ in range(30):
+        service.post("Hello", max_tokens=1)
+    with viewing(browser, service.url, viewport=PHONE) as viewer:
+        page = viewer.page
+        viewer.open("requests")
+        page.locator("#request-rows a").first.click()
+        expect(page.locator("#detail-title")).to_be_in_viewport(ratio=1)
+        expect(page.locator("#detail .waterfall")).to_be_in_viewport()
+        page.get_by_role("button", name="Close").click()
+        expect(page.locator("#request-rows a").first).to_be_in_viewport()
+
+
 def test_nothing_scrolls_sideways_on_a_phone(browser: Browser, service: Served) -> None:
     service.post([image_part(), text_part("What is this?")], max_tokens=2)
     with viewing(browser, service.url, viewport=PHONE) as viewer:

@@ -15,7 +15,7 @@ from rich.console import Console
 from triptych.cli import flags
 from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.gentle_load import Tally, keep_asking
-from triptych.cli.seeing import NEEDS_KEY, ways_to_see
+from triptych.cli.seeing import NEEDS_KEY, is_on_desktop, ways_to_see
 from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model=flags.DEMO)
     parser.add_argument("--topology", default="1E1PD", help="instances to start (default: 1E1PD)")
     parser.add_argument("--questions", type=int, help=f"number of questions to ask (default: {QUESTIONS})")
-    parser.add_argument("--open", action="store_true", help="with --ui, open the page in a browser")
+    parser.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        help="with --ui, open the page in a browser (default: on a desktop, if this is a terminal there)",
+    )
     parser.add_argument("--verbose", action="store_true", help="show the logs of the instances")
     flags.add_settings(parser)
 
@@ -65,13 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--questions {count} is too small")
     if shows_page and arguments.questions is not None:
         raise ConfigError("--questions and --ui exclude each other: with --ui, questions are asked until interrupted")
-    if arguments.open and not shows_page:
+    if arguments.open is not None and not shows_page:
         raise ConfigError("--open is for --ui")
     config = flags.serve_config(arguments)
     config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": flags.DEMO}))
     topology = Topology.parse(arguments.topology)
     if shows_page:
-        return asyncio.run(_show_page(config, topology, arguments.verbose, opens=arguments.open))
+        opens = is_on_desktop() if arguments.open is None else arguments.open
+        return asyncio.run(_show_page(config, topology, arguments.verbose, opens=opens))
     return asyncio.run(_run(config, topology, count, arguments.verbose))
 
 

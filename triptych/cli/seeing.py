@@ -1,10 +1,19 @@
 """Where a service that this command has started can be seen at work, on this machine."""
 
+import os
+import sys
+
 import httpx
 
 from triptych.config import FrontendConfig, is_loopback, is_unspecified
 
 NEEDS_KEY = "--api-key-file FILE is needed: without keys, a service shows itself at a loopback address alone"
+
+
+def is_on_desktop() -> bool:
+    """Return whether a browser can open a window beside this terminal. Elsewhere, Python may start a browser for
+    terminals, which would take this one."""
+    return sys.stdout.isatty() and bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def ways_to_see(frontend: FrontendConfig, url: str) -> tuple[str, ...]:

@@ -106,10 +106,11 @@ class Row {
   }
 }
 
-function openDetail(id) {
+async function openDetail(id) {
   show(byId("detail"), true);
   byId("detail-title").focus({ preventScroll: true });
-  refreshDetail(id);
+  await refreshDetail(id);
+  if (isHere && selected === id) byId("detail").scrollIntoView({ block: "nearest" }); // on a phone, it is below the table
 }
 
 async function refreshDetail(id) {
