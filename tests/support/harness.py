@@ -55,8 +55,8 @@ class Running:
         self.threads[instance.name].start()
 
     async def end(self, name: str) -> None:
-        """Ends one instance, whatever it works on."""
-        next(instance for instance in self.instances if instance.name == name).stop()
+        """Ends one instance, the latest of that name, whatever it works on."""
+        next(instance for instance in reversed(self.instances) if instance.name == name).stop()
         thread = self.threads.pop(name)
         await asyncio.to_thread(thread.join, 30)
         assert not thread.is_alive(), "an instance didn't stop"

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import re
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from msgspec import structs
 from playwright.sync_api import Browser, expect
 
 from tests.support.browser import HOSTILE, PHONE, Viewer, go, is_live, is_ready, output, paste, viewing
@@ -16,8 +20,10 @@ from tests.support.collector import Collector
 from tests.support.frontends import alone
 from tests.support.harness import make_instance
 from tests.support.serving import Served, image, image_part, text_part
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
 from triptych.observe.pipeline import FrontendNames
 from triptych.topology import Role
+from triptych.types import Address
 
 VIEWS = ("pipeline", "requests", "playground", "figures")
 TITLES = {
@@ -44,18 +50,52 @@ def test_every_view_loads_without_errors_or_requests_to_elsewhere(browser: Brows
         expect(viewer.page.locator("#tiles")).to_contain_text("Requests ended")
 
 
-def test_lanes_follow_instances_that_come_and_go(browser: Browser, service: Served) -> None:
+@contextmanager
+def supervising(service: Served) -> Iterator[list[LaunchedInstance]]:
+    """The frontend receives reports of these processes, as from a supervisor."""
+    processes, ended = list[LaunchedInstance](), threading.Event()
+    router, supervisor = service.running.frontend.router, Address(f"tcp://127.0.0.1:{free_port()}")
+
+    def report() -> None:
+        while not ended.wait(0.1):
+            service.loop.call_soon_threadsafe(router.handle, LauncherReport(supervisor, list(processes)))
+
+    reporting = threading.Thread(target=report)
+    reporting.start()
+    yield processes
+    ended.set()
+    reporting.join()
+    service.loop.call_soon_threadsafe(router.handle, LauncherReport(supervisor, []))
+
+
+def test_lanes_follow_instances_that_come_go_and_are_restarted(browser: Browser, service: Served) -> None:
     running = service.running
-    with viewing(browser, service.url) as viewer:
+    end = partial(asyncio.run_coroutine_threadsafe, loop=service.loop)
+    with viewing(browser, service.url) as viewer, supervising(service) as processes:
+        page = viewer.page
         viewer.open("pipeline")
-        expect(viewer.page.get_by_role("article")).to_have_count(2)
+        expect(page.get_by_role("article")).to_have_count(2)
+        lane, events = page.locator(".lane[data-stage=encode]"), page.locator("#events")
+        newcomer = lane.get_by_role("article", name="Instance e7: encode")
         running.start(make_instance(running.config, Role("E"), "e7", running.frontend.control))
-        newcomer = viewer.page.locator(".lane[data-stage=encode]").get_by_role("article", name="Instance e7: encode")
         expect(newcomer).to_contain_text("serving")
-        expect(viewer.page.locator("#service-topology")).to_have_text("2E1PD")
-        asyncio.run_coroutine_threadsafe(running.end("e7"), service.loop).result(30)
+        expect(page.locator("#service-topology")).to_have_text("2E1PD")
+
+        end(running.end("e7")).result(30)
+        process = LaunchedInstance("e7", Role("E"), LaunchState.RESTARTING, restart_in=0.5)
+        processes[:] = [process]
+        expect(newcomer).to_contain_text("restarting")
+        expect(page.locator("#service-topology")).to_have_text("1E1PD")
+        expect(events).to_contain_text("e7 has ended, and is started again in 0.5 s")
+        processes[:] = [structs.replace(process, state=LaunchState.STARTING, restarts=1, restart_in=0.0)]
+        expect(newcomer).to_contain_text("starting")
+        running.start(make_instance(running.config, Role("E"), "e7", running.frontend.control))
+        expect(newcomer).to_contain_text(re.compile(r"serving.*restarts1", re.DOTALL))
+
+        processes.clear()
+        end(running.end("e7")).result(30)
         expect(newcomer).to_have_count(0)
-        expect(viewer.page.locator("#events")).to_contain_text("e7")
+        expect(page.get_by_role("article")).to_have_count(2)
 
 
 def test_requests_in_flight_are_marks_where_they_are(browser: Browser, service: Served) -> None:
