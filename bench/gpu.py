@@ -24,9 +24,8 @@ import torch
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
 from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
-from triptych.engine.buckets import bucket_sizes
+from triptych.engine.buckets import bucket_sizes, mixed_sizes
 from triptych.engine.cache_rows import cache_rows
-from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
 from triptych.engine.gpu_forward import GpuForward, on_device
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.kv_rows import KVRows, TokenRows
@@ -34,6 +33,7 @@ from triptych.engine.page_tables import PageTable
 from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import Chunk
+from triptych.engine.step_graphs import GraphSizes, StepGraphs, record_graphs
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
@@ -104,7 +104,7 @@ class Bench:
         history = batch * (context + 1) * bytes_per_token(self.decoder.config.cache_specs(cache_format(self.dtype)))
         floor = (weights + history) / bandwidth
         rows = []
-        for graphs in (None, self._graphs(cache, batch, context + 1)):
+        for graphs in (None, self._graphs(cache, batch, 1, context + 1)):
             runner = GpuRunner(GpuForward(self.decoder, self.device, graphs), cache, PAGE_SIZE, self.device)
             inputs = runner.batch(chunks, self._no_media())
             with torch.inference_mode():
@@ -125,14 +125,16 @@ class Bench:
         return rows
 
     def prefill(self, num_tokens: int, past: int) -> dict[str, Any]:
-        """One chunk of a prompt, of which ``past`` tokens are in the cache."""
+        """One chunk of a prompt, of which ``past`` tokens are in the cache, with and without a graph."""
         pages = -(-(past + num_tokens) // PAGE_SIZE)
         cache = self._cache(pages)
         sequence = made_up(0, past + num_tokens, range(pages))
         runner = GpuRunner(GpuForward(self.decoder, self.device, None), cache, PAGE_SIZE, self.device)
         inputs = runner.batch([Chunk(sequence, past, num_tokens)], self._no_media())
+        graphs = self._graphs(cache, 1, num_tokens, past + num_tokens)
         with torch.inference_mode():
-            seconds = self.on_gpu(self._forward(inputs, cache, None))
+            launched = self.on_gpu(self._forward(inputs, cache, None))
+            seconds = self.on_gpu(self._forward(inputs, cache, graphs))
         products, flop = self.products(num_tokens)
         config = self.decoder.config
         pairs = num_tokens * past + num_tokens * (num_tokens + 1) / 2
@@ -141,6 +143,7 @@ class Bench:
             "tokens": num_tokens,
             "past": past,
             "products_ms": 1e3 * products,
+            "launched_ms": 1e3 * launched,
             "gpu_ms": 1e3 * seconds,
             "of_products": products / seconds,
             "products_tflops": flop / products / 1e12,
@@ -148,7 +151,7 @@ class Bench:
             "tokens_per_s": num_tokens / seconds,
         }
 
-    def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: DecodeGraphs | None) -> Callable[[], object]:
+    def _forward(self, batch: ForwardBatch, cache: KVTensors, graphs: StepGraphs | None) -> Callable[[], object]:
         if graphs is not None:
             assert graphs.can_replay(batch)
             return lambda: graphs.replay(batch)
@@ -161,11 +164,12 @@ class Bench:
             tensor.normal_()
         return cache
 
-    def _graphs(self, cache: KVTensors, batch: int, context: int) -> DecodeGraphs | None:
+    def _graphs(self, cache: KVTensors, batch: int, num_tokens: int, context: int) -> StepGraphs | None:
         if self.device.type == "cuda":
-            return record_graphs(self.decoder, cache, batch, context)
+            return record_graphs(self.decoder, cache, batch, num_tokens, context)
+        sizes = GraphSizes(bucket_sizes(batch), mixed_sizes(num_tokens), batch, batch * context)
         with torch.inference_mode():
-            return DecodeGraphs(self.decoder, cache, bucket_sizes(batch), batch * context, lambda step: step)
+            return StepGraphs(self.decoder, cache, sizes, lambda step: step)
 
     def _no_media(self) -> MediaEmbeddings:
         width = self.decoder.config.hidden_size * (1 + self.decoder.config.num_deepstack_layers)

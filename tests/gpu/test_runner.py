@@ -10,10 +10,10 @@ import torch
 from tests.support.checkpoints import load_adapter
 from tests.support.generation import PAGE_SIZE, Generating, prompts
 from triptych.checkpoint.reader import Checkpoint
-from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.gpu_runner import GpuRunner
 from triptych.engine.runner import Runner
+from triptych.engine.step_graphs import record_graphs
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
@@ -43,7 +43,7 @@ def cache_of(decoder: Decoder, device: torch.device) -> KVTensors:
 
 def answers(decoder: Decoder, device: torch.device, with_graphs: bool) -> list[list[int]]:
     cache = cache_of(decoder, device)
-    graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
+    graphs = record_graphs(decoder, cache, 5, 12, 64) if with_graphs else None
     runner = GpuRunner(GpuForward(decoder, device, graphs), cache, PAGE_SIZE, device)
     return Generating(runner, decoder, POOL).answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS)
 
@@ -78,7 +78,7 @@ def test_a_replayed_step_has_the_logits_of_a_launched_one(
     logits: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for with_graphs in logits:
         cache = cache_of(decoder, gpu)
-        graphs = record_graphs(decoder, cache, 5, 64) if with_graphs else None
+        graphs = record_graphs(decoder, cache, 5, 12, 64) if with_graphs else None
         runner = _Keeping(GpuForward(decoder, gpu, graphs), cache, PAGE_SIZE, gpu)
         # greedy and of one length, so that both make the same steps as long as their logits are about the same
         greedy = [SamplingParams(max_tokens=4, temperature=0, logit_bias={3: 1000.0})] * 3
@@ -107,7 +107,7 @@ def test_launching_a_step_does_not_synchronize(checkpoint_folder: Callable[..., 
     """The forward pass of a mixed step, and of a replayed one, is launched while the GPU does something else."""
     decoder = load(checkpoint_folder(), CUDA_FORMATS["float32"], gpu)
     cache = cache_of(decoder, gpu)
-    runner = GpuRunner(GpuForward(decoder, gpu, record_graphs(decoder, cache, 5, 64)), cache, PAGE_SIZE, gpu)
+    runner = GpuRunner(GpuForward(decoder, gpu, record_graphs(decoder, cache, 5, 12, 64)), cache, PAGE_SIZE, gpu)
     generating = Generating(runner, decoder, POOL)
     inputs = prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS
     generating.answers(*inputs)  # compiles

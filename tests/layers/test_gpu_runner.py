@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tests.support.generation import PAGE_SIZE, Generating, prompts, request
-from triptych.engine.buckets import bucket_for, bucket_sizes
-from triptych.engine.padding import only_decodes, padded
+from triptych.engine.buckets import bucket_for, bucket_sizes, mixed_sizes
 from triptych.engine.page_tables import PageTable
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.scheduler import Chunk
@@ -35,9 +34,20 @@ pytest.importorskip("triton", reason="Triton isn't installed")
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: tests/gpu runs these on it", allow_module_level=True)
 
-from tests.support.rehearsal import CPU, NUM_PAGES, Recorder, cache_of, forward_of, join, load, load_for_gpu
-from triptych.engine.decode_graphs import DecodeGraphs, record_graphs
+from tests.support.rehearsal import (
+    CPU,
+    MAX_NUM_SEQS,
+    MAX_PAGES,
+    NUM_PAGES,
+    Recorder,
+    cache_of,
+    forward_of,
+    join,
+    load,
+    load_for_gpu,
+)
 from triptych.engine.gpu_runner import GpuRunner
+from triptych.engine.step_graphs import GraphSizes, StepGraphs, record_graphs
 
 POOL = 10
 LENGTHS = [7, 13, 1, 9, 20, 5, 2]
@@ -69,8 +79,8 @@ def test_answers_are_those_of_the_cpu(
     assert generating.answers(prompts(decoder.config.vocab_size, LENGTHS), SAMPLINGS) == expected
     assert generating.num_preemptions > 0
     assert len(generating.batches) > 2
-    assert recorder.num_recorded == (4 if with_graphs else 0)
-    assert recorder.num_replayed == (sum(generating.batches.values()) if with_graphs else 0)
+    assert recorder.num_recorded == (5 if with_graphs else 0)
+    assert recorder.num_replayed == (generating.num_steps if with_graphs else 0)
 
 
 @pytest.mark.parametrize("budget", [pytest.param(5, marks=pytest.mark.slow), 12])
@@ -118,7 +128,7 @@ def test_ranks_replay_the_same_steps(checkpoint_folder: Callable[..., Path], pla
         generating = Generating(GpuRunner(lead, cache, PAGE_SIZE, CPU), decoder, POOL)
         assert generating.answers(*inputs) == expected
     assert len(generating.batches) > 1
-    assert recorder.num_replayed == sum(generating.batches.values()) > 0
+    assert recorder.num_replayed == generating.num_steps > 0
 
 
 @contextmanager
@@ -134,23 +144,35 @@ def other_rank(folder: Path) -> Iterator[Group]:
         process.wait()
 
 
-@pytest.mark.parametrize("num_rows", [3, 4, 8])
-def test_padding_changes_no_result(plain: Decoder, num_rows: int) -> None:
-    """With the CPU's backend too, the logits and all pages except the scratch page stay the same."""
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_padding_changes_no_result(checkpoint_folder: Callable[..., Path], decodes: bool, size: int) -> None:
+    """The logits and all pages except the scratch page stay the same."""
+    decoder = load_for_gpu(checkpoint_folder())
 
-    def decode(rows: int | None) -> tuple[Tensor, KVTensors]:
-        _, cache, batch = three_decodes(plain)
-        assert only_decodes(batch)
-        batch = batch if rows is None else padded(batch, rows, NUM_PAGES, PAGE_SIZE)
-        assert rows is None or len(batch.tokens) == len(batch.attention[0].slots) == rows
-        return plain(batch, cache), cache
+    def compute(recorder: Recorder | None) -> tuple[Tensor, KVTensors]:
+        _, cache, batch = three_decodes(decoder)
+        batch = dataclasses.replace(batch if decodes else with_media(decoder, batch), num_largest=())
+        if recorder is None:
+            return decoder(batch, cache), cache
+        sizes = GraphSizes([size], [size + 1], MAX_NUM_SEQS, MAX_PAGES)
+        return StepGraphs(decoder, cache, sizes, recorder).replay(batch), cache
 
-    (logits, cache), (padded_logits, padded_cache) = decode(None), decode(num_rows)
+    recorder = Recorder()
+    with torch.inference_mode():
+        (logits, cache), (padded_logits, padded_cache) = compute(None), compute(recorder)
+    assert recorder.num_replayed == 1
     torch.testing.assert_close(padded_logits, logits, atol=1e-5, rtol=1e-5)
     for one, other in zip(cache.tensors, padded_cache.tensors, strict=True):
         torch.testing.assert_close(one[:NUM_PAGES], other[:NUM_PAGES], atol=1e-5, rtol=1e-5, equal_nan=True)
         assert one[NUM_PAGES].isnan().all()
-        assert other[NUM_PAGES].isnan().all() == (num_rows == 3)
+
+
+def with_media(decoder: Decoder, batch: ForwardBatch) -> ForwardBatch:
+    """The same step, whose last token is a media token."""
+    width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
+    rows = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    return dataclasses.replace(batch, media_index=torch.tensor([2]), media_embeddings=rows)
 
 
 def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
@@ -169,14 +191,29 @@ def three_decodes(decoder: Decoder) -> tuple[Runner, KVTensors, ForwardBatch]:
     return runner, cache, runner.batch([Chunk(one, len(one.tokens) - 1, 1) for one in requests], media)
 
 
-def test_graphs_suit_only_steps_that_fit(plain: Decoder) -> None:
-    _, cache, batch = three_decodes(plain)
+@pytest.mark.parametrize(
+    ("sizes", "can_replay"),
+    [
+        (GraphSizes([1, 4], [4], 4, 6), (True, True)),
+        (GraphSizes([1, 2], [4], 4, 6), (False, True)),
+        (GraphSizes([1, 4], [2], 4, 6), (True, False)),
+        (GraphSizes([1, 4], [4], 4, 5), (False, False)),
+        (GraphSizes([1, 4], [4], 2, 6), (False, False)),
+    ],
+)
+def test_graphs_suit_only_steps_that_fit(
+    checkpoint_folder: Callable[..., Path], sizes: GraphSizes, can_replay: tuple[bool, bool]
+) -> None:
+    """Of decodes, and with a media token."""
+    decoder = load_for_gpu(checkpoint_folder())
+    _, cache, batch = three_decodes(decoder)
     with torch.inference_mode():
-        can_replay = [
-            DecodeGraphs(plain, cache, sizes, max_pages, lambda step: step).can_replay(batch)
-            for sizes, max_pages in (([1, 4], 6), ([1, 2], 6), ([1, 4], 5))
-        ]
-    assert can_replay == [True, False, False]
+        graphs = StepGraphs(decoder, cache, sizes, lambda step: step)
+    media = with_media(decoder, batch)
+    assert (graphs.can_replay(batch), graphs.can_replay(media)) == can_replay
+    (attention,) = batch.attention
+    ends = dataclasses.replace(attention, ends=torch.tensor(attention.kv_lens))
+    assert not graphs.can_replay(dataclasses.replace(media, attention=[ends]))
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
@@ -197,8 +234,9 @@ def test_layers_are_reported_also_when_a_step_is_replayed(
     assert recorder.num_replayed == with_graphs
 
 
-def test_the_tensors_of_recorded_steps_are_kept(plain: Decoder) -> None:
+def test_the_tensors_of_recorded_steps_are_kept(checkpoint_folder: Callable[..., Path]) -> None:
     """A graph holds addresses, no tensors."""
+    decoder = load_for_gpu(checkpoint_folder())
     steps: list[weakref.ref[Callable[[], object]]] = []
 
     def record(step: Callable[[], object]) -> Callable[[], object]:
@@ -206,10 +244,10 @@ def test_the_tensors_of_recorded_steps_are_kept(plain: Decoder) -> None:
         return lambda: None
 
     with torch.inference_mode():
-        graphs = DecodeGraphs(plain, cache_of(plain), [1, 4], 6, record)
+        graphs = StepGraphs(decoder, cache_of(decoder), GraphSizes([1, 4], [8], 4, 6), record)
     gc.collect()
     assert graphs
-    assert [step() is not None for step in steps] == [True, True]
+    assert [step() is not None for step in steps] == [True, True, True]
 
 
 def test_layers_with_page_tables_of_their_own_are_not_recorded(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +255,7 @@ def test_layers_with_page_tables_of_their_own_are_not_recorded(plain: Decoder, m
     assert isinstance(first.mixer, AttentionSpec)
     windowed = dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, window=5))
     monkeypatch.setattr(plain, "config", dataclasses.replace(plain.config, layers=(windowed, *others)))
-    assert record_graphs(plain, cache, 2, 64) is None
+    assert record_graphs(plain, cache, 2, 8, 64) is None
 
 
 def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,3 +287,18 @@ def test_buckets(most: int, sizes: list[int]) -> None:
     found = [bucket_for(num_rows, sizes) for num_rows in range(1, most + 1)]
     assert all(size is not None and size >= num_rows for num_rows, size in enumerate(found, 1))
     assert bucket_for(most + 1, sizes) is None
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, []),
+        (2, [2]),
+        (64, [64]),
+        (100, [64, 96, 100]),
+        (512, [64, 96, 128, 192, 256, 384, 512]),
+        (10_000, [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]),
+    ],
+)
+def test_sizes_of_mixed_steps(most: int, sizes: list[int]) -> None:
+    assert mixed_sizes(most) == sizes

@@ -8,12 +8,12 @@ import torch
 
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.kv_cache import PagePool
-from triptych.engine.padding import only_decodes
 from triptych.engine.prompt_logprobs import joined, prompt_logprobs_queries
 from triptych.engine.request import Request
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler
+from triptych.engine.step_graphs import only_decodes
 from triptych.layers.decoder import Decoder
 from triptych.messages.work import PromptLogprobs, SamplingParams
 from triptych.types import RequestId
@@ -32,6 +32,7 @@ class Generating:
     max_num_seqs: int = 5
     budget: int = 12
     batches: dict[int, int] = field(default_factory=dict)
+    num_steps: int = 0
     num_preemptions: int = 0
     scored: dict[int, PromptLogprobs | None] = field(default_factory=dict)
     """What the prompts' log probabilities are, by the prompts' numbers."""
@@ -62,6 +63,7 @@ class Generating:
         for one, scored in zip([c.request for c in step.chunks if c.num_scored], output.scored, strict=True):
             assert isinstance(scored, PromptLogprobs)
             one.prompt_logprobs.append(scored)
+        self.num_steps += 1
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
         scheduler.mark_computed(step)

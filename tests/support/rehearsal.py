@@ -10,10 +10,10 @@ import torch
 from tests.support.generation import PAGE_SIZE
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.engine.buckets import bucket_sizes
-from triptych.engine.decode_graphs import DecodeGraphs
+from triptych.engine.buckets import bucket_sizes, mixed_sizes
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.step_broadcast import receive_step
+from triptych.engine.step_graphs import GraphSizes, StepGraphs
 from triptych.layers.attention.base import AttentionBackend, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.attention.triton_backend import TritonAttention
@@ -25,7 +25,7 @@ from triptych.models.registry import family_of, resolve
 
 CPU = torch.device("cpu")
 NUM_PAGES = 20
-MAX_NUM_SEQS, MAX_PAGES = 5, 60
+MAX_NUM_SEQS, MAX_PAGES, BUDGET = 5, 60, 12
 
 
 def load(folder: Path, backend: AttentionBackend, group: Group = SINGLE_RANK) -> Decoder:
@@ -69,8 +69,8 @@ class Recorder:
 def forward_of(decoder: Decoder, cache: KVTensors, recorder: Recorder | None) -> GpuForward:
     """With graphs, if there is a recorder."""
     with torch.inference_mode():
-        sizes = bucket_sizes(MAX_NUM_SEQS)
-        graphs = DecodeGraphs(decoder, cache, sizes, MAX_PAGES, recorder) if recorder else None
+        sizes = GraphSizes(bucket_sizes(MAX_NUM_SEQS), mixed_sizes(BUDGET), MAX_NUM_SEQS, MAX_PAGES)
+        graphs = StepGraphs(decoder, cache, sizes, recorder) if recorder else None
     return GpuForward(decoder, CPU, graphs)
 
 

@@ -127,6 +127,7 @@ class DeviceCacheRows:
         self._records = None if cache.states is None else cache.states.records
         self._device = cache.device
         self._stream: Any = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+        self._last_index: tuple[NDArray[np.int64], Tensor] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -186,8 +187,11 @@ class DeviceCacheRows:
         self._stream.wait_event(event)
 
     def _index(self, places: NDArray[np.int64]) -> Tensor:
-        [index] = to_device([torch.from_numpy(places)], self._device)
-        return index
+        """Return the places on the GPU. Those of a step's layers are the same, so the last ones are kept."""
+        if self._last_index is None or not np.array_equal(self._last_index[0], places):
+            [index] = to_device([torch.from_numpy(places)], self._device)
+            self._last_index = places, index
+        return self._last_index[1]
 
     def _to_host(self, rows: Tensor) -> Bytes:
         """Launch a copy, and return the array that will hold it. PyTorch reuses its memory when nothing holds it."""

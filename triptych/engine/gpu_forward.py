@@ -1,12 +1,12 @@
-"""Forward passes on a GPU for steps in host memory. Inputs are moved in one pinned copy; steps that only decode replay
-CUDA graphs."""
+"""Forward passes on a GPU for steps in host memory. Inputs are moved in one pinned copy; most steps replay CUDA
+graphs."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from triptych.engine.decode_graphs import DecodeGraphs
+from triptych.engine.step_graphs import StepGraphs
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.decoder import AfterLayer, Decoder, ForwardBatch
 from triptych.layers.pinned import to_device
@@ -16,7 +16,7 @@ class GpuForward:
     """``Forward`` for a decoder on ``device``, asynchronous. Whether a step is replayed depends on the step alone, so
     that all ranks of a group do the same."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, graphs: DecodeGraphs | None) -> None:
+    def __init__(self, decoder: Decoder, device: torch.device, graphs: StepGraphs | None) -> None:
         """Without ``graphs``, every step is launched kernel by kernel."""
         self._decoder = decoder
         self._device = device

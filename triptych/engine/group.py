@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from triptych.config import EngineConfig
-from triptych.engine.decode_graphs import record_graphs
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.runner import Forward
+from triptych.engine.step_graphs import record_graphs
 from triptych.errors import ConfigError
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.attention.kv_format import cache_format
@@ -125,5 +125,8 @@ def make_forward(decoder: Decoder, cache: KVTensors, engine: EngineConfig, conte
     device = cache.device
     if device.type == "cpu":
         return decoder
-    graphs = record_graphs(decoder, cache, engine.max_num_seqs, context_length) if engine.cuda_graphs else None
+    graphs = None
+    if engine.cuda_graphs:
+        tokens = engine.max_num_batched_tokens
+        graphs = record_graphs(decoder, cache, engine.max_num_seqs, tokens, context_length)
     return GpuForward(decoder, device, graphs)

@@ -132,9 +132,7 @@ class Decoder(nn.Module):
         """
         media = self._media_features(batch)
         tokens = self._embedded(batch.tokens)
-        hidden = F.embedding(tokens, self.embedding).to(self.dtype)  # [T, hidden]
-        if self.config.embedding_scale != 1:
-            hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
+        hidden = self._lookup(tokens)
         hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         per_layer = None if self.per_layer is None else self.per_layer(tokens, hidden)
@@ -168,6 +166,16 @@ class Decoder(nn.Module):
             hidden = hidden[wanted]
         logits: Tensor = self.head(self.norm(hidden), batch.num_largest)
         return logits if self.config.logit_softcap is None else soft_capped(logits, self.config.logit_softcap)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden] of ``tokens``, int64 [T], as the first layer takes them."""
+        return self._lookup(self._embedded(tokens))
+
+    def _lookup(self, tokens: Tensor) -> Tensor:
+        hidden = F.embedding(tokens, self.embedding).to(self.dtype)
+        if self.config.embedding_scale != 1:
+            hidden *= torch.tensor(self.config.embedding_scale, dtype=self.dtype)  # rounded, as in transformers
+        return hidden
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Return the tokens [T] by whose embeddings ``tokens`` [T] are represented."""

@@ -135,6 +135,11 @@ class AttentionBatch:
             slots=self.slots[indices],
         )
 
+    @property
+    def tile_sizes(self) -> list[int]:
+        """The numbers of tokens per tile for which ``paged`` has been called."""
+        return list(self._paged)
+
     @cached_property
     def page_runs(self) -> list[PageRun]:
         """[S]: each sequence's leading run of consecutive pages, found once per step rather than once per layer."""

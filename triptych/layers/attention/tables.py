@@ -27,9 +27,10 @@ class PagedTables:
     page_starts: Tensor
     """[S]: where each sequence's table starts in ``pages``."""
     decodes: Tensor
-    """[D]: indices of the sequences with one new token."""
+    """[D]: indices of the sequences with one new token; programs of negative ones do nothing."""
     tiles: Tensor
-    """[N, 2]: index of a sequence with several new tokens, and the first of them in the tile."""
+    """[N, 2]: index of a sequence with several new tokens, and the first of them in the tile. A tile of a sequence
+    without new tokens is empty."""
     pages: Tensor
     """[entries]: the concatenated page tables."""
     ends: Tensor = field(default_factory=_nothing)
@@ -54,7 +55,7 @@ class PagedTables:
             page_starts=_starts([len(table) for table in page_tables]),
             decodes=torch.tensor([i for i, query_len in enumerate(query_lens) if query_len == 1], dtype=torch.int64),
             tiles=torch.tensor(tiles, dtype=torch.int64).reshape(-1, 2),
-            pages=torch.cat(page_tables),
+            pages=torch.cat([_nothing(), *page_tables]),
             ends=_nothing() if ends is None else ends,
         )
 

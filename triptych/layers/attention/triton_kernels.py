@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST = tl.constexpr(1e-30)  # less than any sum of weights, of which the largest is 1
 NEVER = tl.constexpr(-1e30)  # a score below all others; finite, so that the difference of two is a number
 
 
@@ -121,6 +122,12 @@ def _first_read(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
+def _mean(sums, totals):
+    """Return ``sums`` [rows, DIM_BLOCK] divided by ``totals`` [rows], which are 0 in rows without keys."""
+    return sums / tl.maximum(totals, SMALLEST)[:, None]
+
+
+@triton.jit
 def decode_kernel(
     query, key_cache, value_cache, sinks, output, partial_sums, partial_maxima, partial_totals,
     decodes, query_starts, kv_lens, page_starts, pages, query_stride, scale,
@@ -132,17 +139,20 @@ def decode_kernel(
     """Attend from one new token, for one group of query heads, to one part of the context per program.
 
     As in Flash-Decoding, splitting the context keeps a GPU busy with few sequences. ``SPLITS`` doesn't depend on
-    lengths, so that a CUDA graph can record the launch; a short context leaves splits empty. With one split the result
-    goes to ``output``, otherwise to the partial tensors, for ``reduce_kernel``.
+    lengths, so that a CUDA graph can record the launch; a short context leaves splits empty, and a negative index of a
+    sequence all of them. With one split the result goes to ``output``, otherwise to the partial tensors, for
+    ``reduce_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     split = tl.program_id(2)
     sequence = tl.load(decodes + row)
+    is_used = sequence >= 0
+    sequence = tl.maximum(sequence, 0)
     token = tl.load(query_starts + sequence)
-    kv_len = tl.load(kv_lens + sequence)
+    kv_len = tl.where(is_used, tl.load(kv_lens + sequence), 0)
     page_table = pages + tl.load(page_starts + sequence)
-    visible = _first_read(kv_len - 1, WINDOW, CHUNKED)
+    visible = _first_read(tl.maximum(kv_len - 1, 0), WINDOW, CHUNKED)
     span = tl.cdiv(tl.cdiv(kv_len - visible, SPLITS), KEYS) * KEYS
     start = visible + split * span
     end = tl.minimum(start + span, kv_len)
@@ -151,11 +161,12 @@ def decode_kernel(
     group = tl.arange(0, GROUP_BLOCK)
     heads = which * GROUP + group
     dims = tl.arange(0, DIM_BLOCK)
-    mask = (group < GROUP)[:, None] & (dims < DIM)[None, :]
+    exists = group < tl.where(is_used, GROUP, 0)
+    mask = exists[:, None] & (dims < DIM)[None, :]
     rows = query + token * query_stride + heads * (DIM + REST)
-    queries, rest = _load_queries(rows, group < GROUP, DIM, DIM_BLOCK, REST, REST_BLOCK)
+    queries, rest = _load_queries(rows, exists, DIM, DIM_BLOCK, REST, REST_BLOCK)
 
-    maxima, totals = _start_softmax(sinks, heads, group < GROUP, SINKS, GROUP_BLOCK)
+    maxima, totals = _start_softmax(sinks, heads, exists, SINKS, GROUP_BLOCK)
     if SPLITS > 1:  # only the first split has the sinks
         maxima = tl.where(split == 0, maxima, NEVER)
         totals = tl.where(split == 0, totals, 0.0)
@@ -170,12 +181,12 @@ def decode_kernel(
         )  # fmt: skip
 
     if SPLITS == 1:
-        result = (sums / totals[:, None]).to(output.dtype.element_ty)
+        result = _mean(sums, totals).to(output.dtype.element_ty)
         tl.store(output + (token * HEADS + heads[:, None]) * DIM + dims[None, :], result, mask=mask)
     else:
         part = (row * HEADS + heads) * SPLITS + split
-        tl.store(partial_maxima + part, maxima, mask=group < GROUP)
-        tl.store(partial_totals + part, totals, mask=group < GROUP)
+        tl.store(partial_maxima + part, maxima, mask=exists)
+        tl.store(partial_totals + part, totals, mask=exists)
         tl.store(partial_sums + part[:, None] * DIM + dims[None, :], sums, mask=mask)
 
 
@@ -190,13 +201,15 @@ def reduce_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    token = tl.load(query_starts + tl.load(decodes + row))
+    sequence = tl.load(decodes + row)
+    token = tl.load(query_starts + tl.maximum(sequence, 0))
     part = (row * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
     dims = tl.arange(0, DIM_BLOCK)
-    maxima = tl.load(partial_maxima + part)
+    is_written = tl.arange(0, SPLITS) < tl.where(sequence >= 0, SPLITS, 0)
+    mask = dims < tl.where(sequence >= 0, DIM, 0)
+    maxima = tl.load(partial_maxima + part, mask=is_written, other=0.0)
     weights = tl.exp2(maxima - tl.max(maxima, 0))
-    total = tl.sum(weights * tl.load(partial_totals + part), 0)
-    mask = dims < DIM
+    total = tl.sum(weights * tl.load(partial_totals + part, mask=is_written, other=1.0), 0)
     sums = tl.load(partial_sums + part[:, None] * DIM + dims[None, :], mask=mask[None, :], other=0.0)
     result = tl.sum(sums * weights[:, None], 0) / total
     tl.store(output + (token * HEADS + head) * DIM + dims, result.to(output.dtype.element_ty), mask=mask)
@@ -258,5 +271,5 @@ def prefill_kernel(
             KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP,
         )  # fmt: skip
 
-    result = (sums / totals[:, None]).to(output.dtype.element_ty)
+    result = _mean(sums, totals).to(output.dtype.element_ty)
     tl.store(output + (packed[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :], result, mask=mask)
