@@ -186,10 +186,10 @@ class Bench:
         rows, wanted = cache_rows(cache, of_token), KVRows(of_token, 0, num_tokens)
         tables = [PageTable(pages=list(range(0, 2 * pages, 2) if scattered else range(pages)))]
         runs = [run for layer in range(of_token.num_layers) for run in wanted.of_layer(layer, 0, num_tokens)]
-        found: list[list[np.ndarray]] = []
+        found: list[tuple[int, np.ndarray]] = []
 
         def read() -> None:
-            found[:] = [list(rows.read(run, tables, rows.event())) for run in runs]
+            found[:] = rows.read(runs, tables, rows.event())
             done = rows.read_event()
             while not done.query():
                 time.sleep(1e-4)
@@ -200,7 +200,7 @@ class Bench:
             rows.finish_writes()
 
         read_s = self.on_host(read)
-        sources = [np.concatenate(parts) for parts in found]
+        sources = [part for _, part in found]
         num_bytes = sum(part.nbytes for part in sources)
         figures = {"tokens": num_tokens, "scattered": scattered, "mb": num_bytes / 1e6, "read_ms": 1e3 * read_s}
         figures["write_ms"] = 1e3 * self.on_host(write)

@@ -74,10 +74,12 @@ def test_rank_0_sees_rows_as_in_a_single_process(dtype: torch.dtype, kv_heads: i
     rows, expected = HostCacheRows(ranks[0].whole, of_token), HostCacheRows(one, of_token)
     for layer in range(LAYERS):
         for part in range(2):
-            found = list(rows.read(KVRun(layer, part, 1, 10, 0), tables, rows.event()))
+            run = [KVRun(layer, part, 1, 10, 0)]
+            found = list(rows.read(run, tables, rows.event()))
             assert len(found) == 2, "as many views as in one process"
-            alone = expected.read(KVRun(layer, part, 1, 10, 0), tables, rows.event())
-            for mine, theirs in zip(found, alone, strict=True):
+            alone = expected.read(run, tables, rows.event())
+            for (row, mine), (same_row, theirs) in zip(found, alone, strict=True):
+                assert row == same_row
                 assert mine.flags.c_contiguous
                 assert (mine == theirs).all()
                 mine[:] = 0

@@ -101,7 +101,7 @@ def test_a_requests_rows_are_those_of_its_pages(specs: list[CacheSpec], pages: l
     run = KVRun(layer, part, start, count, 0)
     rows = HostCacheRows(cache, of_token)
     tables = [PageTable(released, pages[released:])]
-    views = list(rows.read(run, tables, rows.event()))
+    views = [view for _, view in rows.read([run], tables, rows.event())]
     tensor = cache.layers[layer][part][pages]
     expected = tensor.view(-1).view(torch.uint8).view(-1, of_token.row_bytes)[start : start + count]
     np.testing.assert_array_equal(np.concatenate(views), expected.numpy())

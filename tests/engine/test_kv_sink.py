@@ -1,6 +1,6 @@
 """Prefilled requests are retained, offered and aborted, message by message."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -50,10 +50,10 @@ class SlowRows(HostCacheRows):
         self.reads: list[Event] = []
         self.memory_left = True
 
-    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
+    def read(self, runs: Iterable[KVRun], tables: PageTables, after: DeviceEvent) -> Iterator[tuple[int, Bytes]]:
         if not self.memory_left:
             raise MemoryError("no pinned memory")
-        yield from (rows.copy() for rows in super().read(run, tables, after))
+        yield from ((row, rows.copy()) for row, rows in super().read(runs, tables, after))
 
     def read_event(self) -> DeviceEvent:
         self.reads.append(Event())
@@ -84,13 +84,16 @@ class SinkHarness:
         request = make_request(generate, [], 16, 8)
         return ActiveRequest(request, generate, 0.0, 8, prefill=prefill, outgoing_kv=outgoing)
 
-    def start(self, active: ActiveRequest) -> None:
-        """Run the request's first step, after which the scheduler releases its pages."""
+    def start(self, active: ActiveRequest, together: Sequence[int] = ()) -> None:
+        """Run the request's first step, after which the scheduler releases its pages. The loop comes to provide layers
+        after each one but those ``together`` with the next."""
         pages = self.pool.allocate(2)
         active.request.tables, active.request.sends_pages = [PageTable(pages=pages)], True
         after_layer = self.sink.start_step([(active, Chunk(active.request, 0, 4))])
         for layer in range(2):
             after_layer(layer)
+            if layer not in together:
+                self.sink.provide_layers()
         self.sink.provide_layers()
         self.pool.release(pages)
 
@@ -185,6 +188,18 @@ def test_rows_are_provided_in_order_once_they_are_read(slow: tuple[SinkHarness, 
     assert given == [0, 8, 16, 24]
     assert harness.sink.next_provide == float("inf")
     assert first is not second
+
+
+def test_layers_that_wait_are_read_together(slow: tuple[SinkHarness, SlowRows, list[int]]) -> None:
+    harness, rows, given = slow
+    active = harness.expect("t1")
+    harness.start(active, together=[0])
+    [event] = rows.reads
+    harness.sink.provide_layers()
+    assert given == []
+    event.done = True
+    harness.sink.provide_layers()
+    assert given == [0, 8, 16, 24]
 
 
 def test_what_is_read_of_a_transfer_that_has_ended_is_dropped(slow: tuple[SinkHarness, SlowRows, list[int]]) -> None:

@@ -31,10 +31,16 @@ def filled(specs: list[CacheSpec], device: torch.device) -> KVTensors:
 
 
 def read(rows: CacheRows, run: KVRun, tables: list[PageTable]) -> np.ndarray:
-    found = list(rows.read(run, tables, rows.event()))
+    found = list(rows.read([run], tables, rows.event()))
     while not rows.read_event().query():
         pass
-    return np.concatenate(found)
+    assert [row for row, _ in found] == [run.first_row + sum(map(len, before)) for before in _begins(found)]
+    return np.concatenate([part for _, part in found])
+
+
+def _begins(found: list[tuple[int, np.ndarray]]) -> list[list[np.ndarray]]:
+    parts = [part for _, part in found]
+    return [parts[:number] for number in range(len(parts))]
 
 
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
@@ -71,7 +77,7 @@ def test_a_read_waits_for_what_is_computed_before_it(gpu: torch.device) -> None:
         busy /= busy.norm()
     cache.layers[0][0].fill_(3.0)
     computed = rows.event()
-    [found] = rows.read(KVRun(0, 0, 0, 2 * PAGE, 0), tables, computed)
+    [(_, found)] = rows.read([KVRun(0, 0, 0, 2 * PAGE, 0)], tables, computed)
     done = rows.read_event()
     while not done.query():
         pass

@@ -1,6 +1,6 @@
 """A KV cache as rows of bytes, for transfers: in host memory, or on a GPU through host memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -14,6 +14,9 @@ from triptych.engine.page_tables import PageTables
 from triptych.layers.attention.base import KVTensors
 from triptych.layers.pinned import to_device
 from triptych.transfer.memory import Bytes
+
+STAGED_BYTES = 64 * 2**20
+"""What is gathered on a GPU before it is copied, at most, unless one run is longer."""
 
 
 class DeviceEvent(Protocol):
@@ -36,9 +39,10 @@ class CacheRows(Protocol):
     def event(self) -> DeviceEvent:
         """Return an event behind what the calling thread has launched: on the compute thread, that is steps."""
 
-    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
-        """Yield the rows of a run, of a request with these page tables: uint8 of shape (n, row_bytes). They must be
-        computed before ``after``; the arrays hold them behind ``read_event``. Raises MemoryError."""
+    def read(self, runs: Iterable[KVRun], tables: PageTables, after: DeviceEvent) -> Iterator[tuple[int, Bytes]]:
+        """Yield the rows of runs of a request with these page tables: each piece's first row in the transfer, and
+        uint8 of shape (n, row_bytes). They must be computed before ``after``; the arrays hold them behind
+        ``read_event``. Raises MemoryError."""
 
     def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         """Return the rows of the state in a slot, as ``read`` yields rows."""
@@ -87,11 +91,13 @@ class HostCacheRows:
     def event(self) -> DeviceEvent:
         return _DONE
 
-    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
+    def read(self, runs: Iterable[KVRun], tables: PageTables, after: DeviceEvent) -> Iterator[tuple[int, Bytes]]:
         """Yield a view per run of consecutive pages."""
-        part = self._parts[run.layer][run.part]
-        for place, count in self._places(run, tables):
-            yield part[place : place + count]
+        for run in runs:
+            part, row = self._parts[run.layer][run.part], run.first_row
+            for place, count in self._places(run, tables):
+                yield row, part[place : place + count]
+                row += count
 
     def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         return self._state(slot)
@@ -100,10 +106,9 @@ class HostCacheRows:
         return _DONE
 
     def write(self, run: KVRun, tables: PageTables, rows: Bytes) -> None:
-        done = 0
-        for target in self.read(run, tables, _DONE):
-            target[:] = rows[done : done + len(target)]
-            done += len(target)
+        for row, target in self.read([run], tables, _DONE):
+            first = row - run.first_row
+            target[:] = rows[first : first + len(target)]
 
     def write_state(self, slot: int, first_row: int, rows: Bytes) -> None:
         self._state(slot)[first_row : first_row + len(rows)] = rows
@@ -137,13 +142,17 @@ class DeviceCacheRows:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def read(self, run: KVRun, tables: PageTables, after: DeviceEvent) -> Iterator[Bytes]:
-        """Yield one array. Rows of pages that aren't consecutive are gathered on the GPU."""
-        part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
+    def read(self, runs: Iterable[KVRun], tables: PageTables, after: DeviceEvent) -> Iterator[tuple[int, Bytes]]:
+        """Yield an array per run. Rows are gathered on the GPU, and copied together."""
         with self._on_stream():
             self._after(after)
-            rows = self._to_host(part[places] if isinstance(places, slice) else part[self._index(places)])
-        yield rows
+        for together in _divided(runs, STAGED_BYTES // self.of_token.row_bytes):
+            with self._on_stream():
+                rows = self._to_host(self._gathered(together, tables))
+            first = 0
+            for run in together:
+                yield run.first_row, rows[first : first + run.num_rows]
+                first += run.num_rows
 
     def read_state(self, slot: int, after: DeviceEvent) -> Bytes:
         with self._on_stream():
@@ -185,6 +194,21 @@ class DeviceCacheRows:
     def _after(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
+
+    def _gathered(self, runs: Sequence[KVRun], tables: PageTables) -> Tensor:
+        """Return the rows of runs, one after the other, on the GPU."""
+        like = self._parts[0][0]
+        rows = like.new_empty(sum(run.num_rows for run in runs), like.shape[1])
+        first = 0
+        for run in runs:
+            part, places = self._parts[run.layer][run.part], self._places.whole(run, tables)
+            target = rows[first : first + run.num_rows]
+            if isinstance(places, slice):
+                target.copy_(part[places])
+            else:
+                torch.index_select(part, 0, self._index(places), out=target)
+            first += run.num_rows
+        return rows
 
     def _index(self, places: NDArray[np.int64]) -> Tensor:
         """Return the places on the GPU. Those of a step's layers are the same, so the last ones are kept."""
@@ -243,6 +267,20 @@ class CachePlaces:
         start = run.start - table.first * page_rows
         assert start >= 0, "the table has no pages for these rows"
         return table.pages, page_rows, start
+
+
+def _divided(runs: Iterable[KVRun], most: int) -> Iterator[list[KVRun]]:
+    """Divide runs into lists of at most ``most`` rows, or of one run."""
+    together: list[KVRun] = []
+    num_rows = 0
+    for run in runs:
+        if together and num_rows + run.num_rows > most:
+            yield together
+            together, num_rows = [], 0
+        together.append(run)
+        num_rows += run.num_rows
+    if together:
+        yield together
 
 
 def _rows(cache: Tensor, row_bytes: int) -> Tensor:

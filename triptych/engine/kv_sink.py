@@ -3,13 +3,13 @@
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from triptych.engine.active_request import ActiveChunk, ActiveRequest, OutgoingKV
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.cache_rows import CacheRows, DeviceEvent
-from triptych.engine.kv_rows import KVRows
+from triptych.engine.kv_rows import KVRows, KVRun
 from triptych.engine.page_tables import PageTables
 from triptych.engine.state_slots import slot_of
 from triptych.errors import BlockError, TransferError
@@ -85,9 +85,9 @@ class KVSink:
             if not outgoing.over:
                 self._manager.retain(outgoing.tables, active.request.tables, chunk.start + chunk.length)
             if begins:
-                before = self._cache.event()
-                for layer in range(self._cache.num_layers):
-                    self._read(outgoing, layer, chunk.start, before)
+                layers = range(self._cache.num_layers)
+                runs = [run for layer in layers for run in self._new_runs(outgoing, layer, chunk.start)]
+                self._read(outgoing, runs, self._cache.event())
         self._provide()
 
         def after_layer(layer: int) -> None:
@@ -99,11 +99,17 @@ class KVSink:
     def provide_layers(self) -> None:
         """Provide the keys and values of the layers computed since the last call, unless a failed attempt of the same
         step has already provided them."""
+        runs: dict[OutgoingKV, list[KVRun]] = {}
+        computed: DeviceEvent | None = None
         while self._layers:
             layer, chunks, computed = self._layers.popleft()
             for active, chunk in chunks:
                 if (outgoing := active.outgoing_kv) is not None and outgoing.offered:
-                    self._read(outgoing, layer, chunk.start + chunk.length, computed)
+                    new = self._new_runs(outgoing, layer, chunk.start + chunk.length)
+                    runs.setdefault(outgoing, []).extend(new)
+        if computed is not None:  # the last one, behind all of them
+            for outgoing, of_transfer in runs.items():
+                self._read(outgoing, of_transfer, computed)
         self._provide()
 
     @property
@@ -156,21 +162,19 @@ class KVSink:
             table.first = first // self._manager.page_size
         return tables
 
-    def _read(self, outgoing: OutgoingKV, layer: int, end_token: int, computed: DeviceEvent) -> None:
-        """Read a layer's tokens below ``end_token``, unless the transfer is over."""
-        if outgoing.over:
-            return
+    def _new_runs(self, outgoing: OutgoingKV, layer: int, end_token: int) -> Iterator[KVRun]:
+        """Yield the rows of a layer's tokens below ``end_token`` that haven't been read, which now count as read."""
         token = outgoing.provided[layer]
-        if end_token <= token:
+        if end_token > token:
+            outgoing.provided[layer] = end_token
+            yield from outgoing.rows.of_layer(layer, token, end_token)
+
+    def _read(self, outgoing: OutgoingKV, runs: Sequence[KVRun], computed: DeviceEvent) -> None:
+        """Read runs, unless the transfer is over."""
+        if outgoing.over or not runs:
             return
-        outgoing.provided[layer] = end_token
-        found: list[tuple[int, Bytes]] = []
         try:
-            for run in outgoing.rows.of_layer(layer, token, end_token):
-                row = run.first_row
-                for rows in self._cache.read(run, outgoing.tables, computed):
-                    found.append((row, rows))
-                    row += len(rows)
+            found = list(self._cache.read(runs, outgoing.tables, computed))
         except MemoryError as error:
             self._fail(outgoing, error)
             return
