@@ -1,6 +1,7 @@
 """Steps as CUDA graphs, one for each bucket of sizes: launches are recorded once, and replayed over inputs at fixed
 addresses."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from triptych.errors import StartError
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.layers.attention.tables import PagedTables
 from triptych.layers.decoder import Decoder, ForwardBatch
-from triptych.layers.pinned import packed, to_device, unpacked
+from triptych.layers.pinned import to_device
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +81,13 @@ class StepGraphs:
             shapes += [self._mixed_shape(size, self._tile) for size in sizes.mixed]
         self._decodes = {shape.tokens: shape for shape in shapes if shape.only_decodes}
         self._mixed = {shape.tokens: shape for shape in shapes if not shape.only_decodes}
-        self._buffer = torch.zeros(
-            max(len(packed(self._inputs(shape))) for shape in shapes), dtype=torch.uint8, device=self._device
-        )
+        self._places = {shape: self._places_of(shape) for shape in shapes}
+        largest = max(places[-1].stop for places in self._places.values())
+        self._buffer = torch.zeros(largest, dtype=torch.int64, device=self._device)
         width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
         rows = max(self._mixed, default=0)
         self._embedded = torch.zeros(rows, width, dtype=decoder.dtype, device=self._device)
         self._logits = torch.empty(max(shape.logits for shape in shapes), decoder.num_logits, device=self._device)
-        self._views = {shape: unpacked(self._buffer, self._inputs(shape)) for shape in shapes}
         self._steps: list[Callable[[], object]] = []  # graphs read and write their tensors by address
         self._replays: dict[_Shape, Callable[[], object]] = {}
         # the largest first: the others then fit in the memory that it has freed
@@ -171,27 +171,33 @@ class StepGraphs:
         """Copy the inputs to the device at once. The pages come last, so that only the used part is copied."""
         (attention,) = batch.attention
         tables = PagedTables.on_cpu(attention.query_lens, attention.kv_lens, attention.page_tables, self._tile or 1)
+        lengths = (tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts)
+        empty = shape.sequences - 1  # the sequence of unused tiles
         inputs = [
-            _padded(batch.tokens, shape.tokens, 0),
-            _padded(batch.positions, shape.tokens, 0),
-            _padded(attention.slots, shape.tokens, self._scratch_page * self._page_size),
-            _padded(batch.logits_index, shape.logits, 0),
-            *(
-                _padded(lengths, shape.sequences, 0)
-                for lengths in (tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts)
-            ),
-            _padded(tables.decodes, shape.decodes, -1),
-            _padded(tables.tiles.flatten(), 2 * shape.tiles, shape.sequences - 1),  # the empty sequence
-            tables.pages,
+            (batch.tokens, 0),
+            (batch.positions.view(torch.int64), 0),  # 0.0 has the same bits
+            (attention.slots, self._scratch_page * self._page_size),
+            (batch.logits_index, 0),
+            *((one, 0) for one in lengths),
+            (tables.decodes, -1),
+            (tables.tiles.view(-1), empty),
+            (tables.pages, 0),
         ]
-        on_host = packed(inputs, pin_memory=self._device.type == "cuda")
-        self._buffer[: len(on_host)].copy_(on_host, non_blocking=True)
+        places = self._places[shape]
+        size = places[-1].start + len(tables.pages)
+        on_host = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        words = on_host.numpy()  # whose slices are quicker than a tensor's
+        for (values, padding), place in zip(inputs, places, strict=True):
+            target = words[place].reshape(*values.shape[:-1], -1)
+            target[..., : values.shape[-1]] = values.numpy()
+            target[..., values.shape[-1] :] = padding
+        self._buffer[:size].copy_(on_host, non_blocking=True)
         if not shape.only_decodes:
             self._embed(shape, batch)
 
     def _embed(self, shape: _Shape, batch: ForwardBatch) -> None:
         """Write the embeddings of all tokens, as if all were media tokens: a graph can't know which are."""
-        tokens, *_ = self._views[shape]
+        tokens = self._buffer[: shape.tokens]
         rows, hidden_size = self._embedded[: shape.tokens], self._decoder.config.hidden_size
         rows[:, :hidden_size] = self._decoder.embed(tokens)
         rows[:, hidden_size:] = 0
@@ -199,24 +205,25 @@ class StepGraphs:
             index, media = to_device([batch.media_index, batch.media_embeddings], self._device)
             rows.index_copy_(0, index, media.to(rows.dtype))
 
-    def _inputs(self, shape: _Shape) -> list[Tensor]:
-        """Return uninitialized inputs with the largest number of pages: only shapes and dtypes matter."""
-        tokens, slots = (torch.empty(shape.tokens, dtype=torch.int64) for _ in range(2))
-        positions, logits_index = torch.empty(3, shape.tokens, dtype=torch.float64), tokens.new_empty(shape.logits)
-        lengths = [tokens.new_empty(shape.sequences) for _ in range(4)]
-        decodes, tiles = tokens.new_empty(shape.decodes), tokens.new_empty(2 * shape.tiles)
-        pages = tokens.new_empty(self._sizes.max_pages)
-        return [tokens, positions, slots, logits_index, *lengths, decodes, tiles, pages]
+    def _places_of(self, shape: _Shape) -> list[slice]:
+        """Return where a step's inputs are in the buffer, with the largest number of pages. All begin at multiples of
+        16 bytes, for which kernels are compiled."""
+        of_tokens, of_sequences = (shape.tokens, 3 * shape.tokens, shape.tokens), [shape.sequences] * 4
+        pages = self._sizes.max_pages
+        sizes = [*of_tokens, shape.logits, *of_sequences, shape.decodes, 2 * shape.tiles, pages]
+        starts = itertools.accumulate((size + size % 2 for size in sizes), initial=0)
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
     def _step(self, shape: _Shape) -> Callable[[], object]:
         """Return a step over this shape's part of the buffer, filled with padding."""
-        tokens, positions, slots, logits_index, *lengths, decodes, tiles, pages = self._views[shape]
+        views = [self._buffer[place] for place in self._places[shape]]
+        tokens, positions, slots, logits_index, *lengths, decodes, tiles, pages = views
         query_starts, query_lens, kv_lens, page_starts = lengths
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         is_media = nothing if shape.only_decodes else torch.arange(shape.tokens, device=self._device)
         batch = ForwardBatch(
             tokens=tokens,
-            positions=positions,
+            positions=positions.view(torch.float64).view(3, -1),
             media_index=is_media,
             media_embeddings=self._embedded[: len(is_media)],
             logits_index=logits_index,
@@ -311,9 +318,3 @@ def _no_rows(no_media: Tensor) -> ForwardBatch:
         none,
         [AttentionBatch([], [], [], none)],
     )
-
-
-def _padded(tensor: Tensor, count: int, value: int) -> Tensor:
-    """Extend the last dimension to ``count`` elements."""
-    more = count - tensor.shape[-1]
-    return torch.cat((tensor, tensor.new_full((*tensor.shape[:-1], more), value)), dim=-1)
