@@ -102,9 +102,11 @@ def test_requests_wait_for_the_stage_whose_instance_is_lost() -> None:
     assert queued(harness) == [0, 0, 0]
     harness.router.handle(Deregister(D0, suspect=True))
     assert queued(harness) == [0, 0, 4]
-    harness.wait(4.0, P0)
+    harness.wait(0.5, P0)
     found = snapshot(harness).verdict
     assert (found.stage, found.advice) == ("decode", "triptych status --control frontend says why.")
+    told = PipelineView(harness.router, "model", FrontendNames("frontend", "10.0.0.1:8001")).snapshot().verdict
+    assert told.advice == "triptych status --control 10.0.0.1:8001 says why."
     assert found.sentence.startswith("Decode binds: no instance takes work, and 4 requests wait, ")
 
 
@@ -146,7 +148,7 @@ def test_processes_that_have_not_joined_are_shown_as_their_supervisor_sees_them(
 def test_of_several_frontends_it_is_the_one_that_instances_join_there() -> None:
     harness = RouterHarness()
     assert (snapshot(harness).service.num_frontends, snapshot(harness).service.frontend) == (1, "")
-    names = FrontendNames("frontend1", {"frontend0": 8010, "frontend1": 8011})
+    names = FrontendNames("frontend1", "10.0.0.1:8001", {"frontend0": 8010, "frontend1": 8011})
     told = PipelineView(harness.router, "model", names)
     assert [told.snapshot().service.num_frontends, told.snapshot().service.frontend] == [2, "frontend1"]
     view = PipelineView(harness.router, "model")

@@ -135,6 +135,8 @@ def test_too_few_slots_bind() -> None:
 
 def test_a_stage_without_an_instance_binds_once_something_waits_for_it() -> None:
     assert verdict(window(instance("pd0"))).stage == ""
+    now = [*window(instance("pd0")), *window(instance("pd0"), e=(3, 0.1))[-1:]]
+    assert verdict(now).sentence == "Encode binds: no instance takes work, and 3 items wait, the first for 100 ms."
     found = verdict(window(instance("pd0"), e=(3, 1.0)), CONTROL)
     assert (found.stage, found.sentence) == (
         "encode", "Encode binds: no instance takes work, and 3 items wait, the first for 1.0 s.",

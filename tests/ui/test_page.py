@@ -271,8 +271,8 @@ def test_it_says_that_the_service_is_gone_and_comes_back(browser: Browser, folde
 def test_it_says_which_of_several_frontends_it_shows_and_leads_to_the_others(browser: Browser, folder: Path) -> None:
     ports = {"frontend0": free_port(), "frontend1": free_port()}
     with (
-        alone(folder, port=ports["frontend0"], among=FrontendNames("frontend0", ports)) as own,
-        alone(folder, among=FrontendNames("frontend1", ports)) as shared,
+        alone(folder, port=ports["frontend0"], among=FrontendNames("frontend0", ports=ports)) as own,
+        alone(folder, among=FrontendNames("frontend1", ports=ports)) as shared,
         viewing(browser, shared.url) as viewer,
     ):
         page = viewer.page

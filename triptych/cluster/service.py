@@ -417,6 +417,7 @@ class LocalService:
                 expects_encoders=Stage.ENCODE in self._topology.stages,
                 listener=listener,
                 own_listener=own,
+                control=host_port_of(self._reserved[number]),
                 own_ports=own_ports,
                 supervisor=os.getpid(),
                 takes_over=tuple(takes_over),

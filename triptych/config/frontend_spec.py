@@ -23,6 +23,8 @@ class FrontendSpec:
     frontend is started again."""
     own_listener: int | None = None
     """The same of a socket that is this frontend's alone, where several share the other port."""
+    control: str = ""
+    """``HOST:PORT`` where operators reach it, one of ``takes_over``."""
     own_ports: dict[str, int] = field(default_factory=dict)
     """The port of each frontend's own listener, by the frontends' names; empty for a single one."""
     supervisor: int

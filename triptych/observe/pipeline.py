@@ -20,6 +20,9 @@ class FrontendNames(Struct, frozen=True):
 
     own: str = ""
     """This one's; empty without a supervisor."""
+    control: str = ""
+    """The control address of this one that operators know; it stays the same when another process takes over. Empty
+    without a supervisor."""
     ports: dict[str, int] = {}
     """Where each of several answers HTTP alone, by their names."""
 

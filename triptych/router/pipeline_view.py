@@ -114,7 +114,9 @@ class PipelineView:
             requests=self._requests.at(work, self._marks.look),
             tokens=self._tokens.at(counted, self._marks.count),
             events=self._events.at(events, lambda: list(router.events)),
-            verdict=self._verdict.at(judged, lambda: verdict(router.load.samples, router.control)),
+            verdict=self._verdict.at(
+                judged, lambda: verdict(router.load.samples, self._among.control or router.control)
+            ),
         )
 
     def _versions(self, now: float) -> _Versions:

@@ -98,9 +98,11 @@ def verdict(window: Sequence[LoadSample], control: str = "HOST:PORT") -> Verdict
 
 
 def _missing_stage(load: _Load, control: str) -> Verdict | None:
+    """A stage has no instance, and work waits for it now: means would hide the first seconds after a loss."""
     for stage in Stage:
-        if not load.of(stage) and (length := load.queues[stage].length):
-            sentence = f"no instance takes work, and {_queued(stage, load.queues[stage], length)}"
+        queue = load.last.queues.get(stage, StageQueue())
+        if not load.of(stage) and queue.length:
+            sentence = f"no instance takes work, and {_queued(stage, queue, queue.length)}"
             return Verdict(
                 STAGE_NAMES[stage], _binds(stage, sentence), f"triptych status --control {control} says why."
             )

@@ -60,7 +60,7 @@ def main() -> None:
                 own_listener=own,
                 awaits_instances=spec.awaits_instances,
                 takes_over=spec.takes_over,
-                among=FrontendNames(spec.name, spec.own_ports),
+                among=FrontendNames(spec.name, spec.control, spec.own_ports),
             )
 
         asyncio.run(serve_frontend(make, lambda _: log.info("serving")))

@@ -54,7 +54,7 @@ export class Marks {
         mark.element.getBoundingClientRect(); // so that it moves in from the left
         this.marks.set(request.key, mark);
       }
-      const stage = PHASES[request.phase] ?? "queued";
+      const stage = request.queue ? "queued" : (PHASES[request.phase] ?? "queued");
       if (mark.stage !== stage) mark.element.dataset.stage = mark.stage = stage;
       this.move(mark, placeOf(request, roles));
     }

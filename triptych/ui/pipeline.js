@@ -205,7 +205,7 @@ class Lane {
   update(view, instances, serves) {
     const queued = view?.queued ?? 0;
     say(this.queued, count(queued));
-    say(this.wait, queued && view.oldest_wait > 0 ? `waiting, ${duration(view.oldest_wait)}` : "waiting");
+    say(this.wait, queued && view.oldest_wait > 0 ? `wait ${duration(view.oldest_wait)}` : "waiting");
     this.queue.classList.toggle("full", queued > 0);
     say(this.busy, serves ? percent(view?.busy) : "–");
     say(this.saturation, serves ? percent(view?.saturation) : "–");
