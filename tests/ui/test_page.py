@@ -355,6 +355,30 @@ def test_axe_finds_no_serious_fault(browser: Browser, service: Served, scheme: s
             assert viewer.faults(*rules) == [], view
 
 
+def test_a_request_in_flight_is_kept_up_to_date_and_leaves_the_focus_where_it_is(
+    browser: Browser, service: Served
+) -> None:
+    service.steps.close()
+    asking = threading.Thread(target=service.post)
+    asking.start()
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("requests")
+        page.locator("#request-rows a").first.click()
+        expect(page.locator("#detail tr.running")).to_contain_text("prefill")
+        assert page.evaluate("scrollY") == 0
+        for element in (page.get_by_label("Status"), page.locator("#detail pre")):
+            element.focus()
+            for _ in range(3):
+                with page.expect_response("**/ui/requests/*"):
+                    pass
+            expect(element).to_be_focused()
+        service.steps.opened.set()
+        expect(page.locator("#detail-body .status")).to_have_text("200")
+        expect(page.locator("#detail tr.running")).to_have_count(0)
+    asking.join()
+
+
 def test_a_request_that_is_chosen_on_a_phone_comes_into_view(browser: Browser, service: Served) -> None:
     for _ in range(30):
         service.post("Hello", max_tokens=1)

@@ -110,7 +110,8 @@ async function openDetail(id) {
   show(byId("detail"), true);
   byId("detail-title").focus({ preventScroll: true });
   await refreshDetail(id);
-  if (isHere && selected === id) byId("detail").scrollIntoView({ block: "nearest" }); // on a phone, it is below the table
+  const isBelow = getComputedStyle(byId("detail")).position !== "sticky"; // the table, on a narrow screen
+  if (isBelow && isHere && selected === id) byId("detail").scrollIntoView({ block: "nearest" });
 }
 
 async function refreshDetail(id) {
