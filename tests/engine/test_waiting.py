@@ -277,6 +277,23 @@ def test_a_prompt_that_lacks_pages_and_one_that_only_holds_its_prefix_do_not_wai
     world.finish(40)
 
 
+def test_a_prompt_that_only_holds_its_prefix_is_preempted_before_one_that_runs() -> None:
+    world = World("PD", pages=24, budget=64, reuse=True)
+    world.add(request("prefix", 9))
+    world.finish(20)
+    first = world.add(request("first", 8, 3))
+    world.turn()
+    large, waiting = world.add(request("large", 17)), world.add(request("prefix", 17))
+    late = world.add(request("late", 6, media=5))
+    world.turn()
+    assert (large.running, waiting.running, waiting.num_reused, late.running) == (False, False, 9, True)
+    world.turn()
+    assert world.scheduler.get(first.id) is None
+    step = world.turn()
+    assert (computing(step), step.preempted) == (["large", "late"], [waiting])
+    world.finish(40)
+
+
 def test_a_decode_instance_admits_a_prompt_with_media_beside_endless_texts() -> None:
     world = World("D", pages=12, budget=64, lands=lambda _: world.chance.random() < 0.2)
     large = world.add(request("large", 12, media=10, role="D"))

@@ -384,7 +384,7 @@ class Scheduler:
             victims = self._victims(step, request)
             if not self.cache.fits(missing, releasing=[victim.tables for victim in victims]):
                 return False
-            victims.sort(key=lambda victim: (victim.blocked, victim.arrival))
+            victims.sort(key=lambda victim: (victim.blocked, not victim.running, victim.arrival))
             while not self.cache.fits(missing):
                 self._preempt(step, victims.pop(), request)
         self.cache.allocate(request.tables, missing)
