@@ -33,6 +33,7 @@ from triptych.models.deepseek_ocr.config import ocr_config
 from triptych.models.deepseek_ocr.encoder import DeepseekOcr
 from triptych.models.deepseek_ocr.plan import DeepseekOcrPlanner
 from triptych.models.deepseek_ocr.preprocess import DeepseekOcrPreprocessor
+from triptych.models.deepseek_ocr.sam import Convolution, RelativeAttention
 from triptych.prompt.probe import probe_image
 from triptych.prompt.prompt import PromptBuilder
 from triptych.types import NO_CONTEXT, ImageHeader, ItemContext, ItemPlan, PixelBounds, VideoHeader
@@ -291,6 +292,27 @@ def test_formats(tmp_path: Path, weights: str, error: float) -> None:
     expected = torch.cat(rows_of(FIRST, folder, IMAGES, UNCUT))
     found = torch.cat(rows_of(FIRST, folder, IMAGES, UNCUT, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights])).float()
     assert 0 < (found - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize(("squares", "side"), [(3, 14), (1, 24)])
+def test_attention_of_both_kinds_is_the_same(squares: int, side: int) -> None:
+    """Positions as values of longer keys, in bfloat16, and as biases."""
+    torch.manual_seed(0)
+    heads, dim = 2, 16
+    projected = torch.randn(squares, side, side, 3 * heads * dim)
+    tables = torch.randn(2 * side - 1, dim), torch.randn(2 * side - 1, dim)
+    biased, longer = (RelativeAttention(heads, tables, in_bf16)(projected) for in_bf16 in (False, True))
+    assert biased.std() > 0.3
+    assert (longer - biased).norm() < 0.02 * biased.norm()
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_convolutions_are_products(size: int, stride: int) -> None:
+    torch.manual_seed(0)
+    weight, image = torch.randn(7, 5, size, size), torch.randn(2, 8, 8, 5)
+    expected = torch.conv2d(image.permute(0, 3, 1, 2), weight, stride=stride, padding=size // 2)
+    linear = WEIGHT_FORMATS["float32"].linear(weight.permute(0, 2, 3, 1).flatten(1), None, torch.device("cpu"))
+    assert_close(Convolution(linear, size, stride)(image).permute(0, 3, 1, 2), expected, 1e-4)
 
 
 def test_published_config_of_the_second(tmp_path: Path) -> None:

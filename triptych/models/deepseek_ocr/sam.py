@@ -5,20 +5,26 @@ relative positions: each query's products with one vector per difference of rows
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.layers.attention.tower import TowerAttention, attend
 from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP
+from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.deepseek_ocr.config import SamConfig
 from triptych.models.shared.tower_weights import TowerWeights
 
 MAX_SCORES = 2**24
 """Of a part of the queries, computed together. Bounds the memory for biases, of which an image of 1024 by 1024 pixels
 has 200 million."""
+MAX_SIDES = 4
+"""Of images whose interpolated positions are kept."""
+PADDED = 32
+"""Values of a query or a key are padded to a multiple of as many."""
 
 
 def resized_table(table: Tensor, side: int) -> Tensor:
@@ -44,34 +50,55 @@ def relative_vectors(table: Tensor, side: int) -> Tensor:
 class RelativeAttention(nn.Module):
     """Attention within square images or windows, with relative positions."""
 
-    def __init__(self, qkv: Linear, output: Linear, num_heads: int, tables: tuple[Tensor, Tensor]) -> None:
-        """``tables`` [differences, head_dim] are those of rows and of columns."""
+    def __init__(self, num_heads: int, tables: tuple[Tensor, Tensor], in_bf16: bool) -> None:
+        """``tables`` [differences, head_dim] are those of rows and of columns; ``in_bf16`` is as in
+        ``TowerAttention``."""
         super().__init__()
-        self.qkv = qkv
-        self.output = output
         self.num_heads = num_heads
         self.tables = nn.ParameterList(frozen(table) for table in tables)
+        self.in_bf16 = in_bf16
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[squares, side, side, hidden] → the same shape."""
-        count, side, _, width = hidden.shape
-        projected = self.qkv(hidden.reshape(-1, width)).view(count, side**2, 3, self.num_heads, -1)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        lines = max(MAX_SCORES // (count * self.num_heads * side**3), 1)
+    def forward(self, projected: Tensor) -> Tensor:
+        """Queries, keys and values [squares, side, side, 3 * width] → [squares, side, side, width]."""
+        count, side = projected.shape[:2]
+        query, key, value = projected.view(count * side**2, 3, self.num_heads, -1).unbind(1)
         rows, columns = (relative_vectors(table, side) for table in self.tables)
+        attend_to = self._by_longer_keys if self.in_bf16 and query.device.type == "cpu" else self._by_biases
+        return attend_to(query, key, value, rows, columns).reshape(count, side, side, -1)
+
+    def _by_longer_keys(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return [tokens, heads, head_dim]. Positions are values of queries and keys: a query has its products with all
+        rows' and all columns' vectors, and a key has ones at its row and at its column. There are no biases, which
+        would be as many as scores."""
+        side, dim = len(rows), query.shape[2]
+        squares = query.unflatten(0, (-1, side, side))
+        of_rows = torch.einsum("bhwnc,hkc->bhwnk", squares, rows).flatten(0, 2)
+        of_columns = torch.einsum("bhwnc,wkc->bhwnk", squares, columns).flatten(0, 2)
+        places = torch.eye(side)
+        places = torch.cat((places.repeat_interleave(side, dim=0), places.repeat(side, 1)), dim=1)
+        places = places.repeat(len(squares), 1)[:, None].expand(-1, self.num_heads, -1)
+        parts = (query * dim**-0.5, of_rows, of_columns), (key, places), (value,)
+        longer = (torch.cat(some, dim=2) for some in parts)
+        length = -(-(dim + 2 * side) // PADDED) * PADDED
+        padded = [F.pad(some, (0, length - some.shape[2])) for some in longer]
+        return attend(*padded, [side**2] * len(squares), 1.0, self.in_bf16)[..., :dim]
+
+    def _by_biases(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """As ``_by_longer_keys``, for products in float32, of which there would be three times as many."""
+        side = len(rows)
+        query, key, value = (part.unflatten(0, (-1, side**2)).transpose(1, 2) for part in (query, key, value))
+        lines = max(MAX_SCORES // (len(query) * self.num_heads * side**3), 1)
         parts = [
             F.scaled_dot_product_attention(part, key, value, attn_mask=self._bias(part, of_rows, columns))
             for part, of_rows in zip(torch.split(query, lines * side, 2), torch.split(rows, lines), strict=True)
         ]
-        attended = torch.cat(parts, dim=2).transpose(1, 2).reshape(-1, width)
-        output: Tensor = self.output(attended)
-        return output.view_as(hidden)
+        return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _bias(query: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Return what is added to the scores of whole lines of queries: [squares, heads, queries, keys]. The vectors
         are ``rows`` [lines, side, head_dim] and ``columns`` [side, side, head_dim]."""
-        lines = query.view(*query.shape[:2], len(rows), len(columns), -1)
+        lines = query.unflatten(2, (len(rows), len(columns)))
         of_rows = torch.einsum("bnhwc,hkc->bnhwk", lines, rows)
         of_columns = torch.einsum("bnhwc,wkc->bnhwk", lines, columns)
         return (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4).flatten(2, 3)
@@ -80,33 +107,53 @@ class RelativeAttention(nn.Module):
 class SamLayer(nn.Module):
     """One layer; ``window`` is the side of the windows that it attends within, None for the whole image."""
 
-    def __init__(
-        self, norms: tuple[LayerNorm, LayerNorm], attention: RelativeAttention, mlp: MLP, window: int | None
-    ) -> None:
+    def __init__(self, layer: TowerLayer, bias: Tensor, attention: RelativeAttention, window: int | None) -> None:
+        """``layer`` has everything but ``attention``; ``bias`` is that of queries, keys and values."""
         super().__init__()
-        self.attention_norm, self.mlp_norm = norms
+        self.layer = layer
+        self.bias = frozen(bias)
         self.attention = attention
-        self.mlp = mlp
         self.window = window
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[images, side, side, hidden] → the same shape."""
-        normed = self.attention_norm(hidden)
-        attended = self.attention(normed) if self.window is None else self._in_windows(normed, self.window)
-        hidden = hidden + attended
-        output: Tensor = hidden + self.mlp(self.mlp_norm(hidden).flatten(0, 2)).view_as(hidden)
-        return output
+        [qkv] = self.layer.attention.inputs
+        projected = qkv(self.layer.attention_norm(hidden))
+        attended = self.attention(projected) if self.window is None else self._in_windows(projected, self.window)
+        return self.layer.finish(hidden.flatten(0, 2), attended.flatten(0, 2)).view_as(hidden)
 
-    def _in_windows(self, normed: Tensor, window: int) -> Tensor:
-        """Zeros fill the last windows, and are attended to, as in the reference."""
-        count, side, _, width = normed.shape
+    def _in_windows(self, projected: Tensor, window: int) -> Tensor:
+        """Zeros fill the last windows before they are projected, and are attended to, as in the reference."""
+        count, side, _, width = projected.shape
         across = -(-side // window)
-        missing = across * window - side
-        padded = F.pad(normed, (0, 0, 0, missing, 0, missing))
+        padded = self.bias.repeat(count, across * window, across * window, 1)
+        padded[:, :side, :side] = projected
         windows = padded.view(count, across, window, across, window, width).transpose(2, 3)
         attended: Tensor = self.attention(windows.reshape(-1, window, window, width))
-        whole = attended.view(count, across, across, window, window, width).transpose(2, 3)
-        return whole.reshape(count, across * window, across * window, width)[:, :side, :side]
+        whole = attended.view(count, across, across, window, window, -1).transpose(2, 3)
+        return whole.reshape(count, across * window, across * window, -1)[:, :side, :side]
+
+
+class Convolution(nn.Module):
+    """A convolution of square kernels without a bias, as a product."""
+
+    def __init__(self, linear: Linear, size: int, stride: int = 1) -> None:
+        """``linear`` takes a place's ``size`` rows of ``size`` places with all their channels. Zeros surround an
+        image."""
+        super().__init__()
+        self.linear = linear
+        self.size = size
+        self.stride = stride
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[images, side, side, channels] → [images, side / stride, side / stride, outputs]."""
+        if self.size > 1:
+            margin = self.size // 2
+            padded = F.pad(image, (0, 0, margin, margin, margin, margin))
+            squares = padded.unfold(1, self.size, self.stride).unfold(2, self.size, self.stride)
+            image = squares.permute(0, 1, 2, 4, 5, 3).flatten(3)
+        made: Tensor = self.linear(image)
+        return made
 
 
 class Sam(nn.Module):
@@ -118,33 +165,35 @@ class Sam(nn.Module):
         positions: Tensor,
         layers: Sequence[SamLayer],
         norms: tuple[LayerNorm, LayerNorm],
-        convolutions: Sequence[Tensor],
+        convolutions: Sequence[Convolution],
     ) -> None:
-        """``positions`` [side, side, hidden] are interpolated for images of another side. ``convolutions`` are the
-        weights of the four."""
+        """``positions`` [side, side, hidden] are interpolated for images of another side."""
         super().__init__()
         self.projection = projection
         self.positions = frozen(positions)
         self.layers = nn.ModuleList(layers)
         self.norms = nn.ModuleList(norms)
-        self.convolutions = nn.ParameterList(frozen(weight) for weight in convolutions)
+        self.convolutions = nn.ModuleList(convolutions)
+        self._resized: dict[int, Tensor] = {}
+        """Positions of the latest sides."""
 
     def forward(self, patches: Tensor, side: int) -> Tensor:
         """Return the features [images, side / 4 * side / 4, channels] of ``patches`` [images * side², values]."""
-        hidden: Tensor = self.projection(patches).unflatten(0, (-1, side, side)) + resized_table(self.positions, side)
+        hidden: Tensor = self.projection(patches).unflatten(0, (-1, side, side)) + self._positions(side)
         for layer in self.layers:
             hidden = layer(hidden)
-        first, second, third, fourth = self.convolutions
-        hidden = self._normed(F.conv2d(hidden.permute(0, 3, 1, 2), first), 0)
-        hidden = self._normed(F.conv2d(hidden, second, padding=1), 1)
-        hidden = F.conv2d(hidden, third, stride=2, padding=1)
-        features: Tensor = F.conv2d(hidden, fourth, stride=2, padding=1)
-        return features.flatten(2).transpose(1, 2)
+        for norm, convolution in zip_longest(self.norms, self.convolutions):
+            hidden = convolution(hidden)
+            hidden = hidden if norm is None else norm(hidden)
+        return hidden.flatten(1, 2)
 
-    def _normed(self, image: Tensor, number: int) -> Tensor:
-        """Normalise the channels of each place."""
-        normed: Tensor = self.norms[number](image.permute(0, 2, 3, 1).contiguous())
-        return normed.permute(0, 3, 1, 2)
+    def _positions(self, side: int) -> Tensor:
+        """Return the positions [side, side, hidden] of an image."""
+        if side not in self._resized:
+            if len(self._resized) == MAX_SIDES:
+                del self._resized[next(iter(self._resized))]
+            self._resized[side] = resized_table(self.positions, side)
+        return self._resized[side]
 
 
 NECK_EPS = 1e-6
@@ -154,8 +203,7 @@ NECK_EPS = 1e-6
 def load_sam(reader: TowerWeights, sam: SamConfig, tower: str) -> Sam:
     """Load the tower of this name. Raises CheckpointError as ``TowerWeights`` does."""
     hidden, neck = sam.hidden_size, sam.neck_channels
-    shapes = ((neck, hidden, 1), (neck, neck, 3), (sam.channels[0], neck, 3), (sam.channels[1], sam.channels[0], 3))
-    names = ("neck.0", "neck.2", "net_2", "net_3")
+    first, second = sam.channels
     return Sam(
         reader.patch_projection(f"{tower}.patch_embed.proj", hidden, sam.patch_size, bias=True),
         reader.parameter(f"{tower}.pos_embed", 1, sam.side, sam.side, hidden)[0],
@@ -164,10 +212,12 @@ def load_sam(reader: TowerWeights, sam: SamConfig, tower: str) -> Sam:
             reader.layer_norm(f"{tower}.neck.1", neck, NECK_EPS),
             reader.layer_norm(f"{tower}.neck.3", neck, NECK_EPS),
         ),
-        [
-            reader.parameter(f"{tower}.{name}.weight", outputs, inputs, size, size)
-            for name, (outputs, inputs, size) in zip(names, shapes, strict=True)
-        ],
+        (
+            Convolution(reader.convolution(f"{tower}.neck.0", neck, hidden, 1), 1),
+            Convolution(reader.convolution(f"{tower}.neck.2", neck, neck, 3), 3),
+            Convolution(reader.convolution(f"{tower}.net_2", first, neck, 3), 3, 2),
+            Convolution(reader.convolution(f"{tower}.net_3", second, first, 3), 3, 2),
+        ),
     )
 
 
@@ -177,16 +227,23 @@ def _layer(reader: TowerWeights, sam: SamConfig, name: str, number: int) -> SamL
     rows, columns = (
         reader.parameter(f"{name}.attn.rel_pos_{axis}", 2 * made_for - 1, hidden // sam.num_heads) for axis in "hw"
     )
-    attention = RelativeAttention(
-        reader.linear([f"{name}.attn.qkv"], 3 * hidden, hidden),
+    in_bf16 = reader.weights.bf16_attention
+    attention = TowerAttention(
+        [reader.linear([f"{name}.attn.qkv"], 3 * hidden, hidden)],
         reader.linear([f"{name}.attn.proj"], hidden, hidden),
         sam.num_heads,
-        (rows, columns),
+        (hidden // sam.num_heads) ** -0.5,
+        in_bf16,
     )
     mlp = MLP(
         reader.linear([f"{name}.mlp.lin1"], inner, hidden),
         Activation.GELU,
         reader.linear([f"{name}.mlp.lin2"], hidden, inner),
     )
-    first, second = (reader.layer_norm(f"{name}.norm{place}", hidden, sam.eps) for place in (1, 2))
-    return SamLayer((first, second), attention, mlp, None if is_global else sam.window_size)
+    before, after = (reader.layer_norm(f"{name}.norm{place}", hidden, sam.eps) for place in (1, 2))
+    return SamLayer(
+        TowerLayer(before, attention, after, mlp),
+        reader.parameter(f"{name}.attn.qkv.bias", 3 * hidden),
+        RelativeAttention(sam.num_heads, (rows, columns), in_bf16),
+        None if is_global else sam.window_size,
+    )

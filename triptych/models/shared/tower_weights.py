@@ -112,6 +112,11 @@ class TowerWeights:
         vector = self.tensor(f"{name}.bias", outputs) if bias else None
         return self.weights.high_precision(weight, vector, self.device)
 
+    def convolution(self, name: str, outputs: int, inputs: int, size: int) -> Linear:
+        """Load a convolution [outputs, inputs, size, size] as a product over [size, size, inputs], without bias."""
+        weight = self.tensor(f"{name}.weight", outputs, inputs, size, size).permute(0, 2, 3, 1).flatten(1)
+        return self.weights.high_precision(weight, None, self.device)
+
     def flat_projection(self, name: str, outputs: int, patch_size: int) -> Linear:
         """Load a layer over flattened patches, without bias."""
         weight = self.tensor(f"{name}.weight", outputs, 3 * patch_size**2)
