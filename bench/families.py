@@ -2,12 +2,14 @@
 
     python -m bench.families --out bench/results/families.json
     python -m bench.families smolvlm internvl
+    python -m bench.families --dtype bfloat16 --processor-time
 
-Towers have the widths of one released checkpoint (``tests/support/released.py``), random weights in float32 and, unless
-``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides run in this process in turns, with
-as many threads, and each has run once before. A stage gets ``--rounds`` rounds, fewer if they would take longer than
-``--seconds``, and at least one. Preprocessing goes from a JPEG file to encoder inputs, with transformers' Pillow
-processors or, where there is none, the tests' own; with one thread, as in an encode instance's workers.
+Towers have the widths of one released checkpoint (``tests/support/released.py``), random weights and, unless
+``--layers`` says otherwise, two layers: a tower's layers are alike. Both sides encode in the same dtype. They run in
+this process in turns, with as many threads, and each has run once before. A stage gets ``--rounds`` rounds, fewer if
+they would take longer than ``--seconds``, and at least one. Preprocessing goes from a JPEG file to encoder inputs, with
+transformers' Pillow processors or, where there is none, the tests' own; with one thread, as in an encode instance's
+workers. ``--processor-time`` is for machines that are never quiet.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from PIL import Image
 
 from bench.measuring import like_an_instance, median_seconds, report
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.equal_embeddings import check_equal
+from tests.support.equal_embeddings import MAX_DIFFERENCE, check_equal
 from tests.support.reference import image_features, image_processor
 from tests.support.released import RELEASED
 from tests.support.tiny import make_tiny, write_settings
@@ -40,7 +42,12 @@ MEASURED = [name for name, one in RELEASED.items() if one.is_measured]
 PREPROCESS = "preprocess"
 PLANS = 200
 """Plans that are timed together, since one takes microseconds."""
+MAX_DIFFERENCES = {"float32": MAX_DIFFERENCE, "bfloat16": 0.1}
+"""Of the two sides' embeddings, by the dtype. Both sides round in bfloat16, each in other places."""
 Work = Callable[[], object]
+Clock = Callable[[], float]
+CLOCKS: dict[bool, Clock] = {False: time.perf_counter, True: time.process_time}
+"""By whether processor time is asked for: that of all of the process's threads."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,9 @@ def picture(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def stages_of(folder: Path, data: bytes, *, encodes: bool) -> dict[str, Stage | Work]:
-    """The stages of the checkpoint in ``folder``, with encoding or without; planning has no counterpart. Raises
-    ValueError if the two sides' embeddings differ by more than rounding."""
+def stages_of(folder: Path, data: bytes, dtype: str | None) -> dict[str, Stage | Work]:
+    """The stages of the checkpoint in ``folder``, with encoding in ``dtype`` or without; planning has no counterpart.
+    Raises ValueError if the two sides' embeddings differ by more than rounding."""
     config, settings = load_config(folder), (load_preprocessor_config(folder), load_video_config(folder))
     family = family_of(config)
     assert family.preprocessor is not None
@@ -78,45 +85,51 @@ def stages_of(folder: Path, data: bytes, *, encodes: bool) -> dict[str, Stage | 
         "plan": lambda: [planner.plan(header) for _ in range(PLANS)],
         PREPROCESS: Stage(lambda: list(preprocess(data, plan)), processed),
     }
-    if not encodes:
+    if dtype is None:
         return stages
     inputs = list(preprocess(data, plan))
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
-    model: Any = load_reference(folder)
-    pixels = {name: value for name, value in processed().items() if name != "num_patches"}
+    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS[dtype], torch.device("cpu"))
+    kind: torch.dtype = getattr(torch, dtype)
+    model: Any = load_reference(folder).to(kind)
+    pixels = {
+        name: value.to(kind) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in processed().items()
+        if name != "num_patches"
+    }
 
     def encoded() -> Any:
         with torch.inference_mode():
             return image_features(model, pixels)
 
-    check_equal(tower.encode(inputs), plan, encoded())
+    check_equal(tower.encode(inputs), plan, encoded(), MAX_DIFFERENCES[dtype])
     return stages | {"encode": Stage(lambda: tower.encode(inputs), encoded)}
 
 
-def in_turns(stage: Stage, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
-    """The seconds of both sides in each round. None but the first begins once ``seconds`` have passed."""
+def in_turns(stage: Stage, rounds: int, seconds: float, clock: Clock) -> tuple[list[float], list[float]]:
+    """The seconds of both sides in each round by the ``clock``. None but the first begins once ``seconds`` have
+    passed."""
     ours, theirs, began = list[float](), list[float](), time.perf_counter()
     while not ours or (len(ours) < rounds and time.perf_counter() - began < seconds):
         for work, times in ((stage.ours, ours), (stage.reference, theirs)):
-            start = time.perf_counter()
+            start = clock()
             work()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
     return ours, theirs
 
 
 def measured(name: str, data: bytes, settings: argparse.Namespace) -> dict[str, Any]:
     """One family's figures: times in ms, medians and the spread of the ratios of each round."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny, encodes = RELEASED[name].tiny(name, settings.layers), not settings.no_encode
-        (make_tiny if encodes else write_settings)(Path(folder), tiny)
-        found = stages_of(Path(folder), data, encodes=encodes)
+        tiny, dtype = RELEASED[name].tiny(name, settings.layers), None if settings.no_encode else settings.dtype
+        (make_tiny if dtype else write_settings)(Path(folder), tiny)
+        found, clock = stages_of(Path(folder), data, dtype), CLOCKS[settings.processor_time]
         figures: dict[str, Any] = {"checkpoint": RELEASED[name].name}
         for stage, work in found.items():
             torch.set_num_threads(1 if stage == PREPROCESS else settings.threads)
             if not isinstance(work, Stage):
                 figures[stage] = {"ms": round(1000 * median_seconds(work, settings.rounds) / PLANS, 4)}
                 continue
-            ours, theirs = in_turns(work, settings.rounds, settings.seconds)
+            ours, theirs = in_turns(work, settings.rounds, settings.seconds, clock)
             ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
             figures[stage] = {"ms": round(1000 * statistics.median(ours), 1)}
             figures[stage] |= {"transformers ms": round(1000 * statistics.median(theirs), 1)}
@@ -135,6 +148,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20, help="of a stage, after which no round begins")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=MAX_DIFFERENCES, default="float32", help="of both sides' encoding")
+    parser.add_argument("--processor-time", action="store_true", help="measure the process's processor time")
     parser.add_argument("--no-encode", action="store_true", help="plan and preprocess alone")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -145,12 +160,11 @@ def main() -> None:
     for name in arguments.families or MEASURED:
         try:
             found[name] = measured(name, data, arguments)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # a reference may not compute in bfloat16
             found[name] = {"error": str(error)}
         print(f"{name}: {found[name]}", flush=True)
-    settings = {
-        name: getattr(arguments, name) for name in ("width", "height", "layers", "rounds", "seconds", "threads")
-    }
+    names = ("width", "height", "layers", "rounds", "seconds", "threads", "dtype", "processor_time")
+    settings = {name: getattr(arguments, name) for name in names}
     report(settings | {"families": found}, arguments.out)
     if failed := [name for name, figures in found.items() if "error" in figures]:
         raise SystemExit(f"not measured: {', '.join(failed)}")

@@ -20,9 +20,9 @@ def in_place(parts: list[torch.Tensor], plan: ItemPlan) -> torch.Tensor:
     return rows
 
 
-def check_equal(parts: list[torch.Tensor], plan: ItemPlan, output: Any) -> None:
-    """Raise ValueError if embeddings of the two sides differ in number, or by more than rounding. Transformers has
-    them in the order of the parts or of the plan."""
+def check_equal(parts: list[torch.Tensor], plan: ItemPlan, output: Any, max_difference: float = MAX_DIFFERENCE) -> None:
+    """Raise ValueError if embeddings of the two sides differ in number, or by more than ``max_difference``, a share of
+    the largest value. Transformers has them in the order of the parts or of the plan."""
     pooled = getattr(output, "pooler_output", output)
     expected = torch.cat(list(pooled)) if not isinstance(pooled, torch.Tensor) else pooled
     expected = expected.reshape(-1, expected.shape[-1])
@@ -30,5 +30,5 @@ def check_equal(parts: list[torch.Tensor], plan: ItemPlan, output: Any) -> None:
     if orders[0].shape != expected.shape:
         raise ValueError(f"{tuple(orders[0].shape)} embeddings, but transformers has {tuple(expected.shape)}")
     difference = min(((found - expected).abs().max() / expected.abs().max()).item() for found in orders)
-    if difference > MAX_DIFFERENCE:
+    if difference > max_difference:
         raise ValueError(f"embeddings differ by {difference:.1e} of the largest value")
