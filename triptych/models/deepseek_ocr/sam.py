@@ -71,22 +71,22 @@ class RelativeAttention(nn.Module):
         rows' and all columns' vectors, and a key has ones at its row and at its column. There are no biases, which
         would be as many as scores."""
         side, dim = len(rows), query.shape[2]
-        squares = query.unflatten(0, (-1, side, side))
+        squares = query.view(-1, side, side, *query.shape[1:])
         of_rows = torch.einsum("bhwnc,hkc->bhwnk", squares, rows).flatten(0, 2)
         of_columns = torch.einsum("bhwnc,wkc->bhwnk", squares, columns).flatten(0, 2)
         places = torch.eye(side)
         places = torch.cat((places.repeat_interleave(side, dim=0), places.repeat(side, 1)), dim=1)
         places = places.repeat(len(squares), 1)[:, None].expand(-1, self.num_heads, -1)
         parts = (query * dim**-0.5, of_rows, of_columns), (key, places), (value,)
-        longer = (torch.cat(some, dim=2) for some in parts)
         length = -(-(dim + 2 * side) // PADDED) * PADDED
-        padded = [F.pad(some, (0, length - some.shape[2])) for some in longer]
-        return attend(*padded, [side**2] * len(squares), 1.0, self.in_bf16)[..., :dim]
+        query, key, value = (_padded(torch.cat(some, dim=2), length) for some in parts)
+        return attend(query, key, value, [side**2] * len(squares), 1.0, self.in_bf16)[..., :dim]
 
     def _by_biases(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """As ``_by_longer_keys``, for products in float32, of which there would be three times as many."""
         side = len(rows)
-        query, key, value = (part.unflatten(0, (-1, side**2)).transpose(1, 2) for part in (query, key, value))
+        shape = -1, side**2, *query.shape[1:]
+        query, key, value = (part.view(shape).transpose(1, 2) for part in (query, key, value))
         lines = max(MAX_SCORES // (len(query) * self.num_heads * side**3), 1)
         parts = [
             F.scaled_dot_product_attention(part, key, value, attn_mask=self._bias(part, of_rows, columns))
@@ -98,10 +98,15 @@ class RelativeAttention(nn.Module):
     def _bias(query: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Return what is added to the scores of whole lines of queries: [squares, heads, queries, keys]. The vectors
         are ``rows`` [lines, side, head_dim] and ``columns`` [side, side, head_dim]."""
-        lines = query.unflatten(2, (len(rows), len(columns)))
+        lines = query.reshape(*query.shape[:2], len(rows), len(columns), -1)
         of_rows = torch.einsum("bnhwc,hkc->bnhwk", lines, rows)
         of_columns = torch.einsum("bnhwc,wkc->bnhwk", lines, columns)
         return (of_rows[..., :, None] + of_columns[..., None, :]).flatten(4).flatten(2, 3)
+
+
+def _padded(heads: Tensor, length: int) -> Tensor:
+    """Pad the values of heads with zeros."""
+    return F.pad(heads, (0, length - heads.shape[2]))
 
 
 class SamLayer(nn.Module):
