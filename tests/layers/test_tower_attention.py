@@ -44,6 +44,23 @@ def test_each_token_attends_to_its_segment(
             torch.testing.assert_close(found, expected([query, key, value], lengths, scale), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 32), (192, 64), (40, 24)])
+def test_the_first_values_alone(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dim: int, value_dim: int, *, in_bf16: bool
+) -> None:
+    """What follows isn't read, nor written: by the kernel and by PyTorch."""
+    lengths = [3, 1, 70]
+    query, key, value = operands(sum(lengths), 2, dim)
+    for kernel in (PagedAttention(kernels, in_bf16), None):
+        monkeypatch.setattr(tower, "paged_attention", lambda _, kernel=kernel: kernel)
+        whole = attend(query, key, value, lengths, 0.125, in_bf16)
+        value[..., value_dim:] = torch.nan
+        found = attend(query, key, value, lengths, 0.125, in_bf16, value_dim)
+        torch.testing.assert_close(found, whole[..., :value_dim], atol=1e-6, rtol=1e-5)
+        value.nan_to_num_()
+
+
 @pytest.mark.parametrize("dim", [8, 64, 72, 80, 256])
 @pytest.mark.parametrize("lengths", SEGMENTS)
 def test_in_bf16_where_the_processor_can(

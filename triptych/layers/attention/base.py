@@ -247,8 +247,8 @@ class AttentionOptions:
     sinks: Tensor | None = None
     """float32 [heads], contiguous: a logit of each query head that takes part in the softmax's sum, without a value."""
     value_dim: int | None = None
-    """A head's values are as many of the first values of its key, and the cache holds keys only. None: values are a
-    part of their own, with as many values as keys."""
+    """A head's values are this number of the first values of its key, and the cache holds keys only. None: values are a
+    part of their own, with as many values as keys. Towers have values of their own in either case."""
     spans: bool = False
     """Whether the tokens of an atomic span attend to its end, rather than up to themselves (``AttentionBatch.ends``). A
     window begins where it does for other tokens."""

@@ -80,14 +80,21 @@ class PagedAttention:
         tables = batch.paged(self._tile(query.shape[1], key_cache.shape[2]))
         return self._attend(query, (key_cache, value_cache), new, tables, options)
 
-    def over_segments(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float | None = None
+    def over_segments(  # noqa: PLR0917 (a kernel's operands)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: Sequence[int],
+        scale: float | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """Attend from each token to all tokens of its segment, T > 0 tokens in total.
 
         ``query`` [T, heads, head_dim]; ``key``, ``value`` [T, kv_heads, head_dim]. ``lengths`` are those of the
-        consecutive segments; ``scale`` is by default ``head_dim ** -0.5``. Returns [T, heads, head_dim]. Raises
-        ValueError if the segments don't add up to T tokens, and MemoryError.
+        consecutive segments; ``scale`` is by default ``head_dim ** -0.5``. Of values only the first ``value_dim`` are
+        read, by default all. Returns [T, heads, value_dim]. Raises ValueError if the segments don't add up to T tokens,
+        and MemoryError.
         """
         if not len(query) == len(key) == len(value) == sum(lengths) > 0:
             raise ValueError(f"segments of {sum(lengths)} tokens for {len(query)} queries and {len(key)} keys")
@@ -96,9 +103,8 @@ class PagedAttention:
         pages = [tensor.unflatten(0, (-1, gcd(*lengths))) for tensor in (key, value)]
         tables = _of_segments(tuple(lengths), self._tile(query.shape[1], key.shape[1]))
         nothing_new = key[:0], value[:0], tables.pages[:0]
-        return self._attend(
-            query, (pages[0], pages[1]), nothing_new, tables, AttentionOptions(scale=scale), causal=False
-        )
+        options = AttentionOptions(scale=scale, value_dim=value_dim)
+        return self._attend(query, (pages[0], pages[1]), nothing_new, tables, options, causal=False)
 
     def segment_operands(
         self, num_tokens: int, lengths: Sequence[int], shape: tuple[int, int, int], scale: float

@@ -98,16 +98,24 @@ class TowerAttention(nn.Module):
 
 
 def attend(  # noqa: PLR0917 (a kernel's operands)
-    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float, in_bf16: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    in_bf16: bool = False,
+    value_dim: int | None = None,
 ) -> Tensor:
-    """Attend from each token to all tokens of its segment; operands and result are [T, heads, head_dim].
+    """Attend from each token to all tokens of its segment; operands are [T, heads, head_dim], and the result is
+    [T, heads, value_dim]: of values only the first ``value_dim`` are read, by default all.
 
     ``lengths`` are those of the consecutive segments; ``in_bf16`` lets the compiled kernel multiply float32 operands in
     bfloat16. Raises an error if the segments don't add up to T tokens.
     """
     kernel = paged_attention(in_bf16) if query.device.type == "cpu" else None
     if kernel is not None and kernel.suits(query, key[None]):
-        return kernel.over_segments(query, key, value, lengths, scale)
-    by_heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value))
+        return kernel.over_segments(query, key, value, lengths, scale, value_dim)
+    operands = query, key, value[..., :value_dim]
+    by_heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in operands)
     parts = [F.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in zip(*by_heads, strict=True)]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)

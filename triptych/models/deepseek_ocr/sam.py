@@ -68,8 +68,8 @@ class RelativeAttention(nn.Module):
 
     def _by_longer_keys(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Return [tokens, heads, head_dim]. Positions are values of queries and keys: a query has its products with all
-        rows' and all columns' vectors, and a key has ones at its row and at its column. There are no biases, which
-        would be as many as scores."""
+        rows' and all columns' vectors, and a key has ones at its row and at its column. Biases would be one for each
+        score."""
         side, dim = len(rows), query.shape[2]
         squares = query.view(-1, side, side, *query.shape[1:])
         of_rows = torch.einsum("bhwnc,hkc->bhwnk", squares, rows).flatten(0, 2)
@@ -77,10 +77,12 @@ class RelativeAttention(nn.Module):
         places = torch.eye(side)
         places = torch.cat((places.repeat_interleave(side, dim=0), places.repeat(side, 1)), dim=1)
         places = places.repeat(len(squares), 1)[:, None].expand(-1, self.num_heads, -1)
-        parts = (query * dim**-0.5, of_rows, of_columns), (key, places), (value,)
+        parts = (query * dim**-0.5, of_rows, of_columns), (key, places)
         length = -(-(dim + 2 * side) // PADDED) * PADDED
-        query, key, value = (_padded(torch.cat(some, dim=2), length) for some in parts)
-        return attend(query, key, value, [side**2] * len(squares), 1.0, self.in_bf16)[..., :dim]
+        query, key = (_padded(torch.cat(some, dim=2), length) for some in parts)
+        values = torch.empty_like(key)  # the kernel takes both in one shape
+        values[..., :dim] = value
+        return attend(query, key, values, [side**2] * len(squares), 1.0, self.in_bf16, dim)
 
     def _by_biases(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """As ``_by_longer_keys``, for products in float32, of which there would be three times as many."""
