@@ -91,7 +91,8 @@ def stages_of(folder: Path, data: bytes, dtype: str | None) -> dict[str, Stage |
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS[dtype], torch.device("cpu"))
     kind: torch.dtype = getattr(torch, dtype)
     model: Any = load_reference(folder)
-    model.to(kind)
+    for parameter in model.parameters():  # not buffers: angles need float32, and may be complex
+        parameter.data = parameter.data.to(kind)
     pixels = {
         name: value.to(kind) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in processed().items()
