@@ -281,6 +281,8 @@ def test_it_says_which_of_several_frontends_it_shows_and_leads_to_the_others(bro
         expect(frontends).to_contain_text("2 frontends answer at this address. Pipeline shows frontend1;")
         expect(frontends.get_by_role("link")).to_have_text(["frontend0", "frontend1"])
         assert viewer.faults() == []
+        page.emulate_media(color_scheme="dark")
+        assert viewer.faults("color-contrast") == []
         page.set_viewport_size(PHONE)
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         viewer.origin = own.url

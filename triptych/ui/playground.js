@@ -182,7 +182,7 @@ function begin() {
   for (const id of ["reasoning", "answer-error", "answer-empty"]) show(byId(id), false);
   byId("answer-waterfall").replaceChildren();
   byId("answer-text").classList.add("streaming");
-  byId("send").disabled = true;
+  byId("send").setAttribute("aria-disabled", true); // not disabled, which would lose the focus
   show(byId("stop"), true);
   say(byId("answer-state"), "waiting for the first token");
 }
@@ -248,7 +248,8 @@ function figuresOf(mine) {
 function finish(mine) {
   const { wasStopped } = mine;
   byId("answer-text").classList.remove("streaming");
-  byId("send").disabled = false;
+  byId("send").removeAttribute("aria-disabled");
+  if (document.activeElement === byId("stop")) byId("send").focus();
   show(byId("stop"), false);
   const failed = !byId("answer-error").hidden;
   say(byId("answer-state"), wasStopped ? "stopped" : failed ? "failed" : "complete");
