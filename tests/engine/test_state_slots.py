@@ -15,12 +15,13 @@ from triptych.engine.request import Request
 from triptych.engine.runner import state_batch
 from triptych.engine.scheduler import Scheduler, SchedulerOutput
 from triptych.engine.state_records import StateRecords
-from triptych.engine.state_slots import StateSlots
+from triptych.engine.state_slots import StateSlots, can_restart
 from triptych.errors import InternalError
 from triptych.layers.cache_spec import CacheFormat
 from triptych.layers.state_spec import StatePart, record_bytes, record_rows
 from triptych.layers.state_tensors import StateTensors
 from triptych.messages.work import SamplingParams
+from triptych.types import RequestId
 
 PAGE = 4
 NUMBER = ((StatePart((1,), CacheFormat("int64", 8)),),)
@@ -66,6 +67,18 @@ class Engine:
                 if chunk.request.finish_reason():
                     self.scheduler.remove(chunk.request.id)
         return step
+
+    def fail(self) -> None:
+        """Schedules a step that fails after it has changed states, and treats it as the loop does."""
+        step = self.scheduler.schedule(lambda one: len(one.tokens))
+        self.held.begin(state_batch(step.chunks))
+        if len(step.chunks) == 1:
+            self.scheduler.remove(step.chunks[0].request.id)
+            return
+        for chunk in step.chunks:
+            chunk.request.alone_until = chunk.start + chunk.length
+            if not can_restart(chunk.request.tables, chunk.start):
+                self.scheduler.preempt(chunk.request)
 
     def run(self) -> None:
         while self.scheduler:
@@ -170,6 +183,46 @@ def test_a_request_that_runs_alone_precedes_answers() -> None:
     engine.add("later", list(range(5)), max_tokens=20)
     assert [chunk.request for chunk in engine.step().chunks] == [alone]
     assert len(engine.step().chunks) == 3
+
+
+@given(data=st.data())
+def test_what_a_failed_step_computed_is_computed_at_once_whatever_else_waits(data: st.DataObject) -> None:
+    """Each request by itself, where there are pages; so a request waits for no answer to end, but for bounded work."""
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=2, max_size=6))
+    engine = Engine(
+        60, data.draw(st.integers(2, 4)), data.draw(st.integers(0, 4)), budget=data.draw(st.integers(2, 16))
+    )
+    for number, (prompt, answer) in enumerate(lengths):
+        engine.add(f"{number}", [number, *range(prompt - 1)], answer)
+        if data.draw(st.booleans()):
+            engine.step()
+    for _ in range(data.draw(st.integers(1, 3))):
+        if engine.scheduler:
+            engine.fail()
+        if data.draw(st.booleans()) and engine.scheduler.get(RequestId("late")) is None:
+            engine.add("late", list(range(9)), 4)
+        while alone := [one for one in engine.scheduler if one.runs_alone]:
+            assert [chunk.request for chunk in engine.step().chunks] == alone[:1]
+    engine.run()
+
+
+def test_a_received_request_that_runs_alone_precedes_answers() -> None:
+    """In decode, where a failed step's requests are prefilled and received again."""
+    scheduler = Scheduler(CacheManager([PagePool(40, PAGE)]), 2, 12)
+    answer, alone = (request(name, list(range(5)), SamplingParams(max_tokens=20)) for name in ("answer", "alone"))
+    for one in (answer, alone):
+        one.prefilled_here = False
+        scheduler.add(one)
+        one.tokens.append(1)
+    assert scheduler.schedule(lambda _: 0).admitted == [answer, alone]
+    alone.alone_until = len(alone.tokens)
+    scheduler.mark_received(answer, 5)
+    scheduler.mark_received(alone, 5)
+    step = scheduler.schedule(lambda one: len(one.tokens))
+    assert [chunk.request for chunk in step.chunks] == [alone]
+    scheduler.mark_computed(step)
+    alone.tokens.append(2)
+    assert len(scheduler.schedule(lambda one: len(one.tokens)).chunks) == 2
 
 
 def test_records_are_whole_rows() -> None:
