@@ -105,6 +105,8 @@ class Fault:
     moment: float
     line: int
     """Lines that the service had written before."""
+    incarnation: int
+    """The instance's before."""
     noticed: float = 0.0
     placed: float = 0.0
     joined: float = 0.0
@@ -113,12 +115,18 @@ class Fault:
         self.service.says(rf"instance {self.name} \(.* {how}; starting again", self.line)
         self.noticed = self.load.now - self.moment
 
-    def wait_until_whole(self) -> None:
-        self.service.wait_for(lambda found: _has_started(found, self.name))
+    def wait_until_whole(self, *, restarted: bool = True) -> None:
+        self.service.wait_for(lambda found: self._has_started(found) or not restarted)
         self.placed = self.load.now - self.moment
         self.service.wait_until_whole()
         self.joined = self.load.now - self.moment
         time.sleep(AFTER)
+
+    def _has_started(self, status: Status) -> bool:
+        """Whether Ray has a place for the next instance of that name, and its process runs."""
+        return any(
+            one.name == self.name and one.node and one.incarnation != self.incarnation for one in status.launched
+        )
 
     def judge(self, *, alone: bool) -> None:
         """End the load: nothing is lost or wrong. Questions that another instance can answer are answered at once;
@@ -136,17 +144,13 @@ class Fault:
             assert again[kind] <= AT_ONCE, kind
 
 
-def _has_started(status: Status, name: str) -> bool:
-    """Whether Ray has a place for the instance, and its process runs."""
-    return any(one.name == name and one.node for one in status.launched)
-
-
 @contextmanager
 def fault(service: Service, name: str, what: str) -> Iterator[Fault]:
     """Requests all the time, during what the test does to the instance of that name."""
     service.wait_until_whole()
+    incarnation = service.launched(name).incarnation
     with asking(service.url, service.hosts.operator.host) as load:
-        yield Fault(service, load, f"{name}: {what}", name, load.now, len(service.command.lines))
+        yield Fault(service, load, f"{name}: {what}", name, load.now, len(service.command.lines), incarnation)
 
 
 def kill_instance(service: Service, name: str, what: str, *, alone: bool) -> None:
@@ -191,13 +195,12 @@ def blink(service: Service, name: str, what: str, *, alone: bool) -> None:
     """The link is cut for less time than it takes Ray to give up the node, but longer than the lease lasts."""
     with fault(service, name, what) as seen:
         host = service.hosts.of(name)
-        before = service.launched(name).incarnation
         service.hosts.cut(host)
         service.says(rf"\[frontend\] .*{name} sent no heartbeat", seen.line)
         seen.noticed = seen.load.now - seen.moment
         service.hosts.heal(host)
-        seen.wait_until_whole()
-        assert service.launched(name).incarnation == before
+        seen.wait_until_whole(restarted=False)
+        assert service.launched(name).incarnation == seen.incarnation
         seen.judge(alone=alone)
 
 
