@@ -124,22 +124,25 @@ class AttendLayer:
             step.num_tokens = 0
         return self._attend(hidden, cos, sin, step)
 
-    def over_segments(self, hidden: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    def over_segments(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None, lengths: Sequence[int], scale: float
+    ) -> Tensor:
         """Return attention's output [T, heads * head_dim], where each token attends to all tokens of its segment.
 
-        ``hidden``, ``cos`` and ``sin`` are as above; ``lengths`` and ``scale``, and errors, as in
+        ``hidden``, and cos and sin if there is a rotation, are as above; ``lengths`` and ``scale``, and errors, as in
         ``PagedAttention.over_segments``.
         """
         step, tables = self.kernel.segment_operands(len(hidden), lengths, self.shape, scale)
+        cos, sin = rotation or (None, None)
         output = self._attend(hidden, cos, sin, step)
         del tables  # the step points to them
         return output
 
-    def _attend(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: AttentionOperands) -> Tensor:
+    def _attend(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None, step: AttentionOperands) -> Tensor:
         heads, _, head_dim = self.shape
         output = hidden.new_empty((len(hidden), heads * head_dim))
         step.output = output.data_ptr()
-        pointers = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (hidden, cos, sin))
         raise_failure(self._run(self.operands, *pointers, len(hidden), step), step)
         return output
 

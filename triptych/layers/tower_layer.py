@@ -102,15 +102,17 @@ class TowerLayer(nn.Module):
         self,
         hidden_states: Tensor,
         cu_seqlens: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None,
         max_seqlen: int | None = None,
     ) -> Tensor:
         """Return a new tensor [T, hidden] for ``hidden_states`` [T, hidden]; other arguments as in
         ``TowerAttention``."""
         if self.compiled_attend is not None:
-            cos, sin = (table.contiguous() for table in position_embeddings)
+            rotation = None
+            if position_embeddings is not None:
+                rotation = position_embeddings[0].contiguous(), position_embeddings[1].contiguous()
             lengths = cu_seqlens.diff().tolist()
-            attended = self.compiled_attend.over_segments(hidden_states, cos, sin, lengths, self.attention.scale)
+            attended = self.compiled_attend.over_segments(hidden_states, rotation, lengths, self.attention.scale)
         else:
             normed = self.attention_norm(hidden_states)
             attended = self.attention.attended(normed, cu_seqlens, position_embeddings)
@@ -138,7 +140,9 @@ class PostNormLayer(nn.Module):
         self.mlp = mlp
         self.mlp_norm = mlp_norm
 
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """As ``TowerLayer.forward``."""
         attended = self.attention.attended(hidden_states, cu_seqlens, position_embeddings)
         hidden = hidden_states + self.attention_norm(self.attention.output(attended))

@@ -36,18 +36,14 @@ class VisionTransformer(nn.Module):
         """``projection`` makes embeddings of patches, unless these are given. ``class_embedding`` [hidden], if any,
         precedes those of an image. ``positions`` [states, hidden] are added to all, and ``first_norm`` normalises the
         sums. ``rotations``, float32 [2, states, head_dim], are cos and sin by which the layers rotate an image's
-        queries and keys."""
+        queries and keys, if they do."""
         super().__init__()
         self.projection = projection
         self.class_embedding = None if class_embedding is None else frozen(class_embedding)
         self.positions = frozen(positions)
         self.first_norm = first_norm
         self.layers = nn.ModuleList(layers)
-        if rotations is None:  # positions are added only: a rotation by nothing
-            head_dim = positions.shape[1] // layers[0].attention.num_heads if layers else 0
-            ones = torch.ones(len(positions), head_dim, device=positions.device)
-            rotations = torch.stack((ones, torch.zeros_like(ones)))
-        self.rotations: Tensor
+        self.rotations: Tensor | None
         self.register_buffer("rotations", rotations, persistent=False)
 
     @property
@@ -81,10 +77,13 @@ class VisionTransformer(nn.Module):
         if self.first_norm is not None:
             hidden = self.first_norm(hidden)
         boundaries = torch.arange(0, len(hidden) + 1, length)
-        cos, sin = self.rotations.repeat(1, images, 1)
+        rotation = None
+        if self.rotations is not None:
+            cos, sin = self.rotations.repeat(1, images, 1)
+            rotation = cos, sin
         states = {0: hidden}
         for number, layer in enumerate(self.layers, start=1):
-            hidden = layer(hidden, boundaries, (cos, sin))
+            hidden = layer(hidden, boundaries, rotation)
             if number in wanted:
                 states[number] = hidden
         return [states[number].view(images, length, -1) for number in wanted]

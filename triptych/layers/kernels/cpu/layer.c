@@ -99,13 +99,13 @@ static int64_t attend_room(const Before *layer, int64_t tokens, const Step *step
     return bytes < 0 ? -1 : whole_lines(most(bytes, room_for(&layer->qkv, tokens)));
 }
 
-/* The first half, by all threads of a team: hidden [T, hidden], cos and sin [T, dim] to given->output. ``qkv`` is memory
- * for queries, keys and values. */
+/* The first half, by all threads of a team: hidden [T, hidden], cos and sin [T, dim] to given->output. Without these two
+ * nothing is turned. ``qkv`` is memory for queries, keys and values. */
 static void attend_half(const Before *layer, const float *hidden, const float *cos, const float *sin, int64_t tokens,
                         const Step *given, void *room, float *qkv) {
     int64_t dim = given->dim, stride = layer->qkv.outputs;
     int64_t turned = stride / dim - (stride > given->heads * dim ? given->kv_heads : 0); /* all heads but the values' */
-    int64_t heads = most(turned, layer->heads_norm ? layer->normalised : 0);
+    int64_t heads = most(cos ? turned : 0, layer->heads_norm ? layer->normalised : 0);
     Step step = *given;
     step.query = qkv;
     step.key = qkv + step.heads * dim;
@@ -123,7 +123,7 @@ static void attend_half(const Before *layer, const float *hidden, const float *c
         float *own = qkv + token * stride + head * dim;
         if (layer->heads_norm && head < layer->normalised)
             norm(own, layer->heads_norm + head * dim, own, dim, layer->norm.eps);
-        if (head < turned) turn(own, cos + token * dim, sin + token * dim, dim);
+        if (cos && head < turned) turn(own, cos + token * dim, sin + token * dim, dim);
     }
     attend_together(&step, room);
 }
