@@ -21,11 +21,12 @@ START = 120.0
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_poison_request_is_given_up_after_three_placements_and_others_are_unharmed(tmp_path: Path) -> None:
     """The test kills each instance that has been given it."""
     folder, control = make_checkpoint(tmp_path / "tiny"), free_port()
-    flags = (*FAST, "--topology", "2PD", "--served-model-name", "tiny", "--control-port", str(control))
+    # so that the poison is killed before its first token: one that has answered isn't suspected alone
+    small_steps = ("--max-num-batched-tokens", "16")
+    flags = (*FAST, *small_steps, "--topology", "2PD", "--served-model-name", "tiny", "--control-port", str(control))
     with triptych("serve", folder, *flags) as command, served(folder, "1PD") as reference:
         command.wait_for_line("^ready: ", START)
         url = command.wait_until_ready()
