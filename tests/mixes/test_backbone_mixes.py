@@ -178,5 +178,4 @@ def test_many_mixes(
         happened.update(check(model(name), mix))
 
     every()
-    print(happened)
     assert all(happened[one] for one in expected), happened

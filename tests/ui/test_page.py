@@ -62,10 +62,12 @@ def supervising(service: Served) -> Iterator[list[LaunchedInstance]]:
 
     reporting = threading.Thread(target=report)
     reporting.start()
-    yield processes
-    ended.set()
-    reporting.join()
-    service.loop.call_soon_threadsafe(router.handle, LauncherReport(supervisor, []))
+    try:
+        yield processes
+    finally:
+        ended.set()
+        reporting.join()
+        service.loop.call_soon_threadsafe(router.handle, LauncherReport(supervisor, []))
 
 
 def test_lanes_follow_instances_that_come_go_and_are_restarted(browser: Browser, service: Served) -> None:

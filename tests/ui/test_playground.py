@@ -214,6 +214,21 @@ def test_an_answer_waits_for_the_upload_that_is_under_way(browser: Browser, serv
         assert sent == [[True], [False]]
 
 
+def test_an_error_in_the_middle_of_an_answer_is_shown(browser: Browser, service: Served) -> None:
+    """Its stream ends without ``[DONE]``."""
+    chunks = [{"choices": [{"delta": {"content": "One two"}}]}, {"error": {"message": "the model failed"}}]
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    with viewing(browser, service.url) as viewer:
+        page = viewer.page
+        viewer.open("playground")
+        is_ready(page)
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+        send(page, "Hello")
+        expect(page.locator("#answer-error")).to_have_text("the model failed")
+        expect(page.locator("#answer-text")).to_have_text("One two")
+        expect(page.locator("#answer-state")).to_have_text("failed")
+
+
 def test_it_says_that_the_service_is_silent(browser: Browser, service: Served) -> None:
     """Time in the page passes faster."""
     with viewing(browser, service.url) as viewer:

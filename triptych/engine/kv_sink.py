@@ -1,4 +1,4 @@
-"""Sends KV to the decode instance, layer by layer, while prefill computes it."""
+"""Sends KV to the decode instance while prefill computes it: layer by layer or, of a replayed step, at its end."""
 
 import functools
 import logging

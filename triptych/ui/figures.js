@@ -98,6 +98,7 @@ async function refresh() {
     for (const bucket of latest.buckets) bucket.seconds = Math.min(latest.step, latest.now - bucket.time);
     draw();
   } catch (error) {
+    if (mine !== looks) return;
     say(byId("figures-empty"), error.message);
     show(byId("figures-empty"), true);
   }

@@ -3,12 +3,17 @@
 import { byId, h, show } from "./dom.js";
 
 let shown = null;
+let number = 1;
+
+/** Whether the service has several frontends. */
+export const areSeveral = () => number > 1;
 
 /** `service` is that of a snapshot. */
 export function showFrontends({ num_frontends, frontend, frontend_ports }) {
   const news = JSON.stringify([num_frontends, frontend, frontend_ports]);
   if (news === shown) return;
   shown = news;
+  number = num_frontends;
   const place = byId("frontends");
   show(place, num_frontends > 1);
   const here = Number(location.port) || (location.protocol === "https:" ? 443 : 80);

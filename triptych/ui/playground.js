@@ -3,6 +3,7 @@
 import { acceptFiles, Attachments } from "./attachments.js";
 import { announce, byId, copyButton, h, say, show } from "./dom.js";
 import { count, duration, plural } from "./format.js";
+import { areSeveral } from "./frontends.js";
 import { address, events, getJson, hasKey, newName, Patience, postJson } from "./net.js";
 import { asCurl, asJavaScript, asPython } from "./snippets.js";
 import { fromAnswer, fromIntervals, waterfall, whoDidWhat } from "./waterfall.js";
@@ -162,7 +163,9 @@ function ask(mine, body, hasThem) {
     for await (const data of events(response)) {
       if (mine.wasStopped || data === "[DONE]") return;
       mine.patience.heard();
-      take(mine, JSON.parse(data));
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      take(mine, chunk);
     }
     throw new Error("the answer has broken off");
   };
@@ -188,7 +191,6 @@ function begin() {
 }
 
 function take(mine, chunk) {
-  if (chunk.error) return fail(chunk.error.message);
   const delta = chunk.choices?.[0]?.delta ?? {};
   if (delta.content || delta.reasoning) {
     mine.first ??= performance.now();
@@ -218,8 +220,9 @@ async function look(mine) {
       if (running !== mine) return;
       if (!request.ended) mine.patience.heard();
       drawWaterfall(mine, fromIntervals(request.timeline, request.began, request.began + request.seconds), request.seconds);
-    } catch {
-      // it hasn't arrived yet, or has just ended
+    } catch (error) {
+      // it hasn't arrived yet, has just ended, or is at another frontend, which this connection doesn't lead to
+      if (error.status === 404 && areSeveral()) mine.patience.heard();
     }
   }
 }

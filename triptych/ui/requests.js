@@ -56,6 +56,7 @@ async function refresh(force = false) {
       say(byId("requests-empty"), found.length ? "" : query.size > 1 ? "No request matches." : "No request yet.");
       show(byId("requests-empty"), found.length === 0);
     } catch (error) {
+      if (mine !== looks) return;
       say(byId("requests-empty"), `The list can't be read: ${error.message}`);
       show(byId("requests-empty"), true);
     }
@@ -116,13 +117,16 @@ async function openDetail(id) {
 
 async function refreshDetail(id) {
   const body = byId("detail-body");
+  const again = () => setTimeout(() => isHere && selected === id && refreshDetail(id), 500);
   try {
     model ||= (await getJson("v1/models")).data[0].id;
     const request = await getJson(`ui/requests/${encodeURIComponent(id)}`);
     if (selected !== id) return;
-    if (!request.ended) setTimeout(() => isHere && selected === id && refreshDetail(id), 500);
+    if (!request.ended) again();
     if (request.ended || !body.contains(document.activeElement)) body.replaceChildren(...detailOf(request)); // which would lose the focus
   } catch (error) {
+    if (selected !== id) return;
+    if (error.status !== 404) again();
     body.replaceChildren(h("p", { class: "error", text: error.status === 404 ? "This request is no longer among the last ones, or another frontend had it." : error.message }));
   }
 }
