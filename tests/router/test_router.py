@@ -43,6 +43,11 @@ from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
 
+def worked_on(stream: TokenStream) -> list[Interval]:
+    """Its intervals but the queue's, which it has if submitting it took long."""
+    return [one for one in stream.intervals if one.stage != "queue"]
+
+
 def test_admission_can_be_asked_for_without_a_request() -> None:
     harness = RouterHarness(PD0, max_queue=1)
     with pytest.raises(Unavailable, match="encode"), harness.preparing(has_media=True):
@@ -84,7 +89,7 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
         Tokens(second.request, [6, 7], 1, finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
     )
     assert tokens_of(second) == [5, 6, 7]
-    assert second.intervals == [Interval("decode", 0.0, 1.0, engine="pd1")]
+    assert worked_on(second) == [Interval("decode", 0.0, 1.0, engine="pd1")]
     assert harness.router.num_requests == 1
     assert harness.lease(PD1).outstanding == 0
     assert harness.lease(PD0).outstanding == 7  # three prompt tokens, four to come
@@ -160,7 +165,7 @@ def test_items_go_to_the_encoder_with_the_least_outstanding() -> None:
     harness.router.handle(Encoded(transfers[3], False, [Interval("encode", 1.0, 2.0)]))
     harness.router.handle(Encoded(transfers[3], False, []))
     assert [harness.lease(address).outstanding for address in (E0, E1)] == [5.0, 4.0]
-    assert stream.intervals == [Interval("encode", 1.0, 2.0, 3, "e1")]
+    assert worked_on(stream) == [Interval("encode", 1.0, 2.0, 3, "e1")]
 
 
 def test_an_item_that_cannot_be_encoded_fails_its_request_with_the_field_at_fault() -> None:
