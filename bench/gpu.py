@@ -24,7 +24,7 @@ import torch
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
 from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
-from triptych.engine.buckets import bucket_sizes, mixed_sizes
+from triptych.engine.buckets import decode_sizes, mixed_sizes
 from triptych.engine.cache_rows import cache_rows
 from triptych.engine.gpu_forward import GpuForward, on_device
 from triptych.engine.gpu_runner import GpuRunner
@@ -167,7 +167,7 @@ class Bench:
     def _graphs(self, cache: KVTensors, batch: int, num_tokens: int, context: int) -> StepGraphs | None:
         if self.device.type == "cuda":
             return record_graphs(self.decoder, cache, batch, num_tokens, context)
-        sizes = GraphSizes(bucket_sizes(batch), mixed_sizes(num_tokens), batch, batch * context)
+        sizes = GraphSizes(decode_sizes(batch), mixed_sizes(num_tokens), batch, batch * context)
         with torch.inference_mode():
             return StepGraphs(self.decoder, cache, sizes, lambda step: step)
 

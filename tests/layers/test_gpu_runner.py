@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tests.support.generation import PAGE_SIZE, Generating, prompts, request
-from triptych.engine.buckets import bucket_for, bucket_sizes, mixed_sizes
+from triptych.engine.buckets import bucket_for, decode_sizes, mixed_sizes
 from triptych.engine.page_tables import PageTable
 from triptych.engine.runner import MediaEmbeddings, Runner
 from triptych.engine.scheduler import Chunk
@@ -283,7 +283,7 @@ def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: 
     [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 24, 32]), (9, [1, 2, 4, 8, 9])],
 )
 def test_buckets(most: int, sizes: list[int]) -> None:
-    assert bucket_sizes(most) == sizes
+    assert decode_sizes(most) == sizes
     found = [bucket_for(num_rows, sizes) for num_rows in range(1, most + 1)]
     assert all(size is not None and size >= num_rows for num_rows, size in enumerate(found, 1))
     assert bucket_for(most + 1, sizes) is None

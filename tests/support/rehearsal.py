@@ -10,7 +10,7 @@ import torch
 from tests.support.generation import PAGE_SIZE
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.engine.buckets import bucket_sizes, mixed_sizes
+from triptych.engine.buckets import decode_sizes, mixed_sizes
 from triptych.engine.gpu_forward import GpuForward
 from triptych.engine.step_broadcast import receive_step
 from triptych.engine.step_graphs import GraphSizes, StepGraphs
@@ -69,7 +69,7 @@ class Recorder:
 def forward_of(decoder: Decoder, cache: KVTensors, recorder: Recorder | None) -> GpuForward:
     """With graphs, if there is a recorder."""
     with torch.inference_mode():
-        sizes = GraphSizes(bucket_sizes(MAX_NUM_SEQS), mixed_sizes(BUDGET), MAX_NUM_SEQS, MAX_PAGES)
+        sizes = GraphSizes(decode_sizes(MAX_NUM_SEQS), mixed_sizes(BUDGET), MAX_NUM_SEQS, MAX_PAGES)
         graphs = StepGraphs(decoder, cache, sizes, recorder) if recorder else None
     return GpuForward(decoder, CPU, graphs)
 

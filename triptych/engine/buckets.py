@@ -5,10 +5,10 @@ STEP = 8
 SMALLEST_MIXED = 64
 """Tokens of the smallest step with prompts: up to there, reading the weights dominates, too."""
 LARGEST_MIXED = 2048
-"""Tokens of the largest one: a longer step takes longer to compute than to launch."""
+"""Tokens of the largest one: a step of as many takes about as long to compute as to launch."""
 
 
-def bucket_sizes(max_num_seqs: int) -> list[int]:
+def decode_sizes(max_num_seqs: int) -> list[int]:
     """Return, ascending, 1, 2, 4, the multiples of 8 up to ``max_num_seqs``, and ``max_num_seqs`` itself."""
     sizes = {size for size in (1, 2, 4, *range(STEP, max_num_seqs, STEP)) if size < max_num_seqs}
     return sorted(sizes | {max_num_seqs})

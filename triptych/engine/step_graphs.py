@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triptych.engine.buckets import bucket_for, bucket_sizes, mixed_sizes
+from triptych.engine.buckets import bucket_for, decode_sizes, mixed_sizes
 from triptych.engine.kv_size import gib
 from triptych.errors import StartError
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
@@ -75,6 +75,8 @@ class StepGraphs:
         num_pages, self._page_size = cache.tensors[0].shape[:2]
         self._scratch_page = num_pages - 1
         self._device = cache.device
+        width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
+        self._no_media = torch.empty(0, width, dtype=decoder.dtype, device=self._device)
         shapes = [_Shape(size, size, size, 0, size) for size in sizes.decodes]
         self._tile = self._tile_of_all_layers() if sizes.mixed else None
         if self._tile is not None:
@@ -84,9 +86,7 @@ class StepGraphs:
         self._places = {shape: self._places_of(shape) for shape in shapes}
         largest = max(places[-1].stop for places in self._places.values())
         self._buffer = torch.zeros(largest, dtype=torch.int64, device=self._device)
-        width = decoder.config.hidden_size * (1 + decoder.config.num_deepstack_layers)
-        rows = max(self._mixed, default=0)
-        self._embedded = torch.zeros(rows, width, dtype=decoder.dtype, device=self._device)
+        self._embedded = self._no_media.new_zeros(max(self._mixed, default=0), width)
         self._logits = torch.empty(max(shape.logits for shape in shapes), decoder.num_logits, device=self._device)
         self._steps: list[Callable[[], object]] = []  # graphs read and write their tensors by address
         self._replays: dict[_Shape, Callable[[], object]] = {}
@@ -131,8 +131,7 @@ class StepGraphs:
         return shape if fits else None
 
     def _mixed_shape(self, num_tokens: int, tile: int) -> _Shape:
-        """Return the shape of steps with prompts. An empty sequence is added, of which the tiles are that aren't
-        used."""
+        """Return the shape of steps with prompts. Its last sequence has no tokens, and unused tiles belong to it."""
         most = self._sizes.max_num_seqs
         tiles = num_tokens // tile + min(most, num_tokens // 2)
         return _Shape(num_tokens, most + 1, min(most, num_tokens), tiles, min(most, num_tokens - 1))
@@ -155,7 +154,7 @@ class StepGraphs:
                 tokens=torch.zeros(length, dtype=torch.int64, device=self._device),
                 positions=torch.zeros(3, length, dtype=torch.float64, device=self._device),
                 media_index=nothing,
-                media_embeddings=self._no_media(),
+                media_embeddings=self._no_media,
                 logits_index=nothing.new_zeros(1),
                 attention=[attention],
             ),
@@ -163,16 +162,12 @@ class StepGraphs:
         )
         return attention.tile_sizes[0] if len(attention.tile_sizes) == 1 else None
 
-    def _no_media(self) -> Tensor:
-        width = self._decoder.config.hidden_size * (1 + self._decoder.config.num_deepstack_layers)
-        return torch.empty(0, width, dtype=self._decoder.dtype, device=self._device)
-
     def _fill(self, shape: _Shape, batch: ForwardBatch) -> None:
         """Copy the inputs to the device at once. The pages come last, so that only the used part is copied."""
         (attention,) = batch.attention
         tables = PagedTables.on_cpu(attention.query_lens, attention.kv_lens, attention.page_tables, self._tile or 1)
         lengths = (tables.query_starts, tables.query_lens, tables.kv_lens, tables.page_starts)
-        empty = shape.sequences - 1  # the sequence of unused tiles
+        empty = shape.sequences - 1
         inputs = [
             (batch.tokens, 0),
             (batch.positions.view(torch.int64), 0),  # 0.0 has the same bits
@@ -239,7 +234,7 @@ class StepGraphs:
                 )
             ],
         )
-        self._fill(shape, _no_rows(self._no_media()))
+        self._fill(shape, _no_rows(self._no_media))
         return lambda: self._logits[: shape.logits].copy_(self._decoder(batch, self._cache))
 
 
@@ -263,7 +258,7 @@ def record_graphs(
     device = cache.device
     began, before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
     sizes = GraphSizes(
-        decodes=bucket_sizes(max_num_seqs),
+        decodes=decode_sizes(max_num_seqs),
         mixed=mixed_sizes(max_num_batched_tokens),
         max_num_seqs=max_num_seqs,
         max_pages=max_num_seqs * pages_needed(context_length, cache.page_size),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST = tl.constexpr(1e-30)  # less than any sum of weights, of which the largest is 1
+SMALLEST = tl.constexpr(1e-30)  # below the total of any row with keys, which is at least 1
 NEVER = tl.constexpr(-1e30)  # a score below all others; finite, so that the difference of two is a number
 
 
