@@ -42,11 +42,18 @@ inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(uint16_t
 int64_t bf16_row(int64_t inputs) { return depth_of(inputs) * sizeof(value) + LINE; }
 
 int64_t bf16_room(const Linear *linear, int64_t tokens) {
-    return rounded_room(linear->inputs, tokens, bf16_row(linear->inputs));
+    return rounded_room(linear->inputs, rounded_by_tiles(tokens), bf16_row(linear->inputs));
 }
 
 inlined void round_values(const float *from, void *to, int64_t inputs, int64_t step) {
-    for (int64_t i = 0; i < depth_of(inputs); i += LANES) {
+    int64_t whole = 0;
+#ifdef __AVX512BF16__
+    for (; whole + 2 * LANES <= inputs; whole += 2 * LANES) { /* a cache line at a time, since lines may be far apart */
+        const floats *pair = (const floats *)(from + whole);
+        *(__m512i *)((char *)to + whole / (2 * LANES) * step) = (__m512i)_mm512_cvtne2ps_pbh((__m512)pair[1], (__m512)pair[0]);
+    }
+#endif
+    for (int64_t i = whole; i < depth_of(inputs); i += LANES) {
         floats values = i < inputs ? load(from + i, inputs - i) : (floats){};
         char *place = (char *)to + i * sizeof(value) / INPUT_BYTES * step + i * sizeof(value) % INPUT_BYTES;
 #ifdef __AVX512BF16__
@@ -164,10 +171,11 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 
 void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
-    int in_tiles = tiles_are_granted && tokens > TILE_ROWS;
-    const char *rounded = (const char *)input->values;
-    if (!input->is_rounded) rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
-    Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
+    if (tiles_are_granted && tokens > TILE_ROWS) {
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, round_token, 0, keep_sums);
+        return;
+    }
+    Rows rows = {round_together(linear, input, tokens, room, apart, 0, round_token), *output, apart, tokens, 0, 0};
     if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
 }

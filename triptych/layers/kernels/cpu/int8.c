@@ -57,7 +57,7 @@ inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(int8_t))
 inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
 
 int64_t int8_room(const Linear *linear, int64_t tokens) {
-    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
+    return rounded_room(linear->inputs, rounded_by_tiles(tokens), row_of(linear->inputs));
 }
 
 static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
@@ -177,9 +177,12 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int6
 
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
-    int in_tiles = tiles_are_granted && tokens > TILE_ROWS;
-    char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_token);
-    Rows rows = {rounded, *output, apart, tokens, 0, in_tiles};
+    if (tiles_are_granted && tokens > TILE_ROWS) {
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, round_token, 1, keep_signed);
+        return;
+    }
+    char *rounded = round_together(linear, input, tokens, room, apart, 0, round_token);
+    Rows rows = {rounded, *output, apart, tokens, 0, 0};
     if (tiles_are_granted && tokens > FEW)
         multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);

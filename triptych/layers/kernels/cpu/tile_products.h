@@ -13,6 +13,9 @@
 #define TILE_STEP (INPUT_BYTES / 4 * TILE_LINE) /* bytes of a panel that are multiplied at a time */
 #define NEAR (8 * INPUT_BYTES)    /* bytes of inputs multiplied for all tokens of a block before the next ones: as many
                                      bytes of a panel stay in the L1 cache */
+#define BLOCK_OF_TILES 256         /* tokens multiplied by all weights before the next block */
+#define AT_ONCE 4                 /* panels whose sums wait for the last inputs together: their outputs are stored in
+                                     longer runs, and deep tokens are read less often */
 #define SUMS (PAIR_ROWS * TILE_LINE) /* bytes of the sums of a pair of tiles */
 
 /* Stores sums [count, 2] as vectors of float or int32, of tokens from ``first`` on, as a panel's outputs; gates with those
@@ -74,16 +77,6 @@ inlined void multiply_tiles(const char *weights, const char *tokens, int64_t apa
 #endif
 }
 
-/* Prefetches where a panel's outputs of ``count`` tokens from ``first`` on will be stored: outputs that aren't in the
- * cache hold up the sums that are stored after them. */
-inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t panel, int64_t first, int64_t count) {
-    const float *output = rows->output.values + first * linear->outputs + panel * OUTPUTS;
-    for (int64_t token = 0; token < count; token++, output += linear->outputs) {
-        __builtin_prefetch(output, 1, 2);
-        __builtin_prefetch(output + LANES, 1, 2);
-    }
-}
-
 /* As ``multiply_tiles`` for one tile of tokens and two panels. Prefetches ``ahead`` bytes ahead. */
 inlined void multiply_beside(const char *first, const char *second, const char *tokens, int64_t stride, int64_t depth,
                              int64_t ahead, char sums[2][SUMS / 2], const int in_int8) {
@@ -115,64 +108,95 @@ inlined void multiply_beside(const char *first, const char *second, const char *
 #endif
 }
 
-/* Computes the sums [pairs, PAIR_ROWS, 32] of a panel's products with all pairs of tiles, and calls ``keep_sums``, if any,
- * as soon as a tile's are complete. ``later`` will be the next panel. */
-inlined void multiply_pairs(const char *weights, const char *later, const Rows *rows, int64_t depth, char *sums,
-                            const char *factors, const Linear *linear, int64_t panel, const int in_int8,
-                            Keep *keep_sums) {
+/* Prefetches where outputs of ``count`` panels, of up to TILE_ROWS tokens from ``first`` on, will be stored: outputs that
+ * aren't in the cache hold up the sums that are stored after them. */
+inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t panel, int64_t count, int64_t first) {
+    const float *output = rows->output.values + first * linear->outputs + panel * OUTPUTS;
+    for (int64_t token = first; token < least(rows->tokens, first + TILE_ROWS); token++, output += linear->outputs)
+        for (int64_t i = 0; i < count * OUTPUTS; i += LANES) __builtin_prefetch(output + i, 1, 2);
+}
+
+/* Computes the outputs of ``count`` panels from ``panel`` on for all rows, which are in tiles, with ``depth`` bytes of
+ * inputs; if they are gates, half as many, with their factors. A part of the panels is multiplied by all tokens before
+ * the next part, while their sums stay in the L2 cache. */
+inlined void multiply_panels_in_parts(const Linear *linear, const Rows *rows, int64_t panel, int64_t count,
+                                      int64_t depth, const int in_int8, Keep *keep_sums) {
+    char sums[AT_ONCE][BLOCK_OF_TILES * TILE_LINE] __attribute__((aligned(64)));
     int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
-    int64_t share = (TILE_STEP / pairs + 63) / 64 * 64; /* each pair prefetches its share of the next panel */
-    const char *end = later + depth / INPUT_BYTES * TILE_STEP;
-    for (int64_t at = 0; at < depth; at += NEAR, weights += NEAR / INPUT_BYTES * TILE_STEP) {
-        int64_t some = least(NEAR, depth - at);
-        for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
-            char *own = sums + pair * SUMS;
-            int is_last = at + some == depth;
-            const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
-            if (is_last && in_int8) /* in bfloat16 this gains nothing */
-                prefetch_outputs(linear, rows, panel, pair * PAIR_ROWS, least(PAIR_ROWS, tokens - pair * PAIR_ROWS));
-            multiply_tiles(weights, from, rows->stride, some, later, later < end ? share : 0, own, at == 0, 1, in_int8);
-            if (!is_last || !keep_sums) continue;
-            for (int64_t first = pair * PAIR_ROWS; first < least(tokens, (pair + 1) * PAIR_ROWS); first += TILE_ROWS)
-                keep_sums(sums + first * TILE_LINE, factors + first * TILE_LINE, linear, rows, panel, first,
-                          least(TILE_ROWS, tokens - first));
+    int64_t size = depth / INPUT_BYTES * TILE_STEP, factors = rows->output.is_gated ? panels_of(linear) / 2 : 0;
+    int64_t all = factors ? 2 * count : count, share = (TILE_STEP / pairs + 63) / 64 * 64;
+    for (int64_t at = 0; at < depth; at += NEAR) {
+        int64_t some = least(NEAR, depth - at), done = at / INPUT_BYTES * TILE_STEP;
+        /* the next part, or the first one of the panels that this thread will process next if all are equally fast */
+        int64_t ahead = at + some < depth ? NEAR / INPUT_BYTES * TILE_STEP : count * rows->ahead - done;
+        for (int64_t which = 0; which < all; which++) {
+            int64_t number = panel + which % count + (which < count ? 0 : factors);
+            const char *weights = (const char *)linear->panels + number * size + done, *later = weights + ahead;
+            for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
+                const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
+                char *own = sums[which] + pair * SUMS; /* each pair prefetches its share */
+                multiply_tiles(weights, from, rows->stride, some, later, share, own, at == 0, 1, in_int8);
+            }
         }
+    }
+    for (int64_t first = 0; first < tokens; first += TILE_ROWS) {
+        if (!rows->output.activation) prefetch_outputs(linear, rows, panel, count, first + TILE_ROWS);
+        for (int64_t which = 0; which < count; which++)
+            keep_sums(sums[which] + first * TILE_LINE, factors ? sums[count + which] + first * TILE_LINE : NULL, linear,
+                      rows, panel + which, first, least(TILE_ROWS, tokens - first));
     }
 }
 
-/* Computes a panel's outputs for all rows, with ``depth`` bytes of inputs; if they are gates, those of their factors
- * first. */
-inlined void multiply_panel_by_tiles(const Linear *linear, const Rows *rows, int64_t panel, int64_t depth,
-                                     const int in_int8, Keep *keep_sums) {
-    char sums[BLOCK * TILE_LINE] __attribute__((aligned(64))), factors[BLOCK * TILE_LINE] __attribute__((aligned(64)));
-    int64_t size = depth / INPUT_BYTES * TILE_STEP;
-    const char *weights = (const char *)linear->panels + panel * size, *later = weights + rows->ahead;
-    if (!rows->in_tiles) {
-        multiply_tiles(weights, rows->input, rows->stride, depth, later, TILE_STEP, sums, 1, 0, in_int8);
-        keep_sums(sums, NULL, linear, rows, panel, 0, rows->tokens);
-        return;
+/* Tokens that are in memory for rounded tokens at a time. */
+inlined int64_t rounded_by_tiles(int64_t tokens) {
+    return tiles_are_granted && tokens > TILE_ROWS ? least(tokens, BLOCK_OF_TILES) : tokens;
+}
+
+/* Multiplies more than TILE_ROWS tokens by all panels, in blocks of them: they are rounded, unless they are, and multiplied
+ * before the next ones. Operands as of ``round_together`` and ``multiply_panels_in_parts``. */
+inlined void multiply_in_blocks(const Linear *linear, const Input *input, const Output *output, int64_t tokens,
+                                char *room, int64_t apart, int64_t depth, Rounding *round, const int in_int8,
+                                Keep *keep_sums) {
+    int64_t pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, blocks = (tokens + BLOCK_OF_TILES - 1) / BLOCK_OF_TILES;
+    int64_t panels = panels_of(linear) / (output->is_gated ? 2 : 1), at_once = AT_ONCE / (output->is_gated ? 2 : 1);
+    int64_t threads = omp_get_num_threads(), tasks = (panels + at_once - 1) / at_once;
+    tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
+    begin_tiles(TILE_ROWS, INPUT_BYTES);
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = pairs * block / blocks * PAIR_ROWS, end = pairs * (block + 1) / blocks * PAIR_ROWS;
+        int64_t count = least(end, tokens) - first, bytes = depth / INPUT_BYTES * TILE_STEP;
+        Rows rows = {(const char *)input->values + first * apart, *output, apart, count, threads * bytes, 1};
+        rows.output.values += first * (output->activation ? output->stride : linear->outputs);
+        if (output->added) rows.output.added += first * linear->outputs;
+        if (!input->is_rounded) {
+            Input own = *input;
+            own.values += first * input->stride;
+            rows.input = round_together(linear, &own, count, room, apart, 1, round);
+        }
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t task = 0; task < tasks; task++) {
+            int64_t panel = panels * task / tasks;
+            multiply_panels_in_parts(linear, &rows, panel, panels * (task + 1) / tasks - panel, depth, in_int8, keep_sums);
+        }
+        if (!input->is_rounded || block + 1 == blocks) {
+#pragma omp barrier
+        }
     }
-    if (rows->output.is_gated) {
-        const char *others = weights + panels_of(linear) / 2 * size;
-        multiply_pairs(others, weights, rows, depth, factors, NULL, linear, panel, in_int8, NULL);
-        later = others + rows->ahead;
-    }
-    multiply_pairs(weights, later, rows, depth, sums, factors, linear, panel, in_int8, keep_sums);
+    end_tiles();
 }
 
 /* Computes the outputs of one panel or two for all rows. */
 inlined void multiply_panels_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count,
                                       int64_t depth, const int in_int8, Keep *keep_sums) {
-    if (count == 1) {
-        multiply_panel_by_tiles(linear, rows, panels[0], depth, in_int8, keep_sums);
-        return;
-    }
     char sums[2][SUMS / 2] __attribute__((aligned(64)));
     const char *weights = linear->panels;
     int64_t size = depth / 4 * TILE_LINE;
-    multiply_beside(weights + panels[0] * size, weights + panels[1] * size, rows->input, rows->stride, depth,
+    if (count == 1) {
+        weights += panels[0] * size;
+        multiply_tiles(weights, rows->input, rows->stride, depth, weights + rows->ahead, TILE_STEP, sums[0], 1, 0, in_int8);
+    } else multiply_beside(weights + panels[0] * size, weights + panels[1] * size, rows->input, rows->stride, depth,
                     rows->ahead, sums, in_int8);
-    for (int i = 0; i < 2; i++) keep_sums(sums[i], NULL, linear, rows, panels[i], 0, rows->tokens);
+    for (int64_t i = 0; i < count; i++) keep_sums(sums[i], NULL, linear, rows, panels[i], 0, rows->tokens);
 }
 
 /* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
