@@ -208,11 +208,11 @@ CHECKS = (
     ),
     Check(
         "answers of model types that share their code",
-        "32 greedy tokens equal to Transformers' after two prompts with images, and first logits within 1e-4, from "
-        "`1E1PD`",
+        "32 greedy tokens equal to Transformers' after two prompts with images, from `1E1PD` and `1E1P1D`, and first "
+        "logits within 1e-4",
         "tests/parity/test_families.py",
         SHARED,
-        columns=("logits", "answers", "split"),
+        columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
         "answers from original files",
@@ -251,7 +251,9 @@ CHECKS = (
         "recovery of other models",
         "the same" + SLOW,
         "tests/parity",
-        {*families.ANSWERED_IMAGES, "qwen3_vl_moe", "internvl_chat", "phi4mm"}.difference(families.REPRESENTATIVE),
+        {*families.ANSWERED_IMAGES, *SHARED, "qwen3_vl_moe", "internvl_chat", "phi4mm"}.difference(
+            families.REPRESENTATIVE
+        ),
         columns=("recovery",),
         in_ci=False,
     ),
@@ -290,6 +292,14 @@ CHECKS = (
             *("phi4mm", "phi4_multimodal", "gemma4+gemma4_vision"),
         },
         columns=("audio",),
+    ),
+    Check(
+        "audio of thinkers by themselves",
+        "answers as above, from `1E1P1D`, and with an encode instance that is lost in the middle of a clip" + SLOW,
+        "tests/parity/test_audio.py",
+        {f"{name}_thinker" for name in OMNI},
+        columns=("audio", "recovery"),
+        in_ci=False,
     ),
     Check(
         "videos with soundtracks",

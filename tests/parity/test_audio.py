@@ -4,6 +4,7 @@ beside pictures; and a long clip goes through all of it in parts."""
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests.support.audio_cases import CASES, Hears, audio_part, cases_of, noise
 from tests.support.harness import FLOAT32, running
 from tests.support.sounds import sound
 from tests.support.stage_loops import answer_of_two_encoders, count_parts, first_logits
-from tests.support.tiny import HEARING, OMNI, make_tiny
+from tests.support.tiny import HEARING, OMNI, SHARED, make_tiny
 from tests.support.video_cases import answered, user
 from triptych.config import EncodeConfig
 
@@ -56,6 +57,17 @@ def test_batches(model: Hears, patches: int) -> None:
     """However many parts go through the towers together, and however little is remembered of them."""
     encode = EncodeConfig(encode_batch_patches=patches, encode_cache_mb=0)
     assert answered(model, "1E1PD", encode=encode) == model.answers
+
+
+@slow
+@pytest.mark.parametrize("family", OMNI)
+def test_thinkers_by_themselves(tmp_path: Path, family: str) -> None:
+    """Split, and with an encode instance that is lost in the middle of a clip."""
+    name = "several windows"
+    model = Hears(make_tiny(tmp_path, *SHARED[f"{family}_thinker"]), {name: CASES[name], "silence": CASES["silence"]})
+    [item] = model.prompts[0].items
+    assert answered(model, "1E1P1D") == model.answers
+    assert answer_of_two_encoders(model.folder, model.cases[name], item.plan.rows) == model.answers[0]
 
 
 @slow

@@ -159,6 +159,14 @@ def test_model_types_that_share_a_family(tmp_path: Path, model_type: str) -> Non
     for case, prompt, logits in zip(model.cases, model.prompts, recorded, strict=True):
         assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name
     assert answered(model, "1E1PD") == model.answers
+    assert answered(model, "1E1P1D") == model.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SHARED)
+def test_model_types_that_share_a_family_and_a_lost_encoder(tmp_path: Path, model_type: str) -> None:
+    model = Model(make_tiny(tmp_path, *SHARED[model_type], seed=4))
+    check_lost_encoder(model, model)
 
 
 @pytest.mark.parametrize("text", ["qwen3", "qwen3_moe", "gpt_oss", "internlm2"])
