@@ -74,6 +74,22 @@ def test_in_bf16_where_the_processor_can(
     assert torch.equal(brief, whole) == (not can or max(lengths) == 1)
 
 
+@pytest.mark.parametrize("in_bf16", [False, True])
+@pytest.mark.parametrize("dim", [64, 72])
+def test_a_segment_comes_to_the_same_beside_others(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dim: int, *, in_bf16: bool
+) -> None:
+    monkeypatch.setattr(tower, "paged_attention", lambda in_bf16=False: PagedAttention(kernels, in_bf16))
+    lengths = [70, 129, 1, 64]
+    query, key, value = operands(sum(lengths), 3, dim)
+    torch.set_num_threads(3)
+    together = attend(query, key, value, lengths, 0.125, in_bf16)
+    torch.set_num_threads(1)
+    each = (part.split(lengths) for part in (together, query, key, value))
+    for found, queries, keys, values in zip(*each, strict=True):
+        assert torch.equal(found, attend(queries, keys, values, [len(found)], 0.125, in_bf16))
+
+
 @pytest.mark.parametrize("lengths", SEGMENTS)
 def test_unsupported_shapes_use_pytorch(monkeypatch: pytest.MonkeyPatch, lengths: list[int]) -> None:
     query, key, value = operands(sum(lengths), 4, 64)

@@ -4,7 +4,8 @@
  * Tiles may multiply in bfloat16, where the processor has instructions for it: queries, keys, softmax weights and values
  * are rounded to it, and sums are float32. Two values are then adjacent, a pair: of dimensions for scores, of keys for
  * outputs. A pair has the size of a float, so that tiles and loops are the same. Where the operating system grants AMX,
- * its tiles multiply them.
+ * its tiles multiply them; keys and values of segments, which are new and all tokens' of a sequence, are then rounded
+ * once for all tiles.
  *
  * A tile of new tokens (a chunk of a prompt) reads its keys once for a group of query heads that share a kv head; a
  * single new token (decode) reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
@@ -66,7 +67,7 @@ inlined void gather_keys(float *rows, int64_t depth, const char *cache, const in
         uint16_t *to = (uint16_t *)rows + key * depth;
         for (int64_t i = 0; i < dim; i += LANES) {
             __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)(load_stored(row, i, dim - i, format) * scale));
-            memcpy(to + i, &rounded, least(LANES, dim - i) * sizeof(uint16_t));
+            _mm256_mask_storeu_epi16(to + i, (1 << least(LANES, dim - i)) - 1, rounded);
         }
         for (int64_t i = dim; i < depth; i++) to[i] = 0;
     }
@@ -165,7 +166,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
                 multiply_all(tile->scores + key * ROWS, NULL, gathered + key * depth, depth, 1, tile->queries, depth,
                              some, halves, in_pairs);
             }
-            if (count) weigh_tile(tile, step, start, count, halves, in_pairs);
+            if (count) weigh_tile(tile, tile->scores, step, start, count, halves, in_pairs);
         }
         if (in_pairs) gather_value_pairs(gathered, values, pages, start, all, step);
         else if (values != keys) gather_as_floats(gathered, values, pages, start, all, step);
@@ -205,12 +206,92 @@ inlined void attend_by_amx(Tile *tiles, int64_t num_tiles, const Step *step, int
             prefetch(values, pages, from, to, step);
             if (!count) continue;
             multiply_by_amx(tile->scores, (uint16_t *)gathered, depth, tile->queries, whole(count), depth, 0);
-            weigh_tile(tile, step, start, count, 2, 1);
+            weigh_tile(tile, tile->scores, step, start, count, 2, 1);
             shrink_sums(tile, value_depth);
             multiply_by_amx(tile->sums, (uint16_t *)columns, TILE, tile->scores, value_depth, whole(count), 1);
         }
     }
     end_tiles();
+}
+
+/* The keys and values of segments, rounded once for all their tiles: [kv_heads, blocks of TILE keys], each block's keys as
+ * of ``gather_key_pairs``, then its values as of ``gather_columns``. */
+typedef struct {
+    uint16_t *blocks;
+    int64_t *firsts; /* [num_sequences + 1]: number of each sequence's first block */
+} Packed;
+
+/* Whether tiles attend to packed keys and values: to those of segments, all of which the step has. */
+inlined int is_packed(const Step *step) {
+    return tiles_are_granted && step->in_bf16 && !step->causal && step->dim % 2 == 0;
+}
+
+/* Values of a block. */
+inlined int64_t block_size(const Step *step) { return TILE * (whole(step->dim) + whole(step->value_dim)); }
+
+inlined int64_t blocks_of(const Step *step) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < step->num_sequences && is_packed(step); i++) count += (step->kv_lens[i] + TILE - 1) / TILE;
+    return count;
+}
+
+/* Bytes of memory for packed keys and values. */
+inlined int64_t packed_room(const Step *step) {
+    int64_t blocks = blocks_of(step) * step->kv_heads * block_size(step) * sizeof(uint16_t);
+    return is_packed(step) ? blocks + (step->num_sequences + 1) * sizeof(int64_t) + 64 : 0;
+}
+
+/* Packs all keys and values; by all threads of a team. */
+inlined Packed pack(const Step *step, char *room) {
+    room += -(uintptr_t)room % 64;
+    int64_t blocks = blocks_of(step), size = block_size(step), depth = whole(step->dim);
+    Packed packed = {(uint16_t *)room, (int64_t *)(room + blocks * step->kv_heads * size * sizeof(uint16_t))};
+#pragma omp single
+    for (int64_t i = packed.firsts[0] = 0; i < step->num_sequences; i++)
+        packed.firsts[i + 1] = packed.firsts[i] + (step->kv_lens[i] + TILE - 1) / TILE;
+#pragma omp for
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t sequence = 0, last = step->num_sequences - 1;
+        while (sequence < last) {
+            int64_t middle = (sequence + last + 1) / 2;
+            if (packed.firsts[middle] <= block) sequence = middle;
+            else last = middle - 1;
+        }
+        const int64_t *pages = step->pages + step->page_starts[sequence];
+        int64_t start = (block - packed.firsts[sequence]) * TILE, count = least(TILE, step->kv_lens[sequence] - start);
+        for (int64_t head = 0; head < step->kv_heads; head++) {
+            uint16_t *to = packed.blocks + (head * blocks + block) * size;
+            int64_t place = head * head_bytes(step->dim, step->format);
+            gather_key_pairs((float *)to, depth, (char *)step->keys + place, pages, start, count, step);
+            gather_value_columns((float *)(to + TILE * depth), whole(step->value_dim), (char *)step->values + place,
+                                 pages, start, count, step);
+        }
+    }
+    return packed;
+}
+
+/* Attends from the tile of a segment that begins at ``first_token``, for one group. */
+static void attend_packed(const Step *step, const Packed *packed, int64_t sequence, int64_t first_token, int64_t group) {
+    Tile tile;
+    char memory[2 * tile_bytes(step)] __attribute__((aligned(64)));
+    float scores[2][TILE * ROWS] __attribute__((aligned(64)));
+    int64_t depth = whole(step->dim), value_depth = whole(step->value_dim), size = block_size(step);
+    int64_t first = packed->firsts[sequence], head = group * step->kv_heads / step->groups;
+    const uint16_t *block = packed->blocks + (head * packed->firsts[step->num_sequences] + first) * size;
+    begin_tile(&tile, memory, step, sequence, first_token, group, 1);
+    begin_tiles(WHOLE / 2, TILE_BYTES);
+    multiply_by_amx(scores[0], block, depth, tile.queries, whole(least(TILE, tile.end)), depth, 0);
+    for (int64_t start = 0; start < tile.end; start += TILE, block += size) {
+        int64_t count = least(TILE, tile.end - start), next = least(TILE, tile.end - start - TILE);
+        float *own = scores[start / TILE % 2], *other = scores[1 - start / TILE % 2];
+        weigh_tile(&tile, own, step, start, count, 2, 1);
+        /* tiles read what vectors have stored, and vectors what tiles have, only after a while: meanwhile, the others */
+        if (next > 0) multiply_by_amx(other, block + size, depth, tile.queries, whole(next), depth, 0);
+        shrink_sums(&tile, value_depth);
+        multiply_by_amx(tile.sums, block + TILE * depth, TILE, own, value_depth, whole(count), 1);
+    }
+    end_tiles();
+    finish_tile(&tile, step, group);
 }
 
 inlined void attend_in(const Step *step, const int64_t *first, int64_t num_tiles, int64_t group,
@@ -236,7 +317,12 @@ static void attend_in_float(const Step *step, const int64_t *first, int64_t num_
 }
 
 /* Attends from the tiles ``start`` to ``end`` of the step's list, for one group, with those of a sequence together. */
-static void attend_between(const Step *step, int64_t start, int64_t end, int64_t group) {
+static void attend_between(const Step *step, int64_t start, int64_t end, int64_t group, const Packed *packed) {
+    if (is_packed(step)) {
+        for (const int64_t *tile = step->tiles + 2 * start; tile < step->tiles + 2 * end; tile += 2)
+            attend_packed(step, packed, tile[0], tile[1], group);
+        return;
+    }
     for (int64_t num_tiles; start < end; start += num_tiles) {
         const int64_t *first = step->tiles + 2 * start;
         for (num_tiles = 1; start + num_tiles < end && first[2 * num_tiles] == first[0];) num_tiles++;
@@ -283,7 +369,8 @@ static Parts parts_of(const Step *step, Parts parts, int64_t before) {
 int64_t attention_room(const Step *step) {
     if (!within(step)) return -1;
     int64_t num_spans = find_spans(step, NULL);
-    return num_spans * sizeof(Span) + num_spans * step->heads * (step->value_dim + 2) * sizeof(float);
+    int64_t parts = num_spans * sizeof(Span) + num_spans * step->heads * (step->value_dim + 2) * sizeof(float);
+    return parts + packed_room(step);
 }
 
 void attend_together(const Step *step, void *room) {
@@ -304,6 +391,9 @@ void attend_together(const Step *step, void *room) {
     find_spans(step, spans);
 #pragma omp for
     for (int64_t token = 0; token < step->num_tokens; token++) write_token(step, token);
+    Packed packed = {};
+    if (is_packed(step))
+        packed = pack(step, (char *)(numbers + num_parts * (step->value_dim + 2)));
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < ones + num_runs * groups; task++) {
         if (task < ones) {
@@ -314,7 +404,7 @@ void attend_together(const Step *step, void *room) {
             /* the last tiles of a prompt have the most work, so they go first */
             int64_t which = num_runs - 1 - (task - ones) / groups;
             attend_between(step, step->num_tiles * which / num_runs, step->num_tiles * (which + 1) / num_runs,
-                           (task - ones) % groups);
+                           (task - ones) % groups, &packed);
         }
     }
 #pragma omp for

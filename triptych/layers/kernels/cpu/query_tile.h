@@ -108,19 +108,17 @@ inlined floats paired(floats a, floats b) {
 #endif
 }
 
-/* e^x for x <= 0 to a relative error of 2^-14, which rounding to bfloat16 hides: 2^n 2^f, where f is at most one half and
- * 2^f a Taylor series. */
-inlined floats brief_exponential(floats x) {
+/* 2^x to a relative error of 2^-13.7, which rounding to bfloat16 hides: 2^n 2^f, where f is at least 0 and below 1, and
+ * 2^f the polynomial of degree 3 with the smallest error. */
+inlined floats brief_power(floats x) {
 #ifdef __AVX512BF16__
-    floats power = x * 1.44269504f, whole = (floats)_mm512_roundscale_ps((__m512)power, _MM_FROUND_TO_NEAREST_INT);
-    floats rest = power - whole, sum = splat(0.00961813f);
-    sum = sum * rest + 0.05550411f;
-    sum = sum * rest + 0.24022651f;
-    sum = sum * rest + 0.69314718f;
-    sum = sum * rest + 1.0f;
-    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)whole);
+    floats rest = (floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), sum = splat(0.07802452f);
+    sum = sum * rest + 0.22606718f;
+    sum = sum * rest + 0.69583352f;
+    sum = sum * rest + 0.99992522f;
+    return (floats)_mm512_scalef_ps((__m512)sum, (__m512)x); /* rounds x down */
 #else
-    return exponential(x);
+    return x; /* never called */
 #endif
 }
 
@@ -188,11 +186,29 @@ inlined void begin_tile(Tile *tile, char *memory, const Step *step, int64_t sequ
  * tile has such keys for the sake of its other rows. */
 inlined floats if_seen(floats weight, floats score) { return choose(score != splat(NEVER), weight, (floats){}); }
 
+/* Turns the scores of ``count`` keys into pairs of weights, and adds these to ``totals``. */
+inlined void weigh_pairs(floats (*scores)[2], int64_t count, const floats *highest, floats *totals, const int halves,
+                         const int masked) {
+    floats factor = splat(1.44269504f), least[2];
+    for (int half = 0; half < halves; half++) least[half] = -highest[half] * factor;
+    for (int64_t key = 0; key < count; key += 2)
+        for (int half = 0; half < halves; half++) {
+            floats first = brief_power(multiply_add(scores[key][half], factor, least[half])), second = {};
+            if (key + 1 < count) second = brief_power(multiply_add(scores[key + 1][half], factor, least[half]));
+            if (masked) {
+                first = if_seen(first, scores[key][half]);
+                if (key + 1 < count) second = if_seen(second, scores[key + 1][half]);
+            }
+            totals[half] += first + second;
+            scores[key / 2][half] = paired(first, second);
+        }
+}
+
 /* Turns the scores of ``count`` keys, from ``start`` on, into softmax weights of their values. */
-inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t count, const int halves,
+inlined void weigh_tile(Tile *tile, float *of_keys, const Step *step, int64_t start, int64_t count, const int halves,
                         const int in_pairs) {
-    floats (*scores)[2] = (floats (*)[2])tile->scores, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
-    if (step->cap) cap_scores(tile->scores, count * ROWS, step->cap);
+    floats (*scores)[2] = (floats (*)[2])of_keys, highest[2] = {tile->maxima[0], tile->maxima[1]}, totals[2];
+    if (step->cap) cap_scores(of_keys, count * ROWS, step->cap);
     const int masked = start + count - 1 > tile->first_to || start < tile->last_from;
     if (masked) {
         for (int64_t key = 0; key < count; key++)
@@ -202,25 +218,21 @@ inlined void weigh_tile(Tile *tile, const Step *step, int64_t start, int64_t cou
                 scores[key][half] = choose(seen, scores[key][half], splat(NEVER));
             }
     }
-    for (int64_t key = 0; key < count; key++)
-        for (int half = 0; half < halves; half++) highest[half] = larger(scores[key][half], highest[half]);
+    floats others[2] = {highest[0], highest[1]}; /* of every other key, so that fewer operations wait for each other */
+    for (int64_t key = 0; key < count; key += 2)
+        for (int half = 0; half < halves; half++) {
+            highest[half] = larger(scores[key][half], highest[half]);
+            if (key + 1 < count) others[half] = larger(scores[key + 1][half], others[half]);
+        }
+    for (int half = 0; half < halves; half++) highest[half] = larger(highest[half], others[half]);
     for (int half = 0; half < halves; half++) {
         tile->shrink[half] = exponential(tile->maxima[half] - highest[half]);
         tile->maxima[half] = highest[half];
         totals[half] = tile->totals[half] * tile->shrink[half];
     }
     if (in_pairs) {
-        for (int64_t key = 0; key < count; key += 2)
-            for (int half = 0; half < halves; half++) {
-                floats first = brief_exponential(scores[key][half] - highest[half]), second = {};
-                if (key + 1 < count) second = brief_exponential(scores[key + 1][half] - highest[half]);
-                if (masked) {
-                    first = if_seen(first, scores[key][half]);
-                    if (key + 1 < count) second = if_seen(second, scores[key + 1][half]);
-                }
-                totals[half] += first + second;
-                scores[key / 2][half] = paired(first, second);
-            }
+        if (masked) weigh_pairs(scores, count, highest, totals, halves, 1);
+        else weigh_pairs(scores, count, highest, totals, halves, 0);
         for (int64_t pair = (count + 1) / 2; pair < whole(count) / 2; pair++)
             for (int half = 0; half < halves; half++) scores[pair][half] = (floats){};
     } else

@@ -97,14 +97,22 @@ inlined floats hyperbolic_tangent(floats x) {
 /* The next floats of an array of which ``left`` remain; zeros beyond its end. */
 inlined floats load(const float *from, int64_t left) {
     if (left >= LANES) return *(const floats *)from;
+#if defined __AVX512F__
+    return (floats)_mm512_maskz_loadu_ps((1 << left) - 1, from);
+#else
     floats found = {};
     memcpy(&found, from, left * sizeof(float));
     return found;
+#endif
 }
 
 inlined void store(float *to, floats value, int64_t left) {
     if (left >= LANES) *(floats *)to = value;
+#if defined __AVX512F__
+    else _mm512_mask_storeu_ps(to, (1 << left) - 1, (__m512)value);
+#else
     else memcpy(to, &value, left * sizeof(float));
+#endif
 }
 
 #define LARGEST_HALF 65504.0f
