@@ -45,6 +45,8 @@ from triptych.layers.pinned import to_cpu, to_device
 from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
+from triptych.models.shared.encoder import recordable_calls
+from triptych.server.build_encoder import record_towers
 
 PAGE_SIZE = EngineConfig().page_size
 
@@ -240,12 +242,22 @@ class Bench:
             self._wait()
 
         upload = self.on_host(to_gpu)
-        seconds = self.on_host(lambda: to_cpu(self.tower.encode(inputs)))
+
+        def encode() -> None:
+            to_cpu(self.tower.encode(inputs))
+
+        launched = self.on_host(encode)
+        if self.device.type == "cuda":
+            record_towers(self.tower, self.device)
+        seconds = self.on_host(encode)
+        for calls in recordable_calls(self.tower):
+            calls.record = None
         num_patches = images * grid * grid
         return {
             "images": images,
             "side": side,
             "patches": num_patches,
+            "launched_ms": 1e3 * launched,
             "ms": 1e3 * seconds,
             "upload_ms": 1e3 * upload,
             "patches_per_s": num_patches / seconds,

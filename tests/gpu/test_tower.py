@@ -9,8 +9,11 @@ import torch
 
 from tests.support.checkpoints import load_adapter
 from tests.support.forward import random_input
+from tests.support.recordable import RECORDABLE, recordable_inputs
+from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS
+from triptych.models.shared.encoder import recordable_calls
 
 IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((1, 8, 4), 3)]
 
@@ -27,3 +30,28 @@ def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: 
         assert found.dtype == np.uint8
         values = torch.from_numpy(found).view(activations).float()
         torch.testing.assert_close(values, rows, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", RECORDABLE)
+def test_recorded_towers(tmp_path: Path, gpu: torch.device, name: str) -> None:
+    """In fp32, launched and replayed. Launching and replaying inputs of a known shape never wait for the GPU."""
+    build = pytest.importorskip("triptych.server.build_encoder", reason="an instance's libraries aren't all installed")
+    folder = make_tiny(tmp_path, name)
+    adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
+    on_cpu = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu"))
+    on_gpu = adapter.load_encoder(checkpoint, CUDA_FORMATS["float32"], gpu)
+    [calls] = recordable_calls(on_gpu)
+    for launched in (True, False):
+        if not launched:
+            build.record_towers(on_gpu, gpu)
+        for seed in range(4):
+            inputs = recordable_inputs(on_cpu, seed)
+            if seed == 3:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = on_gpu.encode(inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            for rows, expected in zip(found, on_cpu.encode(inputs), strict=True):
+                torch.testing.assert_close(rows.cpu(), expected, atol=1e-3, rtol=1e-3)
+        assert (calls.num_recorded == 0) == launched

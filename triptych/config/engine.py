@@ -61,7 +61,7 @@ class EngineConfig(Settings):
     )
     max_num_seqs: int = setting(32, "maximum requests that one language instance runs at a time", ge=1)
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks", ge=1)
-    cuda_graphs: bool = setting(True, "on GPUs, run steps as CUDA graphs, recorded at the start")
+    cuda_graphs: bool = setting(True, "on GPUs, run steps and vision towers as CUDA graphs")
     max_model_len: int = setting(
         0, "maximum length of a request in tokens, prompt and answer; 0: the limit of model and KV cache", ge=0
     )

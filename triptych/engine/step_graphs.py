@@ -15,16 +15,11 @@ from triptych.engine.kv_size import gib
 from triptych.errors import StartError
 from triptych.layers.attention.base import AttentionBatch, KVTensors, pages_needed
 from triptych.layers.attention.tables import PagedTables
+from triptych.layers.cuda_graphs import Record, recorder
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.pinned import to_device
 
 log = logging.getLogger(__name__)
-
-WARM_UPS = 2
-"""Runs before a recording: Triton compiles in the first, and cuBLAS selects its algorithms."""
-
-Record = Callable[[Callable[[], object]], Callable[[], object]]
-"""Takes a step that reads and writes fixed tensors; returns a function that replays it."""
 
 
 def only_decodes(batch: ForwardBatch) -> bool:
@@ -265,7 +260,7 @@ def record_graphs(
     )
     try:
         with torch.inference_mode(), torch.cuda.device(device):
-            graphs = StepGraphs(decoder, cache, sizes, _recorder())
+            graphs = StepGraphs(decoder, cache, sizes, recorder())
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise StartError(
@@ -280,26 +275,6 @@ def record_graphs(
         gib(took),
     )
     return graphs
-
-
-def _recorder() -> Record:
-    """Return a function that records graphs. They share a memory pool, since only one runs at a time, and a stream,
-    since cuBLAS keeps a workspace for each. Other threads may use the GPU meanwhile: NCCL's watchdog does."""
-    pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def record(step: Callable[[], object]) -> Callable[[], object]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            step()
-        return graph.replay
-
-    return record
 
 
 def _no_rows(no_media: Tensor) -> ForwardBatch:

@@ -22,6 +22,18 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return unpacked(buffer, tensors)
 
 
+def together(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return CPU tensors [rows, values], one after the other, on the device and in ``dtype``. For a GPU each is read
+    once, and one copy in ``dtype`` is launched; later work on the device waits for it."""
+    if device.type == "cpu":
+        return torch.cat(list(tensors)).to(dtype)
+    lengths = [len(tensor) for tensor in tensors]
+    on_host = torch.empty((sum(lengths), *tensors[0].shape[1:]), dtype=dtype, pin_memory=True)
+    for part, tensor in zip(on_host.split(lengths), tensors, strict=True):
+        part.copy_(tensor)
+    return on_host.to(device, non_blocking=True)
+
+
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device to the CPU and wait once for all of them, while other threads may run.
 

@@ -74,7 +74,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     kernels = _kernels(heads, cos, sin)
     num_tokens, num_heads, dim = heads.shape
     is_dense = heads.stride()[1:] == (dim, 1)
-    if is_dense and (on_gpu := _gpu_kernels(heads, cos, sin)):
+    if is_dense and cos.dtype == sin.dtype and (on_gpu := _gpu_kernels(heads)):
         return on_gpu.rotate(heads, cos.contiguous(), sin.contiguous())
     if kernels is None or not is_dense:
         first, second = heads.chunk(2, dim=-1)

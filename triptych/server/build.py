@@ -13,7 +13,7 @@ from triptych.layers.devices import check_ranks, use_device
 from triptych.layers.parallel import rank_device
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
-from triptych.server.build_encoder import WorkerStarter, encode_loop_factory
+from triptych.server.build_encoder import WorkerStarter, encode_loop_factory, record_towers
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
 from triptych.server.instance import Instance
@@ -93,6 +93,8 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
             check_always=spec.transfer.checksum == "always",
         )
     if encoder is not None and start_workers is not None:
+        if spec.engine.cuda_graphs:
+            record_towers(encoder, rank_device(model.device, 0))
         make_encode_loop = encode_loop_factory(
             model, encoder, instance, spec.encode, sender, start_workers=start_workers
         )

@@ -11,9 +11,11 @@ from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
+from triptych.layers.cuda_graphs import recorder
 from triptych.layers.encoder import Encoder
 from triptych.layers.pinned import to_cpu
 from triptych.models.base import EncoderInput
+from triptych.models.shared.encoder import recordable_calls
 from triptych.sandbox.protocol import Limits
 from triptych.server.instance import Instance
 from triptych.server.model_bundle import ModelBundle
@@ -31,6 +33,14 @@ class EncoderRunner:
         """Return the embeddings of each input, uint8 of shape (rows, row_bytes)."""
         with torch.inference_mode():
             return [_as_bytes(rows) for rows in to_cpu([r.to(self._dtype) for r in self._encoder.encode(inputs)])]
+
+
+def record_towers(encoder: Encoder, device: torch.device) -> None:
+    """On a GPU, let the calls of an encoder's towers be CUDA graphs, for the shapes of inputs that come often."""
+    if device.type == "cuda":
+        record = recorder()
+        for calls in recordable_calls(encoder):
+            calls.record = record
 
 
 def encode_loop_factory(

@@ -1,5 +1,6 @@
 """A tower's attention: by the compiled kernel if it exists and supports the shapes, else by PyTorch."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -116,6 +117,10 @@ def attend(  # noqa: PLR0917 (a kernel's operands)
     if kernel is not None and kernel.suits(query, key[None]):
         return kernel.over_segments(query, key, value, lengths, scale, value_dim)
     operands = query, key, value[..., :value_dim]
-    by_heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in operands)
-    parts = [F.scaled_dot_product_attention(q, k, v, scale=scale) for q, k, v in zip(*by_heads, strict=True)]
-    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+    runs = [(length, len(list(equal))) for length, equal in itertools.groupby(lengths)]
+    of_runs = (one.split([length * count for length, count in runs]) for one in operands)
+    parts = []
+    for (length, count), *run in zip(runs, *of_runs, strict=True):  # consecutive segments of one length are a batch
+        q, k, v = (one.unflatten(0, (count, length)).transpose(1, 2) for one in run)  # [segments, heads, length, dim]
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -6,6 +6,7 @@ by itself lacks the prefix ``thinker.``.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -14,7 +15,8 @@ from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen2_5_omni.config import thinker_settings, window_frames
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
+from triptych.models.shared.grid_tables import positions, windows
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -43,6 +45,7 @@ class Qwen25Omni(MultimodalAdapter):
                 "Qwen2_5OmniVisionAttention",
                 "Qwen2_5OmniVisionBlock",
             ),
+            make_tower=partial(VisionTower, tables=(positions, windows)),
         ),
     )
     layouts = (

@@ -6,10 +6,12 @@ level, saved ones in ``text_config``.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
+from triptych.models.shared.grid_tables import positions
 from triptych.models.shared.settings import text_section
 
 
@@ -22,6 +24,7 @@ class Qwen2VL(MultimodalAdapter):
             config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
             width="hidden_size",
             replaced=("Qwen2VLVisionBlock", "VisionAttention", "VisionMlp"),
+            make_tower=partial(VisionTower, tables=(positions,)),
         ),
     )
 

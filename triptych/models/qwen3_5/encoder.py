@@ -6,8 +6,11 @@ Names are the same in the published files and in those that ``save_pretrained`` 
 for multi-token prediction (``mtp.…``), which aren't served.
 """
 
+from functools import partial
+
 from triptych.models.base import VISION
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
+from triptych.models.shared.grid_tables import interpolation, positions
 from triptych.models.shared.split_adapter import WeightPrefixes
 
 
@@ -20,6 +23,7 @@ class Qwen35(MultimodalAdapter):
             config="transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5VisionConfig",
             width="out_hidden_size",
             replaced=("Qwen3_5VisionAttention", "Qwen3_5VisionBlock", "Qwen3_5VisionMLP"),
+            make_tower=partial(VisionTower, tables=(positions, interpolation)),
         ),
     )
     layouts = (WeightPrefixes({VISION: "model.visual."}, "model.language_model.", others=("mtp.",)),)

@@ -5,9 +5,12 @@ Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_to
 by itself lacks the prefix ``thinker.``.
 """
 
+from functools import partial
+
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen3_omni.audio_tower import AudioTower
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
+from triptych.models.shared.grid_tables import interpolation, positions
 from triptych.models.shared.omni import thinker_config
 from triptych.models.shared.split_adapter import WeightPrefixes
 
@@ -24,6 +27,7 @@ class Qwen3Omni(MultimodalAdapter):
             width="out_hidden_size",
             deepstack="deepstack_visual_indexes",
             replaced=("Qwen3OmniMoeVisionAttention", "Qwen3OmniMoeVisionBlock", "Qwen3OmniMoeVisionMLP"),
+            make_tower=partial(VisionTower, tables=(positions, interpolation)),
         ),
         TowerSpec(
             name=AUDIO,

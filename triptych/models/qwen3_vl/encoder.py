@@ -6,7 +6,10 @@ differ. Published: ``gate_up_proj`` [experts, hidden, 2 * intermediate], ``down_
 saved, as the modules hold them: [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate].
 """
 
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec
+from functools import partial
+
+from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
+from triptych.models.shared.grid_tables import interpolation, positions
 
 
 class Qwen3VL(MultimodalAdapter):
@@ -19,5 +22,6 @@ class Qwen3VL(MultimodalAdapter):
             width="out_hidden_size",
             replaced=("Qwen3VLVisionAttention", "Qwen3VLVisionBlock", "Qwen3VLVisionMLP"),
             deepstack="deepstack_visual_indexes",
+            make_tower=partial(VisionTower, tables=(positions, interpolation)),
         ),
     )

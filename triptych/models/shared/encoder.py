@@ -1,35 +1,44 @@
 """Adapter of families whose towers come from transformers. Their vision tower takes any grid of patches and returns one
 embedding per merged patch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
-from triptych.layers.pinned import to_device
+from triptych.layers.pinned import together
+from triptych.layers.shaped_calls import Call, ShapedCalls
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import backbone_of, resolve
+from triptych.models.shared.grid_tables import GridTable, grid_tables
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:  # transformers is imported only where a tower is loaded, so not in a language instance
     from transformers import PreTrainedModel
+
+Grid = tuple[int, int, int]
 
 
 class VisionTower:
     """``Encoder`` that turns patches of pixels into embeddings and deepstack features."""
 
-    def __init__(self, module: "PreTrainedModel", embedding_width: int) -> None:
+    def __init__(self, module: "PreTrainedModel", embedding_width: int, tables: Sequence[GridTable] = ()) -> None:
+        """``tables`` make all that ``module`` derives from grids; without them, it derives that itself in each call."""
         self.module = module
         self.embedding_width = embedding_width
+        self.tables = tables
+        self.calls = ShapedCalls[tuple[Grid, ...]](self._for_grids)
+        """Calls of the module for inputs of these grids."""
         self._patches_per_row = module.config.spatial_merge_size**2
 
     @torch.inference_mode()
@@ -40,13 +49,22 @@ class VisionTower:
         for item in inputs:
             if item.patches.shape[0] != prod(item.grid):
                 raise PlanMismatch(f"{item.patches.shape[0]} patches don't fill a grid of {item.grid}")
-        device = self.module.device
-        [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], device)
-        grids = torch.tensor([item.grid for item in inputs], device=device)  # [items, 3]
-        output = self.module(patches.to(self.module.dtype), grid_thw=grids)
-        features = getattr(output, "deepstack_features", None) or ()
-        rows = torch.cat((output.pooler_output, *features), dim=1)  # [rows of all items, embedding_width]
+        device, dtype = self.module.device, self.module.dtype
+        patches = together([torch.from_numpy(item.patches) for item in inputs], dtype, device)
+        [rows] = self.calls(tuple(item.grid for item in inputs), patches)
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
+
+    def _for_grids(self, grids: tuple[Grid, ...]) -> Call:
+        on_cpu = torch.tensor(grids)
+        arguments = grid_tables(self.module, on_cpu, self.tables)
+        arguments["grid_thw"] = on_cpu if self.tables else on_cpu.to(self.module.device)
+
+        def rows_of(patches: Tensor) -> list[Tensor]:
+            output = self.module(patches, **arguments)
+            features = getattr(output, "deepstack_features", None) or ()
+            return [torch.cat((output.pooler_output, *features), dim=1)]  # [rows of all items, embedding_width]
+
+        return rows_of
 
 
 class MultiTowerEncoder:
@@ -69,6 +87,18 @@ class MultiTowerEncoder:
             made = tower.encode([inputs[number] for number in numbers]) if numbers else []
             rows |= zip(numbers, (F.pad(one, (0, self.embedding_width - one.shape[1])) for one in made), strict=True)
         return [rows[number] for number in range(len(inputs))]
+
+
+def recordable_calls(encoder: Encoder) -> Iterator[ShapedCalls[Any]]:
+    """Yield the calls of an encoder's towers that may be recorded: their shape says all that the CPU needs to know."""
+    if isinstance(encoder, MultiTowerEncoder):
+        for tower in encoder.towers.values():
+            yield from recordable_calls(tower)
+    elif isinstance(encoder, VisionTower):
+        if encoder.tables:
+            yield encoder.calls
+    elif isinstance(encoder, nn.Module):
+        yield from (one.calls for one in encoder.modules() if isinstance(one, VisionTransformer))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The references are ``CLIPVisionModel``, ``SiglipVisionModel``, ``InternVLVisionM
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
-from triptych.layers.pinned import to_device
+from triptych.layers.pinned import together
+from triptych.layers.shaped_calls import ShapedCalls
 from triptych.layers.tower_layer import PostNormLayer, TowerLayer
 
 MAX_STATES = 4096
@@ -45,6 +47,8 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.rotations: Tensor | None
         self.register_buffer("rotations", rotations, persistent=False)
+        self.calls = ShapedCalls[tuple[int, ...]](lambda shape: partial(self, wanted=shape[1:]))
+        """Calls of ``forward``. A shape has the number of patches, then ``wanted``."""
 
     @property
     def num_patches(self) -> int:
@@ -58,10 +62,13 @@ class VisionTransformer(nn.Module):
         for item in inputs:
             if item.grid[1:] != (side, side) or len(item.patches) != item.grid[0] * side**2:
                 raise PlanMismatch(f"{len(item.patches)} patches of a grid of {item.grid} don't fill {side} by {side}")
-        [patches] = to_device([torch.cat([torch.from_numpy(item.patches) for item in inputs])], self.positions.device)
+        patches = together(
+            [torch.from_numpy(item.patches) for item in inputs], self.positions.dtype, self.positions.device
+        )
         images = max(MAX_STATES // len(self.positions), 1)
-        batches = torch.split(patches.to(self.positions.dtype), images * self.num_patches)
-        return [torch.cat(states) for states in zip(*(self(batch, wanted) for batch in batches), strict=True)]
+        batches = torch.split(patches, images * self.num_patches)
+        states = [self.calls((len(batch), *wanted), batch) for batch in batches]
+        return [torch.cat(layer) for layer in zip(*states, strict=True)]
 
     def forward(self, patches: Tensor, wanted: Sequence[int]) -> list[Tensor]:
         """Return the hidden states [images, states, hidden] after each of the ``wanted`` layers, numbered from 1; 0
