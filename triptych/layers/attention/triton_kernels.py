@@ -47,21 +47,24 @@ def write_kernel(
 def _attend_block(
     query, rest, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale, maxima, totals, sums,
     KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    REST: tl.constexpr, REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, CAP: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, CAP: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to the online softmax.
 
     ``query`` [rows, DIM_BLOCK] and ``rest`` [rows, REST_BLOCK] are the queries; ``rest`` isn't used without ``REST``.
 
     ``places`` [KEYS] are the keys' token indices, ``inside`` [KEYS] marks those that exist, ``visible`` [rows, KEYS]
-    those that a row attends to. Returns the updated ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
+    those that a row attends to; with ``ALL`` that is each of them, and neither mask is read. Returns the updated
+    ``maxima``, ``totals`` [rows] and ``sums`` [rows, DIM_BLOCK].
     """
     dims = tl.arange(0, DIM_BLOCK)
-    pages = tl.load(page_table + places // PAGE_SIZE, mask=inside, other=0)
+    pages = tl.load(page_table + places // PAGE_SIZE, mask=None if ALL else inside, other=None if ALL else 0)
     heads = ((pages * PAGE_SIZE + places % PAGE_SIZE) * KV_HEADS + kv_head) * (DIM + REST)
     offsets = heads[:, None] + dims[None, :]
     # unwritten parts of the cache may hold NaN, which a weight of 0 wouldn't cancel
-    mask = inside[:, None] & (dims < DIM)[None, :]
+    mask = (dims < DIM)[None, :]
+    if not ALL:
+        mask = mask & inside[:, None]
     keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(query.dtype)
     values = keys
     if not SHARED:
@@ -69,13 +72,16 @@ def _attend_block(
     scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
     if REST > 0:
         more = tl.arange(0, REST_BLOCK)
-        rest_mask = inside[:, None] & (more < REST)[None, :]
+        rest_mask = (more < REST)[None, :]
+        if not ALL:
+            rest_mask = rest_mask & inside[:, None]
         rest_keys = tl.load(key_cache + heads[:, None] + DIM + more[None, :], mask=rest_mask, other=0.0)
         scores = tl.dot(rest, tl.trans(rest_keys.to(query.dtype)), scores, input_precision="tf32x3")
     scores *= scale
     if CAP > 0:  # CAP * tanh(score / CAP)
         scores = (1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)) * (CAP * LOG2_E)
-    scores = tl.where(visible, scores, float("-inf"))
+    if not ALL:
+        scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(maxima, tl.max(scores, 1))
     rescale = tl.exp2(maxima - higher)
     weights = tl.exp2(scores - higher[:, None])
@@ -177,7 +183,7 @@ def decode_kernel(
         maxima, totals, sums = _attend_block(
             queries, rest, key_cache, value_cache, page_table, which // (GROUPS // KV_HEADS), places, inside,
             inside[None, :], scale, maxima, totals, sums,
-            KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP,
+            KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP, ALL=False,
         )  # fmt: skip
 
     if SPLITS == 1:
@@ -213,6 +219,28 @@ def reduce_kernel(
     sums = tl.load(partial_sums + part[:, None] * DIM + dims[None, :], mask=mask[None, :], other=0.0)
     result = tl.sum(sums * weights[:, None], 0) / total
     tl.store(output + (token * HEADS + head) * DIM + dims, result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend_keys(
+    queries, rest, key_cache, value_cache, page_table, kv_head, begin, end, position, last, scale,
+    maxima, totals, sums, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, SHARED: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Add the keys ``[begin, end)`` to the online softmax, those that a row at ``position`` [rows] attends to: up to
+    ``last`` [rows] and within its window; all of them with ``ALL``. Else as ``_attend_block``."""
+    for base in range(begin, end, KEYS):
+        places = base + tl.arange(0, KEYS)
+        inside = places < end
+        visible = inside[None, :] & (places[None, :] <= last[:, None])
+        if WINDOW > 0:
+            visible = visible & (places[None, :] >= _first_read(position, WINDOW, CHUNKED)[:, None])
+        maxima, totals, sums = _attend_block(
+            queries, rest, key_cache, value_cache, page_table, kv_head, places, inside, visible, scale,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP, ALL,
+        )  # fmt: skip
+    return maxima, totals, sums
 
 
 @triton.jit
@@ -259,17 +287,19 @@ def prefill_kernel(
     begin = _first_read(past + first, WINDOW, CHUNKED) // KEYS * KEYS
     maxima, totals = _start_softmax(sinks, heads, head < GROUP, SINKS, ROWS)
     sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
-    for base in range(begin, end, KEYS):
-        places = base + tl.arange(0, KEYS)
-        inside = places < end
-        visible = inside[None, :] & (places[None, :] <= last[:, None])
-        if WINDOW > 0:
-            visible = visible & (places[None, :] >= _first_read(past + token, WINDOW, CHUNKED)[:, None])
-        maxima, totals, sums = _attend_block(
-            queries, rest, key_cache, value_cache, page_table, which // (GROUPS // KV_HEADS), places, inside,
-            visible, scale, maxima, totals, sums,
-            KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, CAP,
-        )  # fmt: skip
+    kv_head, middle = which // (GROUPS // KV_HEADS), begin
+    if WINDOW == 0:  # all rows attend to all keys up to the first row's token
+        middle = (past + first + 1) // KEYS * KEYS
+    maxima, totals, sums = _attend_keys(
+        queries, rest, key_cache, value_cache, page_table, kv_head, begin, middle, past + token, last, scale,
+        maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, KEYS, WINDOW, CHUNKED, CAP,
+        ALL=True,
+    )  # fmt: skip
+    maxima, totals, sums = _attend_keys(
+        queries, rest, key_cache, value_cache, page_table, kv_head, middle, end, past + token, last, scale,
+        maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, KEYS, WINDOW, CHUNKED, CAP,
+        ALL=False,
+    )  # fmt: skip
 
     result = _mean(sums, totals).to(output.dtype.element_ty)
     tl.store(output + (packed[:, None] * HEADS + heads[:, None]) * DIM + dims[None, :], result, mask=mask)
