@@ -251,7 +251,7 @@ def record_graphs(
         log.info("no CUDA graphs: embeddings per layer are read in host memory")
         return None
     device = cache.device
-    began, before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    began, before = time.monotonic(), torch.cuda.memory_reserved(device)
     sizes = GraphSizes(
         decodes=decode_sizes(max_num_seqs),
         mixed=mixed_sizes(max_num_batched_tokens),
@@ -267,7 +267,7 @@ def record_graphs(
             "no memory is left for CUDA graphs: give --kv-cache-memory less, lower --max-num-seqs or "
             "--max-num-batched-tokens, or use --no-cuda-graphs"
         ) from error
-    took = max(0, before - torch.cuda.mem_get_info(device)[0])
+    took = max(0, torch.cuda.memory_reserved(device) - before)  # other processes may share the GPU
     log.info(
         "recorded %d CUDA graphs, up to %d requests that decode and %d tokens, in %.1f s and %s",
         *graphs.extent,

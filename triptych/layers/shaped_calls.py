@@ -28,7 +28,7 @@ Call = Callable[[Tensor], Sequence[Tensor]]
 
 
 @dataclass
-class _Prepared:
+class _KnownShape:
     call: Call
     uses: int = 0
     recorded: "_Recorded | None" = None
@@ -43,7 +43,7 @@ class ShapedCalls(Generic[Shape]):
 
     def __init__(self, prepare: Callable[[Shape], Call]) -> None:
         self._prepare = prepare
-        self._shapes: OrderedDict[Shape, _Prepared] = OrderedDict()  # the least recently used first
+        self._shapes: OrderedDict[Shape, _KnownShape] = OrderedDict()  # the least recently used first
 
     @property
     def num_recorded(self) -> int:
@@ -54,7 +54,7 @@ class ShapedCalls(Generic[Shape]):
         if shape not in self._shapes:
             if len(self._shapes) == MAX_SHAPES:
                 self._shapes.popitem(last=False)
-            self._shapes[shape] = _Prepared(self._prepare(shape))
+            self._shapes[shape] = _KnownShape(self._prepare(shape))
         self._shapes.move_to_end(shape)
         one = self._shapes[shape]
         one.uses += 1
@@ -62,7 +62,7 @@ class ShapedCalls(Generic[Shape]):
             one.recorded = self._recorded(one.call, rows)
         return list(one.call(rows)) if one.recorded is None else one.recorded(rows)
 
-    def _is_worth_recording(self, one: _Prepared, rows: Tensor) -> bool:
+    def _is_worth_recording(self, one: _KnownShape, rows: Tensor) -> bool:
         """Return whether ``one`` should be recorded, after making room for it."""
         if self.record is None or one.uses < USES_BEFORE_RECORDING or not 0 < len(rows) <= MAX_ROWS:
             return False
