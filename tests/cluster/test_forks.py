@@ -223,6 +223,20 @@ print(*sorted(name for name in {{*sys.modules}} - before if name.startswith(("to
 
 
 @pytest.mark.slow
+def test_what_is_prepared_is_imported_before_the_first_instance(folder: Path) -> None:
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        launcher.prepare(replace(spec(), fork=ForkInstance("pd0", str(folder), encodes=False)))
+        maps = Path(f"/proc/{server_of(launcher).pid}/maps")
+        async with asyncio.timeout(60):
+            while "libtorch_cpu" not in maps.read_text():
+                await asyncio.sleep(0.05)
+        assert not server_of(launcher).children()
+        assert (await (await start()).wait()).code == exit_codes.CONFIG
+
+    run(test)
+
+
+@pytest.mark.slow
 def test_instances_end_with_the_server_and_come_back(folder: Path) -> None:
     with triptych("serve", folder, *FAST, "--topology", "1E1PD") as command:
         url = command.wait_until_ready()

@@ -22,8 +22,9 @@ LAST_WORDS = 1.0
 """Seconds for the output of a process that has ended to arrive."""
 MAX_LINE = 2**20
 """Bytes of the longest output line that is shown in full: one in JSON may hold a long traceback."""
-NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
-"""The service manager's variables, which are for the supervisor alone."""
+NOT_INHERITED = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "SPT_NOENV")
+"""The service manager's variables, which are for the supervisor alone, and Ray's for its own workers, with which titles
+of processes are cut."""
 
 Print = Callable[[str], None]
 
@@ -88,6 +89,9 @@ class StartedProcess(Protocol):
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
 
+    async def begun(self) -> None:
+        """Return once it has a process id, or can't get one any more."""
+
     async def wait(self) -> int:
         """Return its exit code, negative for a signal, once it has ended. Raises OSError if it can't be started."""
 
@@ -106,6 +110,9 @@ class SpawnedProcess:
         """Send a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
+
+    async def begun(self) -> None:
+        """As in ``StartedProcess``."""
 
     async def wait(self) -> int:
         """As in ``StartedProcess``."""
@@ -130,6 +137,8 @@ class Child:
     ) -> None:
         self.last_line = ""
         """The last line that it wrote."""
+        self.was_ready = False
+        """Set by its supervisor."""
         self._spec = spec
         self._process = process
         self._output = output
@@ -193,6 +202,10 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
         self._process.send(number)
+
+    async def begun(self) -> None:
+        """Return once the process has an id, or can't get one any more."""
+        await self._process.begun()
 
     async def wait(self) -> Ended:
         """Return how the process ended, once it has and its output is shown."""

@@ -13,7 +13,7 @@ import msgspec
 
 from triptych import children
 from triptych.observe.machine import describe_exit
-from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
+from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked, Preload
 
 REPORT_SECONDS = 60.0
 """Seconds in which the server reports how a process has ended; it may be importing from a slow disk."""
@@ -30,6 +30,7 @@ class ForkedProcess:
         self._loop = asyncio.get_running_loop()
         self._code: asyncio.Future[int] = self._loop.create_future()
         self._descriptor = -1
+        self._begun = asyncio.Event()
         self._early: signal.Signals | None = None
         """A signal that came before the process, and ends it."""
         self._report: asyncio.TimerHandle | None = None
@@ -50,11 +51,13 @@ class ForkedProcess:
                 signal.pidfd_send_signal(self._descriptor, number)
         elif not self._code.done():
             self._early = number
+            self._begun.set()
             self._code.set_result(-number)
 
     def begin(self, pid: int, descriptor: int) -> None:
         """Take the process id and a file descriptor of the process."""
         self.pid, self._descriptor = pid, descriptor
+        self._begun.set()
         self._loop.add_reader(descriptor, self._on_exit)
         if self._early is not None:
             self.send(signal.SIGKILL)
@@ -72,6 +75,7 @@ class ForkedProcess:
 
     def fail(self, error: OSError) -> None:
         """It isn't started."""
+        self._begun.set()
         if not self._code.done():
             self._code.set_exception(error)
 
@@ -80,6 +84,10 @@ class ForkedProcess:
         self._report_seconds = 0.0
         if self._report:
             self._end_unreported()
+
+    async def begun(self) -> None:
+        """Return once it has a process id, or can't get one any more."""
+        await self._begun.wait()
 
     async def wait(self) -> int:
         """Return its exit code, negative for a signal, once it has ended. Raises OSError if it can't be started."""
@@ -130,6 +138,10 @@ class InstanceForkServer:
     def is_idle(self) -> bool:
         """Whether no instance runs, nor begins to."""
         return all(process.has_ended for process in (*self._asked, *self._running.values()))
+
+    def preload(self, request: Preload) -> None:
+        """Let it import what instances need that are asked for later. Raises OSError."""
+        self._socket.send(msgspec.msgpack.encode(request))
 
     def fork(self, request: ForkInstance, stdin: int, stdout: int) -> ForkedProcess:
         """Ask for an instance with these file descriptors, which the caller closes. Raises OSError."""

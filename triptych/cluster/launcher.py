@@ -7,10 +7,14 @@ from typing import Protocol
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
+from triptych.server.fork_messages import Preload
 
 
 class RunningProcess(Protocol):
     """A process that was started: it waits for a place, runs, or has ended."""
+
+    was_ready: bool
+    """Whether it has been ready, as its supervisor knows: its place is good for the next one."""
 
     @property
     def pid(self) -> int:
@@ -65,7 +69,12 @@ class LocalLauncher:
         self._former: list[InstanceForkServer] = []
         """Those whose instances may still run."""
 
-    async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
+    def prepare(self, spec: ChildSpec) -> None:
+        """Import what an instance like this one does, before one is started. Raises OSError."""
+        if spec.fork:
+            self._server(spec).preload(Preload(spec.fork.model, spec.fork.encodes))
+
+    async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> Child:
         """As in ``Launcher``."""
         if spec.fork:
             return await Child.fork(spec, incarnation, show, lambda: self._server(spec))

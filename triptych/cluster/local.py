@@ -110,6 +110,8 @@ class LocalCluster:
             is_frontend = process.spec.role is None and process.child is not None and process.child.pid in self._joined
             process.ready = is_frontend or (process.spec.name, process.incarnation) in held
             process.was_ready |= process.ready
+            if process.child is not None:
+                process.child.was_ready = process.was_ready
         for name, new in self._new.items():
             if new.ready and not new.stopping and not self.has(name):
                 self._current[name] = new

@@ -6,7 +6,16 @@ MAX_MESSAGE = 2**16
 """Bytes of the longest message."""
 
 
-class ForkInstance(msgspec.Struct, frozen=True):
+class Preload(msgspec.Struct, frozen=True, tag=True):
+    """Request to import what instances of a model do, before one is asked for. It has no answer."""
+
+    model: str
+    """Folder of the checkpoint."""
+    encodes: bool
+    """Whether instances with an encoder are among them."""
+
+
+class ForkInstance(msgspec.Struct, frozen=True, tag=True):
     """Request for an instance. Its standard input and output come with the message, in this order."""
 
     name: str
@@ -36,4 +45,5 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     """Negative for a signal."""
 
 
+ToForkServer = Preload | ForkInstance
 FromForkServer = Forked | NotForked | Exited

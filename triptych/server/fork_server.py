@@ -22,7 +22,7 @@ import setproctitle
 from triptych import exit_codes
 from triptych.heap import gc_paused
 from triptych.observe.machine import end_with_parent
-from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, ForkInstance, FromForkServer, NotForked
+from triptych.server.fork_messages import MAX_MESSAGE, Exited, Forked, FromForkServer, NotForked, Preload, ToForkServer
 from triptych.server.preload import preload
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,8 +62,10 @@ class ForkLoop:
         if not data:
             self._selector.unregister(self._parent)
             return False
-        request = msgspec.msgpack.decode(data, type=ForkInstance)
+        request: ToForkServer = msgspec.msgpack.decode(data, type=ToForkServer)
         _preload(request)
+        if isinstance(request, Preload):
+            return False
         server = os.getpid()
         # a signal that comes before the new process has its handlers waits for them
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
@@ -108,7 +110,7 @@ class ForkLoop:
             socket.send_fds(self._parent, [msgspec.msgpack.encode(message)], files)
 
 
-def _preload(request: ForkInstance) -> None:
+def _preload(request: ToForkServer) -> None:
     # the instance fails in the same way, and says so
     with gc_paused(), warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")  # they would be lines of the supervisor's output
