@@ -2,7 +2,7 @@
 
 import pytest
 
-from triptych.cli.ray_flags import ray_address, ray_resources
+from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.errors import ConfigError
 from triptych.topology import Role
 
@@ -31,3 +31,11 @@ def test_resources() -> None:
 def test_bad_resources_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not ROLE=NAME:AMOUNT"):
         ray_resources(text)
+
+
+def test_spares() -> None:
+    assert ray_spares(0) == 0
+    assert ray_spares(2) == 2
+    for number in (-1, 1001):
+        with pytest.raises(ConfigError, match=f"--ray-spares {number} is not from 0 to 1000"):
+            ray_spares(number)

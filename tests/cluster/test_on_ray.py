@@ -11,13 +11,17 @@ import psutil
 import pytest
 
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
-from tests.support.on_ray import NODE, is_whole, launched, pid_of
+from tests.support.on_ray import NODE, control_flags, is_whole, launched, pid_of
 from tests.support.processes import is_gone
 from tests.support.ray_cluster import RayCluster, ray_cluster
 from triptych import exit_codes
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
 
+QUIET = 2.0
+"""Seconds without a line of an instance, so that its supervisor waits for the next one."""
+AT_ONCE = 6.0
+"""Seconds in which an idle instance has ended: less than a question for its lines waits."""
 SAID = 10.0
 """Seconds within which it is said what has no place."""
 
@@ -31,10 +35,10 @@ def service(cluster: RayCluster, folder: Path, *more: str) -> Iterator[Command]:
 
 @pytest.mark.slow
 def test_a_service_on_two_nodes(folder: Path) -> None:
-    """The encode instance goes where its resource is, and at the end nothing is left."""
+    """Instances go where their resources are, and at the end nothing is left."""
     with (
-        ray_cluster([NODE | {"encoder": 1.0}, NODE]) as cluster,
-        service(cluster, folder, "--ray-resources", "E=encoder:1") as command,
+        ray_cluster([NODE | {"encoder": 1.0}, NODE | {"decoder": 1.0}]) as cluster,
+        service(cluster, folder, "--ray-resources", "E=encoder:1,PD=decoder:1") as command,
     ):
         url = command.wait_until_ready()
         assert picture_answer(url, "tiny")
@@ -48,15 +52,18 @@ def test_a_service_on_two_nodes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_instance_that_is_killed_comes_back(folder: Path) -> None:
+    """The process that has imported what it needs forks the next one."""
     with ray_cluster([NODE, NODE]) as cluster, service(cluster, folder) as command:
         url = command.wait_until_ready()
         for name in ("e0", "pd0"):
             killed, began = pid_of(command, name), time.monotonic()
+            server = psutil.Process(killed).ppid()
             psutil.Process(killed).kill()
             command.wait_for_line(rf"instance {name} \(process {killed} on \S+\) was killed by SIGKILL; starting again")
             wait_for(lambda: is_whole(command), 60, command)
             print(f"{name} was back {time.monotonic() - began:.1f} s after it was killed")
             assert launched(command, name).restarts == 1
+            assert psutil.Process(pid_of(command, name)).ppid() == server
             assert picture_answer(url, "tiny")
 
 
@@ -73,6 +80,44 @@ def test_a_node_is_lost_and_its_instance_goes_to_the_spare_one(folder: Path) -> 
         print(f"pd0: noticed after {noticed:.1f} s, back after {time.monotonic() - began:.1f} s")
         assert cluster.raylet_of(pid_of(command, "pd0")) != raylet
         assert picture_answer(url, "tiny") == answer
+
+
+@pytest.mark.slow
+def test_a_spare_place_takes_the_instance_of_a_lost_node(folder: Path) -> None:
+    """Its process has imported all before, and another place is kept free afterwards, where there is room."""
+    with ray_cluster([NODE, NODE, NODE]) as cluster, service(cluster, folder, "--ray-spares", "1") as command:
+        url = command.wait_until_ready()
+        command.wait_for_line("a spare place waits on ")
+        lost, spare = pid_of(command, "e0"), spare_server(cluster)
+        cluster.kill_node(cluster.raylet_of(lost))
+        command.wait_for_line(rf"instance e0 \(process {lost} on \S+\) was lost with its machine; starting again in")
+        wait_for(lambda: is_whole(command), 60, command)
+        assert psutil.Process(pid_of(command, "e0")).ppid() == spare.pid
+        assert picture_answer(url, "tiny")
+        command.wait_for_line("a spare place isn't free yet: it asks for 1 CPU; free on all nodes: nothing")
+        command.send(signal.SIGTERM)
+        assert command.end(40) == 0, command.text
+        assert is_gone(spare.pid)
+
+
+def spare_server(cluster: RayCluster) -> psutil.Process:
+    """The only process that forks instances and has none."""
+    family = [one for raylet in cluster.raylets for one in psutil.Process(raylet).children(recursive=True)]
+    [found] = [one for one in family if "triptych.server.fork_server" in one.cmdline() and not one.children()]
+    return found
+
+
+@pytest.mark.slow
+def test_a_signal_reaches_an_instance_at_once(folder: Path) -> None:
+    with ray_cluster([NODE, NODE]) as cluster, service(cluster, folder, "--topology", "2EPD") as command:
+        command.wait_until_ready()
+        instances = [pid_of(command, name) for name in ("epd0", "epd1")]
+        time.sleep(QUIET)
+        with triptych("scale", *control_flags(command), "EPD=1") as scale:
+            began = time.monotonic()
+            assert scale.end(60) == 0, scale.text
+            assert time.monotonic() - began < AT_ONCE
+        assert [is_gone(pid, 0) for pid in instances] == [False, True]
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ AWAY = 5.0
 """Seconds between the end of the head and the start of the next one."""
 AFTER = 3.0
 """Seconds for which questions are asked once all is well again."""
+IMPORT_SECONDS = 10.0
+"""Seconds in which a spare place has imported all."""
 FLAGS = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "8192")
 
 
@@ -48,6 +50,7 @@ class Service:
     command: Command
     url: str
     control: ControlClient
+    has_spare: bool
 
     def wait_for(self, condition: Callable[[Status], object]) -> Status:
         """Wait until the service's status is as wanted, and return it."""
@@ -72,24 +75,38 @@ class Service:
 
     def restore(self, host: RayHost) -> None:
         """Start a host that was lost again."""
+        line = len(self.command.lines)
         host.kill()
         host.boot()
         host.start_ray()
         self.hosts.wait_for_nodes()
+        if self.has_spare:
+            self.wait_for_spare(line)
+
+    def wait_for_spare(self, since: int) -> None:
+        """Wait until a place is kept, and has imported all."""
+        self.says("a spare place waits on", since)
+        time.sleep(IMPORT_SECONDS)
 
 
 @contextmanager
-def serving(topology: str, nodes: int, fabric: str, variables: Mapping[str, str] = HEALTH_CHECKS) -> Iterator[Service]:
+def serving(
+    topology: str, nodes: int, fabric: str, variables: Mapping[str, str] = HEALTH_CHECKS, spares: int = 0
+) -> Iterator[Service]:
     """A service with that number of nodes, each for one instance. ``variables`` are the head's."""
     if not is_installed(fabric):
         pytest.skip(f"{fabric} isn't installed")
     with ray_hosts([{}, *[NODE] * nodes], variables) as hosts, on_host(hosts.operator.host):
-        words = ("serve", "demo", "--on", f"ray://{hosts.address}", *FLAGS, "--topology", topology, "--fabric", fabric)
+        flags = (*FLAGS, "--topology", topology, "--fabric", fabric, "--ray-spares", str(spares))
+        words = ("serve", "demo", "--on", f"ray://{hosts.address}", *flags)
         with triptych(*words, prefix=hosts.operator.prefix) as command:
             url = command.wait_for_line(r"^ready: .* on (https?://\S+)/v1$", WHOLE_SECONDS)[1]
             _, control, _, host, _, secret = control_flags(command)
             with ControlClient(control, ClusterConfig(cluster_host=host, cluster_secret_file=secret)) as client:
-                yield Service(hosts, command, url, client)
+                service = Service(hosts, command, url, client, has_spare=spares > 0)
+                if spares:
+                    service.wait_for_spare(0)
+                yield service
             assert "Traceback" not in command.text, command.text
 
 
@@ -223,9 +240,11 @@ def lose_all_room(service: Service, name: str, what: str) -> None:
         seen.judge(alone=True)
 
 
+@pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("fabric", ["nixl", "mooncake"])
-def test_the_only_instance_of_a_stage(fabric: str) -> None:
-    with serving("1E1PD", 3, fabric) as service:
+def test_the_only_instance_of_a_stage(fabric: str, spares: int) -> None:
+    """Its next one has a node, which waits for it with all imported if there is a spare place."""
+    with serving("1E1PD", 3, fabric, spares=spares) as service:
         for name in ("e0", "pd0"):
             kill_instance(service, name, f"the only one is killed ({fabric})", alone=True)
             kill_node(service, name, f"the node of the only one is killed, with a spare ({fabric})", alone=True)

@@ -7,6 +7,7 @@ from triptych.topology import Role
 
 _ADDRESS = re.compile(r"ray(?:://([^\s/:]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}))?")
 MAX_AMOUNT = 10**6
+MAX_SPARES = 1000
 
 
 def ray_address(on: str) -> str:
@@ -30,6 +31,13 @@ def ray_resources(text: str) -> dict[Role, dict[str, float]]:
             )
         resources.setdefault(Role(role.upper()), {})[name] = float(amount)
     return resources
+
+
+def ray_spares(number: int) -> int:
+    """Return the number of ``--ray-spares``. Raises ConfigError."""
+    if not 0 <= number <= MAX_SPARES:
+        raise ConfigError(f"--ray-spares {number} is not from 0 to {MAX_SPARES}")
+    return number
 
 
 def _is_amount(text: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from triptych.cli import flags
-from triptych.cli.ray_flags import ray_address, ray_resources
+from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.cli.seeing import seeing_note
 from triptych.cluster.launcher import Launcher
 from triptych.cluster.on_ray.launcher import RayLauncher
@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Ray resources that each instance of a role asks for besides CPUs and GPUs, as in E=encoder:1,PD=large:1 "
         "(default: none)",
     )
+    parser.add_argument(
+        "--ray-spares",
+        type=int,
+        metavar="N",
+        help="with --on ray: places kept free for instances of lost machines, where all that they import is imported "
+        "already; N for each set of resources that instances ask for (default: 0)",
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
         "--detach",
@@ -100,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
     if arguments.role != FRONTEND and config.lease.leave_instances:
         raise ConfigError(f"--leave-instances is for --role {FRONTEND}")
-    for given, name in ((arguments.ray_resources, "--ray-resources"), (arguments.detach, "--detach")):
-        if given and arguments.on is None:
-            raise ConfigError(f"{name} is for --on ray")
+    for name in ("ray_resources", "ray_spares", "detach"):
+        if getattr(arguments, name) and arguments.on is None:
+            raise ConfigError(f"{flag(name)} is for --on ray")
     if arguments.role is not None and arguments.on is not None:
         raise ConfigError("--on is for a whole service, not for --role")
     if arguments.role is not None and config.frontend.http.frontends > 1:
@@ -121,7 +128,8 @@ async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Na
     """Serve with instances on the nodes of a Ray cluster."""
     if config.engine.cpus.cores:
         raise ConfigError("--cpus names cores of this machine, and --on ray starts instances on others")
-    place = RayPlace(ray_address(arguments.on), ray_resources(arguments.ray_resources or ""))
+    resources, spares = ray_resources(arguments.ray_resources or ""), ray_spares(arguments.ray_spares or 0)
+    place = RayPlace(ray_address(arguments.on), resources, spares)
     if not arguments.detach:
         async with RayLauncher(place, _print_line) as launcher:
             return await _supervise(replace(config, cluster=launcher.cluster(config.cluster)), topology, launcher)
@@ -136,7 +144,11 @@ def _attach(arguments: argparse.Namespace) -> int:
     """Go on with a service whose instances have outlived their supervisor."""
     # its settings are those that it has; other ones take a rollout
     given = [flag(name) for name in flags.known_names() if getattr(arguments, name, None) is not None]
-    given += [flag(name) for name in ("topology", "role", "join", "name", "ray_resources") if getattr(arguments, name)]
+    given += [
+        flag(name)
+        for name in ("topology", "role", "join", "name", "ray_resources", "ray_spares")
+        if getattr(arguments, name)
+    ]
     if given := given or (["MODEL"] if arguments.model else []):
         raise ConfigError(f"--attach goes on with a service as it is; {min(given)} is not for it")
     with ServiceFolder(arguments.attach) as folder:

@@ -46,6 +46,9 @@ class RayPlace:
     """Of the Ray cluster, as in ``Connect``."""
     resources: Mapping[Role, Mapping[str, float]]
     """What each instance of a role asks for, besides CPUs and GPUs."""
+    spares: int = 0
+    """Places that are kept free, with a process that has imported what an instance does, for each set of resources that
+    instances ask for."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""The actor that has one instance as its child process, on a node that Ray chooses."""
+"""The actor that has a place on a node that Ray chooses, and runs one instance there after the other."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import ray
 import triptych
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec
+from triptych.cluster.launcher import LocalLauncher
 from triptych.cluster.on_ray.messages import News, PlacedInstance
 from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
@@ -32,16 +35,20 @@ MAX_LINES = 500
 KEPT_LINES = 5000
 """Lines that are kept for a supervisor that doesn't ask for a while."""
 REMEMBERED_SECONDS = 60.0
-"""Seconds after the instance's end in which a supervisor can ask for it; then the actor ends by itself."""
+"""Seconds in which a supervisor must ask for an instance that has ended, or for an actor that has none; then the actor
+ends by itself."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks whether it should."""
 
 
-class InstanceActor:
-    """Starts an instance, and tells how it fares. Each method has a thread of its own; so has the child process, since
-    the kernel kills it with the thread that started it."""
+class HostedInstance:
+    """An instance of an actor: how it fares, for those who ask, each in a thread of its own."""
 
-    def __init__(self, assignment: bytes) -> None:
-        self._assignment = msgspec.msgpack.decode(assignment, type=PlacedInstance)
-        self._node = ray.util.get_node_ip_address()
+    def __init__(self, assignment: PlacedInstance, node: str) -> None:
+        self.told_end = False
+        """Whether someone was told how it ended."""
+        self._assignment = assignment
+        self._node = node
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
@@ -52,13 +59,13 @@ class InstanceActor:
         self._child: Child | None = None
         self._early: list[signal.Signals] = []
         """Signals that came before the process."""
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_until_complete, args=[self._run()], daemon=True).start()
 
-    def news(self, seen: int, pid: int) -> bytes:
-        """Return ``News`` once something differs from what the supervisor knows: ``seen`` lines of output, and the
-        process ``pid``; or after ``POLL_SECONDS``. ``seen`` is -1 for the lines that an earlier supervisor asked for
-        with."""
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    def news(self, seen: int, pid: int) -> News:
+        """As in ``HostActor``."""
         with self._changed:
             seen = self._told = self._told if seen < 0 else seen
             self._changed.wait_for(
@@ -68,37 +75,34 @@ class InstanceActor:
             new = min(self._num_lines - seen, len(self._lines))
             lines = list(self._lines)[len(self._lines) - new :][:MAX_LINES]
             ended = self._ended if len(lines) == new else None
-            return msgspec.msgpack.encode(
-                News(
-                    node=self._node,
-                    pid=self._pid,
-                    seen=self._num_lines - new + len(lines),
-                    lines=lines,
-                    last_line=self._last_line,
-                    ended=ended is not None,
-                    code=ended.code if ended else 0,
-                    out_of_memory=ended.out_of_memory if ended else False,
-                )
+            self.told_end |= ended is not None
+            return News(
+                node=self._node,
+                pid=self._pid,
+                seen=self._num_lines - new + len(lines),
+                lines=lines,
+                last_line=self._last_line,
+                ended=ended is not None,
+                code=ended.code if ended else 0,
+                out_of_memory=ended.out_of_memory if ended else False,
             )
-
-    def send(self, number: int) -> None:
-        """Send the instance a signal; one that comes before its process ends it."""
-        self._loop.call_soon_threadsafe(self._send, signal.Signals(number))
 
     @property
     def _pid(self) -> int:
         return 0 if self._child is None else self._child.pid
 
-    def _send(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended; called in the loop's thread."""
         if self._child is None:
             self._early.append(number)
         else:
             self._child.send(number)
 
-    async def _run(self) -> None:
+    async def run(self, launcher: LocalLauncher) -> None:
+        """Start it, and return once it has ended."""
         ended = Ended(exit_codes.FAILED)
         try:
-            ended = await self._run_instance()
+            ended = await self._run(launcher)
         except (StartError, OSError) as error:
             code = error.exit_code if isinstance(error, StartError) else exit_codes.FAILED
             ended, self._last_line = Ended(code), f"{self._node}: {error}"
@@ -108,29 +112,26 @@ class InstanceActor:
             with self._changed:
                 self._ended = ended
                 self._changed.notify_all()
-        await asyncio.sleep(REMEMBERED_SECONDS)
-        os._exit(0)
 
-    async def _run_instance(self) -> Ended:
-        task = self._assignment
-        spec = InstanceSpec.from_bytes(task.spec)
+    async def _run(self, launcher: LocalLauncher) -> Ended:
+        spec = InstanceSpec.from_bytes(self._assignment.spec)
         logs.set_up(logs.LogSettings(spec.observe.log_format))
-        await asyncio.to_thread(_check, task, spec)
+        await asyncio.to_thread(_check, self._assignment, spec)
         if self._early:
             return Ended(-self._early[0])
         folder = Path(tempfile.mkdtemp(prefix="triptych-"))  # its owner's alone
         try:
             secret = folder / "secret"
             secret.touch(0o600)
-            secret.write_bytes(task.secret)
+            secret.write_bytes(self._assignment.secret)
             cluster = replace(spec.cluster, cluster_host=self._node, cluster_secret_file=str(secret))
             here = ChildSpec.of_instance(replace(spec, cluster=cluster))
-            child = await Child.start(here, spec.incarnation, self._show)
-            with self._changed:
-                self._child = child
-                self._changed.notify_all()
+            self._child = child = await launcher.start(here, spec.incarnation, self._show)
             for number in self._early:
                 child.send(number)
+            await child.begun()
+            with self._changed:
+                self._changed.notify_all()
             ended = await child.wait()
             self._last_line = child.last_line
             return ended
@@ -142,6 +143,93 @@ class InstanceActor:
             self._lines.append(line)
             self._num_lines += 1
             self._changed.notify_all()
+
+
+class InstanceThread:
+    """The thread that starts instances, one after the other, and that the kernel ends them with. It ends the process
+    when no question has come for ``REMEMBERED_SECONDS``, and no instance runs."""
+
+    def __init__(self, example: bytes) -> None:
+        self.instance: HostedInstance | None = None
+        """The one that was begun last."""
+        self.asked = time.monotonic()
+        """When the last question came, or an instance has ended."""
+        self.loop = asyncio.new_event_loop()
+        self._launcher = LocalLauncher()
+        threading.Thread(target=self.loop.run_until_complete, args=[self._run(example)], daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.instance is not None and not self.instance.has_ended
+
+    def begin(self, instance: HostedInstance) -> None:
+        """Start an instance; the one before it has ended."""
+        self.instance = instance
+        asyncio.run_coroutine_threadsafe(self._run_instance(instance), self.loop)
+
+    async def _run(self, example: bytes) -> None:
+        with contextlib.suppress(StartError, OSError):  # each instance that fails for it says so
+            self._launcher.prepare(ChildSpec.of_instance(InstanceSpec.from_bytes(example)))
+        while self.is_busy or time.monotonic() - self.asked < REMEMBERED_SECONDS:
+            await asyncio.sleep(LOOK_SECONDS)
+        os._exit(0)
+
+    async def _run_instance(self, instance: HostedInstance) -> None:
+        await instance.run(self._launcher)
+        self.asked = time.monotonic()
+
+
+class HostActor:
+    """Runs one instance after the other, as forks of one process that has imported what they need.
+
+    Each method has a thread of its own. None is a coroutine: Ray would then run all of them one after the other."""
+
+    def __init__(self, example: bytes) -> None:
+        """``example`` is the ``InstanceSpec`` of an instance that may run here: what it imports is imported now."""
+        self._node = str(ray.util.get_node_ip_address())
+        self._lock = threading.Lock()
+        self._key = ""
+        """Of the instance that was begun last."""
+        self._thread = InstanceThread(example)
+
+    def begin(self, key: str, assignment: bytes) -> None:
+        """Start an instance, unless that was asked for before. The one before it must have ended."""
+        self._thread.asked = time.monotonic()
+        with self._lock:
+            if self._key == key:
+                return
+            if self._thread.is_busy:
+                raise RuntimeError(f"{key} can't begin where {self._key} runs")
+            task = msgspec.msgpack.decode(assignment, type=PlacedInstance)
+            self._key = key
+            self._thread.begin(HostedInstance(task, self._node))
+
+    def news(self, key: str, seen: int, pid: int) -> bytes:
+        """Return ``News`` of an instance once something differs from what the supervisor knows: ``seen`` lines of
+        output, and the process ``pid``; or after ``POLL_SECONDS``. ``seen`` is -1 for the lines that an earlier
+        supervisor asked for with."""
+        self._thread.asked = time.monotonic()
+        return msgspec.msgpack.encode(self._instance(key).news(seen, pid))
+
+    def send(self, key: str, number: int) -> None:
+        """Send an instance a signal; one that comes before its process ends it."""
+        self._thread.loop.call_soon_threadsafe(self._instance(key).send, signal.Signals(number))
+
+    def node(self, *, after: float) -> str:
+        """Return the address of the node, after that many seconds. Without any question, the actor ends."""
+        self._thread.asked = time.monotonic()
+        time.sleep(after)
+        return self._node
+
+    def key(self) -> str:
+        """Return the key of the instance that runs, or whose end wasn't told yet; empty without one."""
+        instance = self._thread.instance
+        return "" if instance is None or instance.told_end else self._key
+
+    def _instance(self, key: str) -> HostedInstance:
+        if self._thread.instance is None or self._key != key:
+            raise KeyError(f"{key} doesn't run here")
+        return self._thread.instance
 
 
 def _check(task: PlacedInstance, spec: InstanceSpec) -> None:

@@ -9,14 +9,28 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
 from triptych import exit_codes
 from triptych.cluster.on_ray import messages
-from triptych.cluster.on_ray.messages import Connect, Connected, FromRay, Gone, News, Place, Signal, Waiting
+from triptych.cluster.on_ray.messages import (
+    Connect,
+    Connected,
+    FromRay,
+    FromSupervisor,
+    Gone,
+    Host,
+    News,
+    Place,
+    Release,
+    Reserve,
+    Reserved,
+    Signal,
+    Waiting,
+)
 from triptych.config import host_and_port
 from triptych.observe import logs
 
@@ -25,7 +39,7 @@ with warnings.catch_warnings():
     import ray
     import ray.exceptions
 
-    from triptych.cluster.on_ray.actor import InstanceActor
+    from triptych.cluster.on_ray.actor import HostActor
 
 log = logging.getLogger("triptych.cluster.on_ray.driver")  # also when it is the main module
 
@@ -37,6 +51,10 @@ UNAVAILABLE_DELAY = 0.5
 """Seconds between two questions to an actor that can't be reached for now."""
 END_SECONDS = 10.0
 """Seconds in which actors are killed at the end; Ray may not answer any more."""
+ASK_SECONDS = 10.0
+"""Seconds between two questions to an actor without an instance."""
+ANSWER_SECONDS = 5.0
+"""Seconds in which an actor of an earlier process says which instance it has; one without a place never does."""
 REACH_SECONDS = 5.0
 """Seconds in which the cluster's address must accept a connection."""
 CALLS_AT_ONCE = 8
@@ -50,32 +68,70 @@ class RayConnection:
         self._writer = writer
         self._namespace = namespace
         self._actors: dict[str, Any] = {}
-        """Handles by key."""
-        self._killed: set[str] = set()
-        """Keys of those that the supervisor wants to be gone."""
+        """Handles of actors, by name."""
+        self._places: dict[str, str] = {}
+        """Names of actors by the key of their instance."""
+        self._attending: dict[str, asyncio.Task[None]] = {}
+        """Tasks that watch actors without an instance, by name."""
+        self._released: set[str] = set()
+        """Names of actors that the supervisor wants to be gone."""
         self._heard: set[str] = set()
-        """Keys of those that have answered a process like this."""
+        """Keys of instances whose actors have answered a process like this."""
         self._placed: set[str] = set()
-        """Keys of those that have a place: this process has reached them, or knows that it can't for now."""
+        """Names of actors that have a place: this process has reached them, or knows that it can't for now."""
+        self._releasing: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, message: Place | Signal) -> None:
+    def take(self, message: FromSupervisor) -> None:
         """Do what the supervisor asks, in the background."""
-        work = self._follow(message) if isinstance(message, Place) else self._signal(message)
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        match message:
+            case Place(key, host):
+                self._places[key] = host.name
+                self._stop_attending(host.name)
+                self._begin(self._follow(message))
+            case Reserve(host):
+                self._attending[host.name] = self._begin(self._attend(host))
+            case Release(name):
+                self._stop_attending(name)
+                self._releasing.add(task := self._begin(self._release(name)))
+                task.add_done_callback(self._releasing.discard)
+            case Signal():
+                self._begin(self._signal(message))
+
+    async def key_of(self, name: str) -> str:
+        """Return the key of the instance that an earlier process has put on an actor; empty without one, or without an
+        answer."""
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return str(await actor.key.remote())
+        except (ValueError, TimeoutError, ray.exceptions.RayError):
+            return ""
+
+    async def finish(self) -> None:
+        """Return once the actors that the supervisor has released are ended."""
+        await asyncio.gather(*self._releasing, return_exceptions=True)
 
     def kill_all(self) -> None:
         """End all actors, and so their instances. Blocks while Ray does."""
-        for key in list(self._actors):
-            self._kill(key)
+        for name in list(self._actors):
+            self._kill(name)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logs.fatal(f"the connection to Ray failed: {error}")
             os._exit(exit_codes.FAILED)  # the supervisor starts it again, and asks again
+
+    def _stop_attending(self, name: str) -> None:
+        if task := self._attending.pop(name, None):
+            task.cancel()
 
     def _send(self, message: FromRay) -> None:
         self._writer.write(messages.framed(message))
@@ -86,29 +142,58 @@ class RayConnection:
         if place.heard:
             self._heard.add(key)
         try:
-            actor = await asyncio.to_thread(self._find if place.heard else self._create, place)
+            actor = await asyncio.to_thread(self._find if place.heard else self._create, place.host)
         except (ValueError, ray.exceptions.RayError) as error:
             self._send(Gone(key, _first_line(error), failed=not place.heard))
             return
-        self._actors[key] = actor
-        if key in self._killed:
-            self._kill(key)
-        watching = asyncio.create_task(self._watch(key, place.resources))
+        await self._reached(place.host, actor)
+        watching = asyncio.create_task(self._watch(key, place.host))
         try:
-            await self._report(key, actor, place.seen)
+            await self._report(place, actor)
         finally:
             watching.cancel()
-            self._actors.pop(key, None)
+            self._places.pop(key, None)
 
-    def _find(self, place: Place) -> Any:
-        return ray.get_actor(place.key, self._namespace)
+    async def _attend(self, host: Host) -> None:
+        """Start an actor without an instance, or find it, and report whether it has a place until it has ended."""
+        try:
+            actor = await asyncio.to_thread(self._create, host)
+        except (ValueError, ray.exceptions.RayError) as error:
+            self._send(Gone(host.name, _first_line(error), failed=True))
+            return
+        await self._reached(host, actor)
+        watching, known = asyncio.create_task(self._watch(host.name, host)), False
+        try:
+            while True:
+                try:
+                    node = await actor.node.remote(after=ASK_SECONDS if known else 0.0)
+                except ray.exceptions.ActorUnavailableError:  # its node may come back
+                    await asyncio.sleep(UNAVAILABLE_DELAY)
+                    continue
+                if not known:
+                    known = True
+                    self._placed.add(host.name)
+                    self._send(Reserved(host.name, node))
+        except ray.exceptions.RayActorError as error:
+            self._actors.pop(host.name, None)
+            self._send(Gone(host.name, _why(error)))
+        finally:
+            watching.cancel()
 
-    def _create(self, place: Place) -> Any:
-        resources = dict(place.resources)
+    async def _reached(self, host: Host, actor: Any) -> None:
+        self._actors[host.name] = actor
+        if host.name in self._released:  # meanwhile
+            await asyncio.to_thread(self._kill, host.name)
+
+    def _find(self, host: Host) -> Any:
+        return ray.get_actor(host.name, self._namespace)
+
+    def _create(self, host: Host) -> Any:
+        resources = dict(host.resources)
         return (
-            ray.remote(InstanceActor)
+            ray.remote(HostActor)
             .options(
-                name=place.key,
+                name=host.name,
                 get_if_exists=True,  # an earlier process may have been asked, too
                 namespace=self._namespace,
                 lifetime="detached",  # so that it outlives this process
@@ -116,54 +201,64 @@ class RayConnection:
                 num_gpus=resources.pop("GPU", 0),
                 resources=resources,
                 scheduling_strategy="SPREAD",
-                max_restarts=0,  # the supervisor starts it again, with its delays and another incarnation
+                max_restarts=0,  # the supervisor starts instances again, with its delays and another incarnation
                 max_concurrency=CALLS_AT_ONCE,
             )
-            .remote(place.assignment)
+            .remote(host.example)
         )
 
-    async def _report(self, key: str, actor: Any, seen: int) -> None:
-        pid = 0
+    async def _report(self, place: Place, actor: Any) -> None:
+        key, name = place.key, place.host.name
+        seen, pid, begun = place.seen, 0, place.heard
         while True:
             try:
-                news = msgspec.msgpack.decode(await actor.news.remote(seen, pid), type=News)
+                if not begun:
+                    await actor.begin.remote(key, place.assignment)
+                    begun = True
+                news = msgspec.msgpack.decode(await actor.news.remote(key, seen, pid), type=News)
             except ray.exceptions.ActorUnavailableError:  # its node may come back
-                self._placed.add(key)
+                self._placed.add(name)
                 await asyncio.sleep(UNAVAILABLE_DELAY)
                 continue
             except ray.exceptions.RayActorError as error:
-                failed = key not in self._heard and key not in self._killed
-                self._send(Gone(key, _why(error), killed=key in self._killed, failed=failed))
+                self._actors.pop(name, None)
+                killed = name in self._released
+                failed = not (killed or key in self._heard or name in self._placed)
+                self._send(Gone(key, _why(error), killed=killed, failed=failed))
                 return
             self._heard.add(key)
-            self._placed.add(key)
+            self._placed.add(name)
             seen, pid = news.seen, news.pid
             self._send(msgspec.structs.replace(news, key=key))
             if news.ended:
-                await asyncio.to_thread(self._kill, key)  # its resources are free for the next one
                 return
 
-    async def _watch(self, key: str, resources: Mapping[str, float]) -> None:
+    async def _watch(self, key: str, host: Host) -> None:
         """Say what an actor waits for that Ray doesn't place, since Ray doesn't."""
         await asyncio.sleep(WAITING_AFTER)
-        while resources and key not in self._placed:  # what asks for nothing fits
+        while host.resources and host.name not in self._placed:  # what asks for nothing fits
             free = await asyncio.to_thread(ray.available_resources)
-            self._send(Waiting(key, f"it asks for {_shown(resources)}; free on all nodes: {_shown(_asked(free))}"))
+            asked = f"it asks for {_shown(host.resources)}; free on all nodes: {_shown(_asked(free))}"
+            self._send(Waiting(key, asked))
             await asyncio.sleep(WAITING_INTERVAL)
 
     async def _signal(self, message: Signal) -> None:
-        key = message.key
-        if message.number == 9 or key not in self._heard:
-            self._killed.add(key)
-            await asyncio.to_thread(self._kill, key)
-        elif (actor := self._actors.get(key)) is not None:
+        if (name := self._places.get(message.key)) is None:
+            return  # it has ended
+        if message.number == 9 or message.key not in self._heard:
+            await self._release(name)
+        elif (actor := self._actors.get(name)) is not None:
             with contextlib.suppress(ray.exceptions.RayError):  # its end is reported by the task that follows it
-                await actor.send.remote(message.number)
+                await actor.send.remote(message.key, message.number)
 
-    def _kill(self, key: str) -> None:
-        # the kernel kills the instance with the thread of the actor that started it
+    async def _release(self, name: str) -> None:
+        self._released.add(name)
+        await asyncio.to_thread(self._kill, name)
+
+    def _kill(self, name: str) -> None:
+        # the kernel kills the instance with the process that forked it, and that with the actor
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._actors.get(key) or ray.get_actor(key, self._namespace), no_restart=True)
+            ray.kill(self._actors.get(name) or ray.get_actor(name, self._namespace), no_restart=True)
 
 
 def _why(error: Exception) -> str:
@@ -189,13 +284,15 @@ async def serve(connect: Connect) -> None:
     """Take messages from the supervisor until it closes the connection, then end all actors that don't outlive it."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=connect.socket))
     connection = RayConnection(writer, connect.namespace)
-    keys = ray.util.list_named_actors()  # of this namespace
-    writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), keys)))
+    names = ray.util.list_named_actors()  # of this namespace
+    keys = await asyncio.gather(*map(connection.key_of, names))
+    writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), dict(zip(names, keys, strict=True)))))
     async for message in messages.received(reader, messages.FromSupervisor):
         connection.take(message)
-    if connect.outlived:
-        os._exit(0)
     threading.Timer(END_SECONDS, os._exit, [exit_codes.FAILED]).start()
+    if connect.outlived:
+        await connection.finish()
+        os._exit(0)
     await asyncio.to_thread(connection.kill_all)
     os._exit(0)
 

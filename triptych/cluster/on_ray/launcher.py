@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +23,19 @@ from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.launcher import LocalLauncher, RunningProcess
 from triptych.cluster.local import STOP_GRACE
 from triptych.cluster.on_ray import messages
+from triptych.cluster.on_ray.hosts import RayHost, RayHosts
 from triptych.cluster.on_ray.messages import (
     Connect,
     Connected,
     FromRay,
+    FromSupervisor,
     Gone,
+    Host,
     News,
     Place,
     PlacedInstance,
+    Release,
+    Reserved,
     Signal,
     Waiting,
 )
@@ -57,7 +62,10 @@ _VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 class RemoteProcess:
     """An instance on a node of the cluster."""
 
-    def __init__(self, name: str, place: Place, show: Print, send: "SendToRay") -> None:
+    def __init__(
+        self, name: str, place: Place, show: Print, send: "SendToRay", at_end: Callable[["RemoteProcess"], None]
+    ) -> None:
+        """``at_end`` is called once it has ended."""
         self.pid = 0
         """Its process id on its node; 0 while it has none."""
         self.node = ""
@@ -66,10 +74,16 @@ class RemoteProcess:
         """What it waits for; empty while it waits for nothing, or not for long."""
         self.last_line = ""
         """The last line that it wrote."""
-        self._name = name
-        self._place = place
+        self.name = name
+        self.place = place
+        self.was_ready = False
+        """Set by its supervisor."""
+        self.keeps_place = False
+        """Whether it has ended, and the next one may take its place. One that was never ready may have ended for a
+        reason of the node, so Ray chooses again."""
         self._show = show
         self._send = send
+        self._at_end = at_end
         self._signal: signal.Signals | None = None
         """The last one that was sent."""
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -77,7 +91,7 @@ class RemoteProcess:
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended. After SIGKILL it soon counts as lost if Ray doesn't say how it ended."""
         self._signal = number
-        self._send(Signal(self._place.key, number))
+        self._send(Signal(self.place.key, number))
         if number == signal.SIGKILL:
             asyncio.get_running_loop().call_later(KILL_TIMEOUT, self._end, Ended(-number, lost=True))
 
@@ -87,8 +101,8 @@ class RemoteProcess:
 
     def ask_again(self) -> None:
         """Ask another Ray process for it, and give it the last signal, which may have been lost."""
-        self._place = msgspec.structs.replace(self._place, heard=self._place.heard or bool(self.node))
-        self._send(self._place)
+        self.place = msgspec.structs.replace(self.place, heard=self.place.heard or bool(self.node))
+        self._send(self.place)
         if self._signal is not None:
             self.send(self._signal)
 
@@ -97,7 +111,7 @@ class RemoteProcess:
         match message:
             case Waiting(why=why):
                 if not self.pending:
-                    log.warning("instance %s has no place yet: %s", self._name, why)
+                    log.warning("instance %s has no place yet: %s", self.name, why)
                 self.pending = why
             case News():
                 self._take_news(message)
@@ -113,18 +127,20 @@ class RemoteProcess:
 
     def _take_news(self, news: News) -> None:
         if self.pending:
-            log.info("instance %s has a place, on %s", self._name, news.node)
+            log.info("instance %s has a place, on %s", self.name, news.node)
         self.pid, self.node, self.pending, self.last_line = news.pid, news.node, "", news.last_line
-        self._place = msgspec.structs.replace(self._place, seen=news.seen)
+        self.place = msgspec.structs.replace(self.place, seen=news.seen)
         for line in news.lines:
             with contextlib.suppress(OSError):  # it must be watched even when the output can't be written any more
                 self._show(line)
         if news.ended:
+            self.keeps_place = self.was_ready and self._signal is None and not news.out_of_memory
             self._end(Ended(news.code, news.out_of_memory))
 
     def _end(self, ended: Ended) -> None:
         if not self._ended.done():
             self._ended.set_result(ended)
+            self._at_end(self)
 
 
 class SendToRay:
@@ -133,7 +149,7 @@ class SendToRay:
     def __init__(self) -> None:
         self.writer: asyncio.StreamWriter | None = None
 
-    def __call__(self, message: Place | Signal) -> None:
+    def __call__(self, message: FromSupervisor) -> None:
         if self.writer is not None:
             self.writer.write(messages.framed(message))
 
@@ -159,12 +175,16 @@ class RayLauncher:
         self._adopts = adopts
         self.earlier: Mapping[str, int] = {}
         """As in ``Launcher``, once this context manager is entered."""
+        self._found: dict[str, str] = {}
+        """Names of the actors of these, by key."""
         self._models: dict[str, ModelIdentity] = {}
         """By their folders, as they were when an instance was first started with them."""
         self._show = show
         self._local = LocalLauncher()
         self._send = SendToRay()
         self._processes: dict[str, RemoteProcess] = {}
+        """By key."""
+        self._hosts = RayHosts(place.spares, self._send)
         self._connected: asyncio.Future[Connected] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")  # mode 0700
         self._closing = False
@@ -180,7 +200,7 @@ class RayLauncher:
                 self._task.result()
             if not self._connected.done():
                 raise StartError(f"no connection to Ray within {CONNECT_TIMEOUT:g} s")
-            self._adopt(self._connected.result().keys)
+            self._adopt(self._connected.result().hosts)
         except BaseException:
             await self._close()
             raise
@@ -202,26 +222,32 @@ class RayLauncher:
         await asyncio.gather(self._task, return_exceptions=True)
         self._folder.cleanup()
 
-    def _adopt(self, keys: Sequence[str]) -> None:
-        """Find the newest instance of each name among the actors that exist, and end the others. Raises StartError."""
-        if keys and self._adopts is None:
+    def _adopt(self, hosts: Mapping[str, str]) -> None:
+        """Find the newest instance of each name on the actors that exist, given with their keys, and end the others.
+        Raises StartError."""
+        if hosts and self._adopts is None:
             raise StartError(f"the cluster has instances of a service {self._namespace}, which was started elsewhere")
         found: dict[str, int] = {}
-        for name, incarnation in map(_parts_of, keys):
+        for name, incarnation in map(_parts_of, hosts.values()):
             if name in (self._adopts or ()):
                 found[name] = max(incarnation, found.get(name, 0))
         self.earlier = found
-        for key in set(keys) - set(itertools.starmap(_key_of, found.items())):
-            self._send(Signal(key, signal.SIGKILL))
+        kept = set(itertools.starmap(_key_of, found.items()))
+        self._found = {key: host for host, key in hosts.items() if key in kept}
+        for host in set(hosts) - set(self._found.values()):
+            self._send(Release(host))
 
     async def end_earlier(self) -> dict[str, Ended]:
         """End the instances of the earlier supervisor, whose requests have ended with its frontend. Return how each
         did."""
+        self._hosts.spares = 0  # nothing is started any more
         ends = await asyncio.gather(*itertools.starmap(self._end_earlier, self.earlier.items()))
         return dict(zip(self.earlier, ends, strict=True))
 
     async def _end_earlier(self, name: str, incarnation: int) -> Ended:
-        process = self._place(name, Place(_key_of(name, incarnation), b"", {}, seen=-1, heard=True), self._show)
+        key = _key_of(name, incarnation)
+        host = RayHost(Host(self._found[key], {}, b""), encodes=False)
+        process = self._place(name, host, Place(key, host.host, b"", seen=-1, heard=True), self._show)
         waiting = asyncio.create_task(process.wait())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT):
@@ -257,28 +283,33 @@ class RayLauncher:
         if instance.model not in self._models:
             self._models[instance.model] = await asyncio.to_thread(identity_of, Path(instance.model))
         assignment = PlacedInstance(written, secret, triptych.__version__, self._models[instance.model])
-        found = self.earlier.get(spec.name) == incarnation
-        place = Place(
-            key=_key_of(spec.name, incarnation),
-            assignment=msgspec.msgpack.encode(assignment),
-            resources=self._asked(instance),
-            seen=-1 if found else 0,
-            heard=found,
-        )
-        return self._place(spec.name, place, show)
+        key = _key_of(spec.name, incarnation)
+        found = self._found.pop(key, "")
+        host = RayHost(Host(found or f"host-{key}", self._asked(instance), written), instance.role.encodes)
+        if not found:
+            host = self._hosts.choose(spec.name, host)
+        place = Place(key, host.host, msgspec.msgpack.encode(assignment), seen=-1 if found else 0, heard=bool(found))
+        return self._place(spec.name, host, place, show)
 
     def renew(self) -> None:
         """As in ``Launcher``. Each actor imports the code of its node."""
         self._local.renew()
+        self._hosts.renew()
 
     def close(self) -> None:
-        """As in ``Launcher``."""
+        """As in ``Launcher``. Actors that have an instance end with it."""
         self._local.close()
+        self._hosts.renew()
 
-    def _place(self, name: str, place: Place, show: Print) -> RemoteProcess:
-        process = self._processes[place.key] = RemoteProcess(name, place, show, self._send)
+    def _place(self, name: str, host: RayHost, place: Place, show: Print) -> RemoteProcess:
+        process = RemoteProcess(name, place, show, self._send, self._at_end)
+        self._processes[place.key] = process
+        self._hosts.begin(host, process)
         self._send(place)
         return process
+
+    def _at_end(self, process: RemoteProcess) -> None:
+        self._hosts.end(process.place.host.name, keep=process.keeps_place)
 
     def _asked(self, spec: InstanceSpec) -> dict[str, float]:
         on_gpus = spec.engine.device.startswith("cuda")
@@ -324,15 +355,17 @@ class RayLauncher:
             writer.close()
             child.send(signal.SIGKILL)
 
-    def _take(self, message: Connected | Waiting | News | Gone, writer: asyncio.StreamWriter) -> None:
+    def _take(self, message: FromRay, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Connected):
             self._send.writer = writer
-            for process in self._processes.values():
-                process.ask_again()
+            self._hosts.ask_again()
             if not self._connected.done():
                 self._connected.set_result(message)
-        elif (known := self._processes.get(message.key)) is not None and known.take(message):
+        elif isinstance(message, Reserved) or (known := self._processes.get(message.key)) is None:
+            self._hosts.take(message)
+        elif known.take(message):
             del self._processes[message.key]
+        self._hosts.balance()
 
 
 def _key_of(name: str, incarnation: int) -> str:

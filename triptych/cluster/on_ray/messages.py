@@ -41,19 +41,41 @@ class PlacedInstance(Struct, frozen=True):
     """The model that the node must have at the path of the spec."""
 
 
-class Place(Struct, frozen=True, tag=True):
-    """Supervisor → Ray process: start this instance, unless its actor exists."""
+class Host(Struct, frozen=True):
+    """An actor that has a place for an instance, or waits for one."""
 
-    key: str
-    """The actor's name: that of the instance, and its incarnation."""
-    assignment: bytes
-    """A ``PlacedInstance``."""
+    name: str
+    """The actor's, in the service's namespace."""
     resources: Mapping[str, float]
     """Ray resources that it asks for, ``CPU`` and ``GPU`` among them."""
+    example: bytes
+    """The ``InstanceSpec`` of an instance for which it imports what is needed."""
+
+
+class Reserve(Struct, frozen=True, tag=True):
+    """Supervisor → Ray process: keep this actor, which has no instance; start it unless it exists."""
+
+    host: Host
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Supervisor → Ray process: end this actor."""
+
+    host: str
+
+
+class Place(Struct, frozen=True, tag=True):
+    """Supervisor → Ray process: start this instance on an actor, which is started unless it exists."""
+
+    key: str
+    """The instance's name and incarnation."""
+    host: Host
+    assignment: bytes
+    """A ``PlacedInstance``."""
     seen: int = 0
     """Lines of its output that the supervisor has shown; -1 for those that an earlier one has asked for."""
     heard: bool = False
-    """Whether its actor has been heard: it isn't started, but is lost without one."""
+    """Whether it has been heard: it isn't started, but is lost without its actor."""
 
 
 class Signal(Struct, frozen=True, tag=True):
@@ -68,14 +90,16 @@ class Connected(Struct, frozen=True, tag=True):
 
     node: str
     """Address of this machine in the cluster."""
-    keys: list[str] = []
-    """Of the actors that the service has there already."""
+    hosts: dict[str, str]
+    """Actors that the service has there already, each with the key of its instance; empty without one, and for an actor
+    that doesn't answer."""
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """Ray process → supervisor: an instance has no place yet."""
+    """Ray process → supervisor: an instance has no place yet, or an actor without one."""
 
     key: str
+    """Of the instance, or the actor's name."""
     why: str
 
 
@@ -96,13 +120,14 @@ class News(Struct, frozen=True, tag=True):
     """Its exit code once it has ended, negative for a signal."""
     out_of_memory: bool = False
     key: str = ""
-    """Of the actor; filled in on the way to the supervisor."""
+    """Of the instance; filled in on the way to the supervisor."""
 
 
 class Gone(Struct, frozen=True, tag=True):
     """Ray process → supervisor: an actor has ended, and how its instance ended is unknown."""
 
     key: str
+    """Of the instance, or the actor's name if it had none."""
     why: str
     killed: bool = False
     """Whether the supervisor asked for it."""
@@ -110,8 +135,17 @@ class Gone(Struct, frozen=True, tag=True):
     """Whether the actor couldn't begin."""
 
 
-FromSupervisor = Place | Signal
-FromRay = Connected | Waiting | News | Gone
+class Reserved(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: an actor without an instance has its place."""
+
+    key: str
+    """The actor's name."""
+    node: str
+    """Address of its node."""
+
+
+FromSupervisor = Reserve | Release | Place | Signal
+FromRay = Connected | Waiting | News | Gone | Reserved
 
 
 def framed(message: FromSupervisor | FromRay) -> bytes:

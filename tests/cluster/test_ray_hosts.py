@@ -1,0 +1,201 @@
+"""Which actors have instances, wait for the next one, or are kept free, without Ray."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from triptych.cluster.on_ray.hosts import KEPT_SECONDS, RETRY_SECONDS, RayHost, RayHosts
+from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, Release, Reserve, Reserved, Waiting
+
+CPU = {"CPU": 1.0}
+GPU = {"CPU": 1.0, "GPU": 1.0}
+
+
+@dataclass
+class Instance:
+    name: str
+    node: str = ""
+    asked_again: int = 0
+
+    def ask_again(self) -> None:
+        self.asked_again += 1
+
+
+@dataclass
+class Cluster:
+    """The actors of a service, what was asked of Ray since the last look, and the time."""
+
+    spares: int = 0
+    now: float = 0.0
+    sent: list[FromSupervisor] = field(default_factory=list)
+    hosts: RayHosts = field(init=False)
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.hosts = RayHosts(self.spares, self.sent.append, lambda: self.now)
+
+    def start(self, name: str, resources: dict[str, float] = CPU, node: str = "") -> tuple[RayHost, Instance]:
+        """Start an instance, on its node if that is known at once."""
+        self.number += 1
+        new = RayHost(Host(f"host-{self.number}", resources, name.encode()), encodes=name.startswith("e"))
+        host, instance = self.hosts.choose(name, new), Instance(name, node)
+        self.hosts.begin(host, instance)
+        self.hosts.balance()
+        return host, instance
+
+    def end(self, host: RayHost, *, keep: bool) -> None:
+        self.hosts.end(host.host.name, keep=keep)
+        self.hosts.balance()
+
+    def take(self, message: Waiting | Reserved | Gone) -> None:
+        self.hosts.take(message)
+        self.hosts.balance()
+
+    def asked(self) -> list[FromSupervisor]:
+        sent = list(self.sent)
+        self.sent.clear()
+        return sent
+
+    def reserved(self) -> list[Host]:
+        """The actors without an instance that were asked for."""
+        return [one.host for one in self.asked() if isinstance(one, Reserve)]
+
+
+def test_the_next_instance_is_where_it_was() -> None:
+    cluster = Cluster()
+    e0, _ = cluster.start("e0", node="a")
+    pd0, _ = cluster.start("pd0", node="b")
+    for host in (e0, pd0):
+        cluster.end(host, keep=True)
+    assert cluster.asked() == [Reserve(e0.host), Reserve(pd0.host)]  # so that they are watched, and stay
+    assert cluster.start("pd0")[0] is pd0
+    assert cluster.start("e0")[0] is e0
+    assert cluster.asked() == []
+
+
+def test_an_instance_that_was_never_ready_frees_its_place() -> None:
+    cluster = Cluster()
+    e0, _ = cluster.start("e0", node="a")
+    cluster.end(e0, keep=False)
+    assert cluster.asked() == [Release(e0.host.name)]
+    assert cluster.start("e0")[0] is not e0
+
+
+def test_a_place_is_kept_for_as_long_as_a_restart_may_wait() -> None:
+    cluster = Cluster()
+    e0, _ = cluster.start("e0", node="a")
+    cluster.end(e0, keep=True)
+    cluster.asked()
+    cluster.now = KEPT_SECONDS - 1
+    cluster.hosts.balance()
+    assert cluster.asked() == []
+    cluster.now = KEPT_SECONDS
+    cluster.hosts.balance()
+    assert cluster.asked() == [Release(e0.host.name)]
+
+
+def test_spares_are_asked_for_once_all_instances_have_a_place() -> None:
+    cluster = Cluster(spares=2)
+    _, e0 = cluster.start("e0", GPU)
+    cluster.start("pd0", node="b")
+    assert cluster.reserved() == []
+    e0.node = "a"
+    cluster.hosts.balance()
+    spares = cluster.reserved()
+    assert [one.resources for one in spares] == [GPU, GPU, CPU, CPU]
+    assert [one.example for one in spares] == [b"e0", b"e0", b"pd0", b"pd0"]
+    assert len({one.name for one in spares}) == 4
+
+
+def test_one_spare_serves_all_that_ask_for_the_same() -> None:
+    cluster = Cluster(spares=1)
+    _, pd0 = cluster.start("pd0")
+    cluster.start("e0", node="a")
+    pd0.node = "b"
+    cluster.hosts.balance()
+    [spare] = cluster.reserved()
+    assert spare.example == b"e0", "it has imported what both do"
+    lost = next(host for host in cluster.hosts if host.process is pd0)
+    cluster.end(lost, keep=False)  # its machine is lost
+    host, pd0 = cluster.start("pd0")
+    assert host.host == spare
+    assert cluster.reserved() == []
+    pd0.node = "c"
+    cluster.hosts.balance()
+    assert len(cluster.reserved()) == 1, "the next one"
+
+
+def test_a_spare_with_a_place_comes_before_one_that_waits(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(spares=2)
+    cluster.start("e0", node="a")
+    waiting, placed = cluster.reserved()
+    for _ in range(2):
+        cluster.take(Waiting(waiting.name, "it asks for 1 CPU"))
+    assert caplog.text.count("a spare place isn't free yet: it asks for 1 CPU") == 1
+    cluster.take(Reserved(placed.name, "b"))
+    assert cluster.start("e1")[0].host == placed
+    assert cluster.start("e2")[0].host == waiting
+    assert cluster.reserved() == []
+
+
+def test_a_spare_that_is_lost_is_replaced_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(spares=1)
+    cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.take(Gone(spare.name, "its node died"))
+    assert "a spare place is lost: its node died" in caplog.text
+    assert cluster.asked() == []
+    cluster.now = RETRY_SECONDS
+    cluster.hosts.balance()
+    [other] = cluster.reserved()
+    assert other.name != spare.name
+    cluster.take(Gone(spare.name, "said again"))
+    assert cluster.asked() == []
+
+
+def test_a_place_that_is_kept_counts_beside_the_spares() -> None:
+    cluster = Cluster(spares=1)
+    e0, _ = cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.end(e0, keep=True)
+    assert cluster.asked() == [Reserve(e0.host)]
+    assert cluster.start("e0")[0] is e0
+    assert [host.host for host in cluster.hosts if host.process is None] == [spare]
+
+
+def test_a_spare_is_kept_while_the_only_instance_is_started_again() -> None:
+    cluster = Cluster(spares=1)
+    e0, _ = cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.end(e0, keep=False)
+    assert cluster.asked() == [Release(e0.host.name)]
+    cluster.now = KEPT_SECONDS - 1
+    cluster.hosts.balance()
+    assert cluster.start("e0")[0].host == spare
+    cluster.end(next(iter(cluster.hosts)), keep=True)
+    cluster.asked()
+    cluster.now = 3 * KEPT_SECONDS  # nothing asks for it any more
+    cluster.hosts.balance()
+    assert cluster.asked() == [Release(spare.name)]
+
+
+def test_new_code_takes_new_places() -> None:
+    cluster = Cluster(spares=1)
+    e0, _ = cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.hosts.renew()
+    assert cluster.asked() == [Release(spare.name)]
+    new, _ = cluster.start("e0", node="b")
+    assert new is not e0
+    assert len(cluster.reserved()) == 1
+    cluster.end(e0, keep=True)
+    assert cluster.asked() == [Release(e0.host.name)], "it has former code"
+
+
+def test_another_process_is_asked_for_all() -> None:
+    cluster = Cluster(spares=1)
+    _, e0 = cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.hosts.ask_again()
+    assert e0.asked_again == 1
+    assert cluster.asked() == [Reserve(spare)]

@@ -1,0 +1,165 @@
+"""Which actors of a service have an instance, wait for the next one, or are kept free. No Ray, no socket."""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, News, Release, Reserve, Reserved, Waiting
+from triptych.cluster.supervision import JITTER, MAX_DELAY
+
+log = logging.getLogger(__name__)
+
+KEPT_SECONDS = MAX_DELAY * (1 + JITTER) + 5.0
+"""Seconds for which an actor whose instance has ended by itself is kept for the next one of that name: more than the
+longest delay before a restart."""
+RETRY_SECONDS = 10.0
+"""Seconds after the loss of an actor without an instance in which none is asked for: its node may not be able to run
+one."""
+
+
+class Hosted(Protocol):
+    """An instance that an actor has."""
+
+    name: str
+    node: str
+    """Address of its node; empty while it waits for a place."""
+
+    def ask_again(self) -> None:
+        """Ask another process that is connected to Ray for it."""
+
+
+@dataclass(eq=False)
+class RayHost:
+    """An actor with a place for an instance, or that waits for one."""
+
+    host: Host
+    encodes: bool
+    """Whether it has imported what encode instances do."""
+    process: Hosted | None = None
+    """The instance that it has."""
+    node: str = ""
+    """Address of its node, if it has no instance."""
+    former: str = ""
+    """Name of the instance that it had last."""
+    kept_until: float = 0.0
+    """Until when it is kept for the next instance of that name."""
+    is_current: bool = True
+    """Whether it has the code that new instances must have."""
+    waits: bool = False
+    """Whether it was said that it has no place."""
+
+
+class RayHosts:
+    """The actors of one service."""
+
+    def __init__(
+        self, spares: int, send: Callable[[FromSupervisor], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``spares`` are to be free for each set of resources that instances ask for. ``send`` reaches Ray."""
+        self.spares = spares
+        """May be changed."""
+        self._send = send
+        self._clock = clock
+        self._hosts: dict[str, RayHost] = {}
+        """By the actor's name."""
+        self._needed: dict[frozenset[tuple[str, float]], float] = {}
+        """Until when spares are kept, by their resources: also while their only instance is started again."""
+        self._next_spare = 0.0
+        """When one may be asked for."""
+
+    def __iter__(self) -> Iterator[RayHost]:
+        return iter(self._hosts.values())
+
+    def choose(self, name: str, new: RayHost) -> RayHost:
+        """Return the actor for an instance: the one where it was, or else a free one that is like ``new``, best with a
+        place, or else that one."""
+        fitting = [one for one in self._idle(new.host) if one.is_current]
+        return max(fitting, key=lambda one: (one.former == name, bool(one.node)), default=new)
+
+    def begin(self, host: RayHost, process: Hosted) -> None:
+        """Record that an actor, which may be new, has an instance."""
+        self._hosts[host.host.name] = host
+        host.process = process
+
+    def end(self, name: str, *, keep: bool) -> None:
+        """An actor's instance has ended. Keep the actor for the next one, or end it, so that its resources are free."""
+        host = self._hosts[name]
+        process, host.process = host.process, None
+        if process is not None and keep and host.is_current:
+            host.node, host.former, host.kept_until = process.node, process.name, self._clock() + KEPT_SECONDS
+            self._send(Reserve(host.host))
+        else:
+            self._release(host)
+
+    def renew(self) -> None:
+        """Let the actors that exist have no further instance: they have imported former code."""
+        for host in self:
+            host.is_current, host.kept_until = False, 0.0
+        self.balance()
+
+    def ask_again(self) -> None:
+        """Ask another process that is connected to Ray for all actors and instances."""
+        for host in self:
+            if host.process is None:
+                self._send(Reserve(host.host))
+            else:
+                host.process.ask_again()
+
+    def balance(self) -> None:
+        """Ask for actors that wait for instances, and end those that are too many, or have former code. Called whenever
+        anything may have changed."""
+        now, running = self._clock(), [one for one in self if one.process is not None]
+        # an actor that has imported what encode instances do serves all
+        examples = sorted((one for one in running if one.is_current), key=lambda one: not one.encodes)
+        self._needed |= {_key_of(one.host): now + KEPT_SECONDS for one in examples}
+        for host in [one for one in self if one.process is None and one.kept_until <= now]:
+            is_needed = host.is_current and self._needed.get(_key_of(host.host), 0.0) > now
+            if not is_needed or self._free(host.host) > self.spares:
+                self._release(host)
+        if now < self._next_spare:
+            return
+        if all(one.process.node for one in running if one.process):  # or it would take a place that an instance needs
+            for example in examples:
+                while self._free(example.host) < self.spares:
+                    spare = msgspec.structs.replace(example.host, name=f"spare-{secrets.token_hex(4)}")
+                    self._hosts[spare.name] = RayHost(spare, example.encodes)
+                    self._send(Reserve(spare))
+
+    def take(self, message: Waiting | Reserved | Gone | News) -> None:
+        """Take what is said of an actor, or of an instance that has ended."""
+        host = self._hosts.get(message.key)
+        if host is None or host.process is not None:  # it was released, or has got an instance
+            return
+        match message:
+            case Waiting(why=why):
+                if not host.waits:
+                    log.warning("a spare place isn't free yet: %s", why)
+                host.waits = True
+            case Reserved(node=node):
+                if not host.node:
+                    log.info("a spare place waits on %s", node)
+                host.node = node
+            case Gone(why=why):
+                log.warning("a spare place is lost: %s", why)
+                del self._hosts[message.key]
+                self._next_spare = self._clock() + RETRY_SECONDS
+
+    def _idle(self, like: Host) -> list[RayHost]:
+        return [one for one in self if one.process is None and one.host.resources == like.resources]
+
+    def _free(self, like: Host) -> int:
+        """Return the number of actors that wait for any instance."""
+        return sum(one.kept_until <= self._clock() for one in self._idle(like))
+
+    def _release(self, host: RayHost) -> None:
+        del self._hosts[host.host.name]
+        self._send(Release(host.host.name))
+
+
+def _key_of(host: Host) -> frozenset[tuple[str, float]]:
+    return frozenset(host.resources.items())
