@@ -66,7 +66,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
 
 import torch
 from triptych.layers import native
-from triptych.layers.float_product import bf16_product
+from triptych.layers.float_product import bf16_product, half_product
 from triptych.layers.int4 import int4_product
 from triptych.layers.int8 import int8_product
 
@@ -76,6 +76,7 @@ assert not ctypes.c_int.in_dll(library, "tiles_are_granted").value
 weight, tokens = torch.randint(-9, 9, (70, 130)).float(), torch.randint(-9, 9, (40, 130)).float()
 expected = tokens @ weight.T
 assert torch.equal(bf16_product(weight, None)(tokens), expected)
+assert torch.equal(half_product(weight, None)(tokens), expected)
 assert torch.allclose(int8_product(weight, None)(tokens), expected, atol=9)
 assert (int4_product(weight, None)(tokens) - expected).norm() < 0.125 * expected.norm()
 """

@@ -51,7 +51,7 @@ def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, cou
 
 def like_a_vocabulary(weight: Tensor) -> Tensor:
     """Rows of very different magnitudes, some with single large values, some nearly equal."""
-    weight = weight * torch.rand(len(weight), 1).mul(6).exp() / 50
+    weight = weight * torch.rand(len(weight), 1).mul(6).exp() / 1000
     weight[::7, -1] *= 40
     weight[5::50] = weight[4::50][: len(weight[5::50])]
     weight[2::90] = 0

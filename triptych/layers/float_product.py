@@ -48,7 +48,7 @@ class OneDnnBf16Product:
 def half_product(weight: Tensor, bias: Tensor | None) -> Product:
     """Return ``x W^T + b`` for W [out, in] rounded to fp16: a relative error of at most 2**-11; saturates at ±65504."""
     if (library := native.library()) is not None:
-        return _compiled(library, WeightKind.HALF, weight, bias)
+        return _split_half(library, weight, bias) or _compiled(library, WeightKind.HALF, weight, bias)
     return FbgemmProduct(weight, bias)
 
 
@@ -72,6 +72,18 @@ def has_bf16() -> bool:
     """Return whether the processor multiplies in bfloat16 by instructions for it, and there are compiled kernels."""
     library = native.library()
     return library is not None and bool(ctypes.c_int.in_dll(library, "bf16_is_native").value)
+
+
+def _split_half(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
+    """Return a product by ``kernels/cpu/halves.c``; None without AMX, and for weights that are too large for it."""
+    if not library.halves_are_tiled():
+        return None
+    panels = in_panels(weight, panel_layout(library, WeightKind.SPLIT_HALF))
+    encode = library.encode_halves
+    encode.argtypes, encode.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    if not encode(panels.data_ptr(), panels.numel()):
+        return None
+    return CompiledProduct(library, WeightKind.SPLIT_HALF, weight.shape, panels.view(torch.int16), None, bias)
 
 
 def _compiled(library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None) -> CompiledProduct:

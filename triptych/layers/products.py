@@ -27,6 +27,8 @@ class WeightKind(IntEnum):
     INT8 = 2
     BF16 = 3
     INT4 = 4
+    SPLIT_HALF = 5
+    """fp16 as ``kernels/cpu/halves.c`` takes it, where there is AMX."""
 
 
 class LinearOperands(ctypes.Structure):
@@ -122,6 +124,7 @@ def panel_layout(library: ctypes.CDLL, kind: WeightKind) -> PanelLayout:
         WeightKind.FLOAT: ("float", 1, torch.float32),
         WeightKind.INT8: ("int8", 4, torch.int8),
         WeightKind.BF16: ("bf16", 2, torch.bfloat16),
+        WeightKind.SPLIT_HALF: ("bf16", 2, torch.float16),
     }[kind]
     outputs, multiple = (ctypes.c_int.in_dll(library, f"{name}_{field}").value for field in ("outputs", "multiple"))
     return PanelLayout(outputs, inputs, multiple, dtype)

@@ -135,12 +135,16 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     width, panels = layout.outputs, layout.empty(weight.shape)
     scales, per_length, per_low = torch.empty(3, num_outputs)
     together = max(1, AT_ONCE // (width * num_inputs))
+    dtype = product.panels.dtype
     rounding = (num_inputs + SPARE) * torch.finfo(torch.float32).eps
+    if product.operands.kind == WeightKind.SPLIT_HALF:
+        rounding += 2**-15  # products that halves.c leaves out
+        dtype = torch.float16
     low_step = num_inputs**0.5 / 127 / 2
     subnormal = num_inputs**0.5 * torch.finfo(torch.float32).tiny  # products in bfloat16 take these weights as zeros
     for first, some in enumerate(panels.split(together)):
         rows = slice(first * together * width, (first * together + len(some)) * width)
-        exact = saturating_cast(weight[rows], product.panels.dtype).float()
+        exact = saturating_cast(weight[rows], dtype).float()
         whole, steps = int8.quantize_rows(exact)
         some.copy_(in_panels(whole, layout))
         kept, exact = whole.float(), exact / steps[:, None]

@@ -154,6 +154,11 @@ static void keep_sums(const void *sums, const void *factors, const Linear *linea
     else keep(sums, linear, rows, panel, first, count);
 }
 
+static void multiply_part_of_tiles(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
+                                   int64_t share, char *sums) {
+    multiply_part(rows, weights, at, some, later, share, sums, 0);
+}
+
 static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
     multiply_panels_by_tiles(linear, rows, panels, count, depth_of(linear->inputs) * sizeof(uint16_t), 0, keep_sums);
 }
@@ -172,7 +177,8 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
     if (tiles_are_granted && tokens > TILE_ROWS) {
-        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, round_token, 0, keep_sums);
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token, multiply_part_of_tiles,
+                           keep_sums);
         return;
     }
     Rows rows = {round_together(linear, input, tokens, room, apart, 0, round_token), *output, apart, tokens, 0, 0};

@@ -12,11 +12,11 @@
 #define SMALLEST 1e-30f      /* lower bound of a token's largest value: 127 / SMALLEST is finite */
 #define ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in a float's low bits */
 
-enum Kind { HALF, FLOAT, INT8, BF16, INT4 };
+enum Kind { HALF, FLOAT, INT8, BF16, INT4, SPLIT_HALF };
 
 /* A linear layer's weights in the format ``kind``. */
 typedef struct {
-    const void *panels;  /* see floats.c, bf16.c, int8.c and int4.c */
+    const void *panels;  /* see the kinds' files: floats.c, bf16.c, … */
     const float *scales; /* [outputs]; int8 only */
     const float *bias;   /* [outputs], or NULL */
     int64_t inputs, outputs, kind;
@@ -59,10 +59,11 @@ int64_t float_room(const Linear *linear, int64_t tokens);
 int64_t int8_room(const Linear *linear, int64_t tokens);
 int64_t int4_room(const Linear *linear, int64_t tokens);
 int64_t bf16_room(const Linear *linear, int64_t tokens);
+int64_t halves_room(const Linear *linear, int64_t tokens);
 
 /* Called by all threads of a team, which share the work; all of it is done when they return. */
 typedef void Together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room);
-Together float_together, int8_together, int4_together, bf16_together;
+Together float_together, int8_together, int4_together, bf16_together, halves_together;
 
 /* Bytes of an MLP's values when ``up`` stores them activated and rounded, as ``down`` takes them; 0 if it can't. */
 int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens);

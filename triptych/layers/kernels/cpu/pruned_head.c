@@ -14,6 +14,7 @@
 #include <math.h>
 
 #include "bf16.h"
+#include "halves.h"
 #include "products.h"
 #include "vectors.h"
 
@@ -32,7 +33,7 @@ typedef struct {
 /* A token's operands and results. */
 typedef struct {
     const float *input;
-    void *rounded;        /* the token as an exact product in bfloat16 takes it */
+    void *rounded;        /* the token as an exact product by AMX takes it */
     float *output;
     float *high, *low;    /* [inputs] */
     float *lower, *upper; /* [outputs]: first the products of high and low, then the bounds */
@@ -75,7 +76,6 @@ inlined void split(Token *token, int64_t inputs, const int is_rounded) {
     }
     token->length = sqrtf(sum_of(squares));
     token->largest_low = largest_of(left);
-    if (is_rounded) bf16_round(token->input, token->rounded, inputs);
 }
 
 static void bound(const PrunedHead *head, Token *token, int64_t first, int64_t last) {
@@ -131,8 +131,11 @@ static void choose_panels(Token *token, int64_t outputs, int64_t wanted, int64_t
 
 static void compute(const PrunedHead *head, const Token *token, int64_t panel) {
     int64_t first = panel * OUTPUTS;
-    if (head->exact.kind == BF16) bf16_panel(&head->exact, token->rounded, token->output, panel);
-    else float_panel(&head->exact, token->input, token->output, panel);
+    switch (head->exact.kind) {
+    case BF16: bf16_panel(&head->exact, token->rounded, token->output, panel); break;
+    case SPLIT_HALF: halves_panel(&head->exact, token->rounded, token->output, panel); break;
+    default: float_panel(&head->exact, token->input, token->output, panel);
+    }
     for (int64_t i = first; i < least(first + OUTPUTS, head->exact.outputs); i++)
         if (token->upper[i] < token->threshold) token->output[i] = -INFINITY;
 }
@@ -142,12 +145,21 @@ typedef struct {
     int64_t rounded, tokens, halves, sums, panels, end;
 } Places;
 
+/* Bytes of a token as the exact product takes it, unless that is as it comes. */
+static int64_t row_of(const Linear *exact) {
+    switch (exact->kind) {
+    case BF16: return bf16_row(exact->inputs);
+    case SPLIT_HALF: return halves_row(exact->inputs);
+    default: return 0;
+    }
+}
+
 static int64_t limit_of(int64_t panels) { return least(panels, most(16, panels / 4)); }
 
 static Places places_for(const PrunedHead *head, int64_t tokens) {
     int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
     Places places = {.rounded = (int8_room(&head->rough, 2 * tokens) + 63) / 64 * 64};
-    places.tokens = places.rounded + (head->exact.kind == BF16 ? tokens * bf16_row(inputs) : 0);
+    places.tokens = places.rounded + whole_lines(tokens * row_of(&head->exact));
     places.halves = places.tokens + tokens * sizeof(Token);
     places.sums = places.halves + 2 * tokens * inputs * sizeof(float);
     places.panels = places.sums + 2 * tokens * outputs * sizeof(float);
@@ -171,7 +183,7 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
     for (int64_t i = 0; i < tokens; i++) {
         float *high = halves + 2 * i * inputs, *of_high = sums + 2 * i * outputs;
         all[i] = (Token){.input = input + i * stride, .output = output + i * outputs,
-                         .rounded = room + places.rounded + i * bf16_row(inputs),
+                         .rounded = room + places.rounded + i * row_of(&head->exact),
                          .high = high, .low = high + inputs, .lower = of_high, .upper = of_high + outputs,
                          .panels = (int32_t *)(room + places.panels) + i * limit};
     }
@@ -181,6 +193,8 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
         for (int64_t i = 0; i < tokens; i++) {
             if (head->exact.kind == BF16) split(&all[i], inputs, 1);
             else split(&all[i], inputs, 0);
+            if (head->exact.kind == BF16) bf16_round(all[i].input, all[i].rounded, inputs);
+            if (head->exact.kind == SPLIT_HALF) halves_split(all[i].input, all[i].rounded, inputs);
         }
         int8_together(&head->rough, &(Input){halves, inputs}, &(Output){sums}, 2 * tokens, room);
 #pragma omp for

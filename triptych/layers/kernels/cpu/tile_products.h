@@ -116,27 +116,38 @@ inlined void prefetch_outputs(const Linear *linear, const Rows *rows, int64_t pa
         for (int64_t i = 0; i < count * OUTPUTS; i += LANES) __builtin_prefetch(output + i, 1, 2);
 }
 
+/* Multiplies a panel's weights of ``some`` bytes of inputs from ``at`` on by all pairs of tiles. ``sums`` are of each pair;
+ * unless ``at`` is 0 these products are added to them. Prefetches ``share`` bytes from ``later`` on for each step and
+ * pair. */
+typedef void PartProduct(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
+                         int64_t share, char *sums);
+
+inlined void multiply_part(const Rows *rows, const char *weights, int64_t at, int64_t some, const char *later,
+                           int64_t share, char *sums, const int in_int8) {
+    const char *from = rows->input + at * TILE_ROWS;
+    for (int64_t pair = 0; pair * PAIR_ROWS < rows->tokens; pair++, later += some / INPUT_BYTES * share) {
+        const char *tokens = from + pair * PAIR_ROWS * rows->stride;
+        multiply_tiles(weights, tokens, rows->stride, some, later, share, sums + pair * SUMS, at == 0, 1, in_int8);
+    }
+}
+
 /* Computes the outputs of ``count`` panels from ``panel`` on for all rows, which are in tiles, with ``depth`` bytes of
- * inputs; if they are gates, half as many, with their factors. A part of the panels is multiplied by all tokens before
- * the next part, while their sums stay in the L2 cache. */
+ * inputs; if they are gates, half as many, with their factors. A part of the panels, ``near`` bytes of inputs, is
+ * multiplied by all tokens before the next part, while their sums stay in the L2 cache. */
 inlined void multiply_panels_in_parts(const Linear *linear, const Rows *rows, int64_t panel, int64_t count,
-                                      int64_t depth, const int in_int8, Keep *keep_sums) {
+                                      int64_t depth, int64_t near, PartProduct *multiply_part, Keep *keep_sums) {
     char sums[AT_ONCE][BLOCK_OF_TILES * TILE_LINE] __attribute__((aligned(64)));
     int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
     int64_t size = depth / INPUT_BYTES * TILE_STEP, factors = rows->output.is_gated ? panels_of(linear) / 2 : 0;
     int64_t all = factors ? 2 * count : count, share = (TILE_STEP / pairs + 63) / 64 * 64;
-    for (int64_t at = 0; at < depth; at += NEAR) {
-        int64_t some = least(NEAR, depth - at), done = at / INPUT_BYTES * TILE_STEP;
+    for (int64_t at = 0; at < depth; at += near) {
+        int64_t some = least(near, depth - at), done = at / INPUT_BYTES * TILE_STEP;
         /* the next part, or the first one of the panels that this thread will process next if all are equally fast */
-        int64_t ahead = at + some < depth ? NEAR / INPUT_BYTES * TILE_STEP : count * rows->ahead - done;
+        int64_t ahead = at + some < depth ? near / INPUT_BYTES * TILE_STEP : count * rows->ahead - done;
         for (int64_t which = 0; which < all; which++) {
             int64_t number = panel + which % count + (which < count ? 0 : factors);
-            const char *weights = (const char *)linear->panels + number * size + done, *later = weights + ahead;
-            for (int64_t pair = 0; pair < pairs; pair++, later += some / INPUT_BYTES * share) {
-                const char *from = rows->input + pair * PAIR_ROWS * rows->stride + at * TILE_ROWS;
-                char *own = sums[which] + pair * SUMS; /* each pair prefetches its share */
-                multiply_tiles(weights, from, rows->stride, some, later, share, own, at == 0, 1, in_int8);
-            }
+            const char *weights = (const char *)linear->panels + number * size + done;
+            multiply_part(rows, weights, at, some, weights + ahead, share, sums[which]);
         }
     }
     for (int64_t first = 0; first < tokens; first += TILE_ROWS) {
@@ -155,8 +166,8 @@ inlined int64_t rounded_by_tiles(int64_t tokens) {
 /* Multiplies more than TILE_ROWS tokens by all panels, in blocks of them: they are rounded, unless they are, and multiplied
  * before the next ones. Operands as of ``round_together`` and ``multiply_panels_in_parts``. */
 inlined void multiply_in_blocks(const Linear *linear, const Input *input, const Output *output, int64_t tokens,
-                                char *room, int64_t apart, int64_t depth, Rounding *round, const int in_int8,
-                                Keep *keep_sums) {
+                                char *room, int64_t apart, int64_t depth, int64_t near, Rounding *round,
+                                PartProduct *multiply_part, Keep *keep_sums) {
     int64_t pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, blocks = (tokens + BLOCK_OF_TILES - 1) / BLOCK_OF_TILES;
     int64_t panels = panels_of(linear) / (output->is_gated ? 2 : 1), at_once = AT_ONCE / (output->is_gated ? 2 : 1);
     int64_t threads = omp_get_num_threads(), tasks = (panels + at_once - 1) / at_once;
@@ -176,7 +187,8 @@ inlined void multiply_in_blocks(const Linear *linear, const Input *input, const 
 #pragma omp for schedule(dynamic) nowait
         for (int64_t task = 0; task < tasks; task++) {
             int64_t panel = panels * task / tasks;
-            multiply_panels_in_parts(linear, &rows, panel, panels * (task + 1) / tasks - panel, depth, in_int8, keep_sums);
+            int64_t some = panels * (task + 1) / tasks - panel;
+            multiply_panels_in_parts(linear, &rows, panel, some, depth, near, multiply_part, keep_sums);
         }
         if (!input->is_rounded || block + 1 == blocks) {
 #pragma omp barrier
