@@ -159,5 +159,5 @@ def ip_command() -> str:
     return path
 
 
-def run_command(command: Sequence[str], stdin: str = "", timeout: float = 10.0) -> str:
+def run_command(command: Sequence[str], stdin: str = "", timeout: float = 60.0) -> str:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True, timeout=timeout).stdout
