@@ -57,7 +57,7 @@ class LlavaTower(nn.Module):
             return []
         states = self.transformer.states_of(inputs, self.config.feature_layers)
         drops_class = self.config.clip.is_clip and not self.config.keeps_class_row
-        features = torch.cat(states, dim=-1)[:, int(drops_class) :]
+        features = (states[0] if len(states) == 1 else torch.cat(states, dim=-1))[:, int(drops_class) :]
         rows = self.projector(features.flatten(0, 1)).unflatten(0, (-1, self.config.rows))
         each = rows.split([item.grid[0] for item in inputs])
         return [
@@ -72,12 +72,14 @@ def arranged(tiles: Tensor, layout: Layout, newline: Tensor | None) -> Tensor:
     (rows, columns), width, side = layout.tiles, tiles.shape[2], math.isqrt(tiles.shape[1])
     if len(tiles) != rows * columns:
         raise PlanMismatch(f"{len(tiles)} tiles don't fill {rows} by {columns}")
-    grid = tiles.view(rows, columns, side, side, width).transpose(1, 2).reshape(rows * side, columns * side, width)
+    numbers = torch.arange(rows * columns * side * side, device=tiles.device).view(rows, columns, side, side)
+    numbers = numbers.transpose(1, 2).reshape(rows * side, columns * side)
     top, left = (rows * side - layout.kept[0]) // 2, (columns * side - layout.kept[1]) // 2
-    grid = grid[top : top + layout.kept[0], left : left + layout.kept[1]]
+    grid = tiles.flatten(0, 1)[numbers[top : top + layout.kept[0], left : left + layout.kept[1]]]
     if layout.pooled != layout.kept:
-        pooled = interpolate(grid.permute(2, 0, 1)[None], layout.pooled, mode="bilinear", align_corners=False)
-        grid = pooled[0].permute(1, 2, 0)
+        # with an image's stride, PyTorch sees that channels are last, and copies nothing
+        pooled = interpolate(grid[None].permute(0, 3, 1, 2), layout.pooled, mode="bilinear", align_corners=False)
+        grid = pooled.permute(0, 2, 3, 1)[0]
     if not layout.newlines or newline is None:
         return grid.reshape(-1, width)
     size = layout.pooled[0] * layout.pooled[1] // layout.newlines
