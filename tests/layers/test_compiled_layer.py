@@ -29,6 +29,7 @@ from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainForma
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation, gate_and_mul
 from triptych.layers.products import CompiledProduct
+from triptych.layers.tower_layer import MLP
 
 CPU = torch.device("cpu")
 Folders = Callable[[str], Path]
@@ -138,6 +139,10 @@ def test_compiled_layer_is_bit_identical(
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
+SHAPES_OF_MLP = ((96, 64), (40, 96))
+"""Outputs and inputs of the two products."""
+
+
 @pytest.mark.parametrize("format_name", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("inner", "is_gated"), [(96, True), (80, True), (80, False)])
 def test_mlp_of_many_tokens_is_bit_identical(format_name: str, inner: int, is_gated: bool) -> None:
@@ -158,6 +163,20 @@ def test_mlp_of_many_tokens_is_bit_identical(format_name: str, inner: int, is_ga
         first = up(norm(between))
         activated = gate_and_mul(first, Activation.GELU_TANH) if is_gated else Activation.GELU_TANH(first)
         assert torch.equal(layer(hidden, attended), between + down(activated))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_mlp_by_itself_is_bit_identical(format_name: str) -> None:
+    """Of tokens between which there may be gaps."""
+    torch.manual_seed(0)
+    up, down = (FORMATS[format_name].linear(torch.randn(shape), torch.randn(shape[0]), CPU) for shape in SHAPES_OF_MLP)
+    mlp = MLP(up, Activation.GELU, down)
+    assert mlp.compiled is not None
+    for tokens in (0, 1, 16, 17, 300):
+        hidden = torch.randn(tokens, 80)[:, :64]
+        assert torch.equal(mlp(hidden), down(Activation.GELU(up(hidden))))
+    with pytest.raises(ValueError, match="65 inputs"):
+        mlp(torch.randn(3, 65))
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,33 @@ class FinishLayer:
         return output
 
 
+class MultiplyMLP:
+    """``down(activation(up(x)))`` in one call: the activated values may be stored as the second product takes them."""
+
+    def __init__(self, up: CompiledProduct, activation: Activation, down: CompiledProduct) -> None:
+        """``up`` has as many outputs as ``down`` has inputs."""
+        self._up, self._down = up, down
+        self._activation = ActivationOperands.of(activation)
+        self._run = up.library.mlp
+        self._run.argtypes = [
+            *(ctypes.POINTER(LinearOperands), ctypes.POINTER(LinearOperands), ctypes.POINTER(ActivationOperands)),
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64),
+        ]
+        self._run.restype = ctypes.c_int
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return float32 [T, out] for float32 ``hidden`` [T, in], of which each token's values are contiguous. Raises
+        ValueError for another width, and MemoryError."""
+        num_tokens, inputs = hidden.shape
+        if inputs != self._up.inputs:
+            raise ValueError(f"{inputs} inputs for an MLP of {self._up.inputs}")
+        output = hidden.new_empty((num_tokens, self._down.outputs))
+        operands = self._up.operands, self._down.operands, self._activation
+        if not self._run(*operands, hidden.data_ptr(), hidden.stride(0), output.data_ptr(), num_tokens):
+            raise MemoryError(f"no memory for an MLP of {num_tokens} tokens")
+        return output
+
+
 class MultiplyHeads:
     """A product for each head, in one call."""
 

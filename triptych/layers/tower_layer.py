@@ -7,12 +7,13 @@ norms and activations, whose classes say what they compute, are always replaced.
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from triptych.errors import InternalError
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, compiled
+from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, MultiplyMLP, compiled
 from triptych.layers.linear import LayerNorm, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
@@ -42,16 +43,20 @@ class Activate(nn.Module):
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``."""
+    """``down(activation(up(x)))``: of a tower's layer, or a projector."""
 
     def __init__(self, up: nn.Module, activation: Activation, down: nn.Module) -> None:
         super().__init__()
         self.up = up
         self.activation = activation
         self.down = down
+        first, second = compiled(up), compiled(down)
+        self.compiled = None if first is None or second is None else MultiplyMLP(first, activation, second)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [T, hidden] → [T, hidden]."""
+        """``hidden`` [T, in] → [T, out]."""
+        if self.compiled is not None and hidden.dtype == torch.float32 and hidden.stride()[1:] == (1,):
+            return self.compiled(hidden)
         output: Tensor = self.down(self.activation(self.up(hidden)))
         return output
 

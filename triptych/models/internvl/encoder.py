@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat
-from triptych.layers.pointwise import Activation
+from triptych.layers.linear import LayerNorm, WeightFormat
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.internvl.config import TileTowerConfig, text_config, unified, vision_config
@@ -77,17 +76,15 @@ ORIGINAL = TowerNames(
 
 
 class NormedProjector(nn.Module):
-    """``second(activation(first(norm(features))))``: features [T, values] → embeddings [T, hidden size]."""
+    """``mlp(norm(features))``: features [T, values] → embeddings [T, hidden size]."""
 
-    def __init__(self, norm: LayerNorm, first: Linear, activation: Activation, second: Linear) -> None:
+    def __init__(self, norm: LayerNorm, mlp: MLP) -> None:
         super().__init__()
         self.norm = norm
-        self.first = first
-        self.activation = activation
-        self.second = second
+        self.mlp = mlp
 
     def forward(self, features: Tensor) -> Tensor:
-        output: Tensor = self.second(self.activation(self.first(self.norm(features))))
+        output: Tensor = self.mlp(self.norm(features))
         return output
 
 
@@ -200,9 +197,9 @@ class InternVL(SplitAdapter):
         norm, first, second = (f"{PROJECTOR}.{name}" for name in self.names.projector)
         return NormedProjector(
             reader.layer_norm(norm, values, PROJECTOR_EPS),
-            reader.linear([first], width, values),
-            self._projector_activation,
-            reader.linear([second], width, width),
+            MLP(
+                reader.linear([first], width, values), self._projector_activation, reader.linear([second], width, width)
+            ),
         )
 
 

@@ -19,7 +19,6 @@ from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.kimi.config import MoonConfig
 from triptych.models.shared.places import patch_places
-from triptych.models.shared.projector import Projector
 from triptych.models.shared.tower_weights import TowerWeights
 
 THETA = 10_000.0
@@ -39,7 +38,7 @@ class MoonTower(nn.Module):
         layers: Sequence[TowerLayer],
         last_norm: LayerNorm,
         projector_norm: LayerNorm,
-        projector: Projector,
+        projector: MLP,
         embedding_width: int,
     ) -> None:
         """``positions`` [rows, columns, hidden] are interpolated to the patches of an image. ``projector`` makes an
@@ -132,7 +131,7 @@ def load_moon(
         layers=[_layer(reader, vision, f"{tower}.encoder.blocks.{number}") for number in range(vision.num_layers)],
         last_norm=reader.layer_norm(f"{tower}.encoder.final_layernorm", hidden, EPS),
         projector_norm=reader.layer_norm(norm, hidden, vision.projector_eps),
-        projector=Projector(inner, Activation.GELU, outer),
+        projector=MLP(inner, Activation.GELU, outer),
         embedding_width=embedding_width,
     )
     reader.finish()

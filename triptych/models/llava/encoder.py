@@ -16,12 +16,13 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import WeightFormat, frozen
+from triptych.layers.tower_layer import MLP
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.anyres import Layout, layout_of
 from triptych.models.llava.config import VisionConfig, text_config, tile_config, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import clip_keys, load_clip, unused
-from triptych.models.shared.projector import PROJECTOR, Projector, projector_layouts
+from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -38,7 +39,7 @@ class LlavaTower(nn.Module):
         self,
         config: VisionConfig,
         transformer: VisionTransformer,
-        projector: Projector,
+        projector: MLP,
         newline: Tensor | None,
         embedding_width: int,
     ) -> None:
@@ -130,11 +131,11 @@ class Llava(SplitAdapter):
     def _newline(self, reader: TowerWeights) -> Tensor | None:
         return None
 
-    def _projector(self, reader: TowerWeights) -> Projector:
+    def _projector(self, reader: TowerWeights) -> MLP:
         width, values = self.embedding_width, self.vision.clip.hidden_size * len(self.vision.feature_layers)
         first = reader.linear([f"{PROJECTOR}.linear_1"], width, values, self._projector_bias)
         second = reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias)
-        return Projector(first, self._projector_activation, second)
+        return MLP(first, self._projector_activation, second)
 
 
 class LlavaNext(Llava):

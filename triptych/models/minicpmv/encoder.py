@@ -14,11 +14,11 @@ from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, WeightFormat
 from triptych.layers.pointwise import Activation
+from triptych.layers.tower_layer import MLP
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.minicpmv.config import UNITS, MergingConfig, text_config, vision_config
 from triptych.models.minicpmv.navit import NaViT, load_navit
 from triptych.models.registry import backbone_of
-from triptych.models.shared.projector import Projector
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -68,7 +68,7 @@ class SquareAttention(nn.Module):
 class SquareMerger(nn.Module):
     """Makes one state of each square of states, in the middle of the tower."""
 
-    def __init__(self, norm: LayerNorm, attention: SquareAttention, square_norm: LayerNorm, mlp: Projector) -> None:
+    def __init__(self, norm: LayerNorm, attention: SquareAttention, square_norm: LayerNorm, mlp: MLP) -> None:
         super().__init__()
         self.norm = norm
         self.attention = attention
@@ -91,7 +91,7 @@ class MiniCPMV46Tower(nn.Module):
         transformer: NaViT,
         merger: SquareMerger,
         norm: LayerNorm,
-        project: Projector,
+        project: MLP,
         *,
         embedding_width: int,
     ) -> None:
@@ -167,7 +167,7 @@ class MiniCPMV46(SplitAdapter):
             load_navit(reader, clip, VISION, clip.num_layers, shares),
             self._square_merger(reader, f"{VISION}.vit_merger"),
             reader.layer_norm(f"{last}.pre_norm", square, MERGER_EPS),
-            Projector(
+            MLP(
                 reader.linear([f"{last}.linear_1"], square, square),
                 Activation.GELU,
                 reader.linear([f"{last}.linear_2"], self.embedding_width, square),
@@ -185,7 +185,7 @@ class MiniCPMV46(SplitAdapter):
             reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
             clip.num_heads,
         )
-        mlp = Projector(
+        mlp = MLP(
             reader.linear([f"{name}.linear_1"], inner, square),
             Activation.GELU_TANH,
             reader.linear([f"{name}.linear_2"], hidden, inner),

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import Linear, RMSNorm, WeightFormat
+from triptych.layers.tower_layer import MLP
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.mistral3.config import text_config, vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.pixtral import EPS, load_pixtral
-from triptych.models.shared.projector import Projector
 from triptych.models.shared.settings import positive_number, setting
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -25,7 +25,7 @@ PROJECTOR = "projector"
 class MergingProjector(nn.Module):
     """Makes an embedding of each square of patches."""
 
-    def __init__(self, norm: RMSNorm, merging: Linear, projector: Projector, merged: int) -> None:
+    def __init__(self, norm: RMSNorm, merging: Linear, projector: MLP, merged: int) -> None:
         """``merging`` makes a feature of a square of ``merged`` normalised ones, which ``projector`` makes an
         embedding."""
         super().__init__()
@@ -88,7 +88,7 @@ class Mistral3(SplitAdapter):
     def _projector(self, reader: TowerWeights) -> MergingProjector:
         width, hidden, merged = self.embedding_width, self.vision.hidden_size, self.vision.merge_size**2
         merging = f"{PROJECTOR}.patch_merger.merging_layer"
-        projector = Projector(
+        projector = MLP(
             reader.linear([f"{PROJECTOR}.linear_1"], width, hidden, self._projector_bias),
             self._projector_activation,
             reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias),

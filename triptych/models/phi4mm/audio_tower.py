@@ -12,8 +12,8 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import PreprocessedPart, load_module
 from triptych.layers.pinned import to_device
 from triptych.layers.pointwise import Activation
+from triptych.layers.tower_layer import MLP
 from triptych.models.base import AUDIO
-from triptych.models.shared.projector import Projector
 from triptych.models.shared.tower_weights import TowerWeights
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Phi4AudioTower(nn.Module):
     """``Encoder`` of clips. Each goes through the tower by itself, in windows of 500 embeddings that the last one is
     filled up to with zeros, as transformers does with a clip alone."""
 
-    def __init__(self, module: "PreTrainedModel", projectors: Sequence[Projector], width: int) -> None:
+    def __init__(self, module: "PreTrainedModel", projectors: Sequence[MLP], width: int) -> None:
         """``projectors`` are those of ``PROJECTORS``."""
         super().__init__()
         self.module = module
@@ -83,7 +83,7 @@ def load_audio(
         Phi4MultimodalAudioModel, config, checkpoint, own, weights=reader.weights, device=reader.device
     )
     projectors = [
-        Projector(
+        MLP(
             reader.linear([f"{AUDIO}.up_proj_for_{name}"], width, config.hidden_size),
             Activation.GELU,
             reader.linear([f"{AUDIO}.down_proj_for_{name}"], width, width),

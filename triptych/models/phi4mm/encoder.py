@@ -16,7 +16,7 @@ from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
 from triptych.layers.linear import WeightFormat, frozen
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import TowerLayer
+from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.phi4mm.audio import audio_settings
 from triptych.models.phi4mm.audio_tower import audio_name, load_audio
@@ -24,7 +24,6 @@ from triptych.models.phi4mm.config import LORA_LAYERS, PooledTilesConfig, is_pub
 from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import load_clip, unused
 from triptych.models.shared.encoder import MultiTowerEncoder
-from triptych.models.shared.projector import Projector
 from triptych.models.shared.settings import setting
 from triptych.models.shared.shares import places
 from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
@@ -91,7 +90,7 @@ class Phi4MMTower(nn.Module):
         transformer: PartlyShown,
         newline: Tensor,
         separator: Tensor,
-        projector: Projector,
+        projector: MLP,
         width: int,
     ) -> None:
         """``newline`` [hidden] ends each line of embeddings, ``separator`` [hidden] stands before the whole; ``width``
@@ -182,7 +181,7 @@ class Phi4MM(SplitAdapter):
             PartlyShown(transformer, table, depth),
             reader.parameter(f"{VISION}.sub_img_feature_extensor", 1, 1, 1, hidden).view(hidden),
             reader.parameter(f"{VISION}.global_img_feature_extensor", 1, 1, hidden).view(hidden),
-            Projector(
+            MLP(
                 reader.linear([f"{VISION}.img_projection_up"], width, hidden),
                 Activation.GELU,
                 reader.linear([f"{VISION}.img_projection_down"], width, width),

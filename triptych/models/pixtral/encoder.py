@@ -5,12 +5,13 @@ import torch
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
+from triptych.layers.tower_layer import MLP
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.config import text_config
 from triptych.models.pixtral.config import vision_config
 from triptych.models.registry import backbone_of
 from triptych.models.shared.pixtral import load_pixtral
-from triptych.models.shared.projector import PROJECTOR, Projector, projector_layouts
+from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import setting
 from triptych.models.shared.split_adapter import SplitAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
@@ -50,7 +51,7 @@ class Pixtral(SplitAdapter):
         """
         reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
         width, hidden = self.embedding_width, self.vision.hidden_size
-        projector = Projector(
+        projector = MLP(
             reader.linear([f"{PROJECTOR}.linear_1"], width, hidden, self._projector_bias),
             self._projector_activation,
             reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias),

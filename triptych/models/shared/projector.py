@@ -1,9 +1,5 @@
-"""The projector that many families have between their tower and the language model."""
+"""Names of the parts of families with a projector between their tower and the language model."""
 
-from torch import Tensor, nn
-
-from triptych.layers.linear import Linear
-from triptych.layers.pointwise import Activation
 from triptych.models.base import VISION
 from triptych.models.shared.split_adapter import WeightPrefixes
 
@@ -20,17 +16,3 @@ def projector_layouts(**others: str) -> tuple[WeightPrefixes, ...]:
         WeightPrefixes(parts, "language_model.model.", "language_model.lm_head.weight"),
         WeightPrefixes(nested, "model.language_model."),
     )
-
-
-class Projector(nn.Module):
-    """``second(activation(first(features)))``: features [T, values] → embeddings [T, hidden size]."""
-
-    def __init__(self, first: Linear, activation: Activation, second: Linear) -> None:
-        super().__init__()
-        self.first = first
-        self.activation = activation
-        self.second = second
-
-    def forward(self, features: Tensor) -> Tensor:
-        output: Tensor = self.second(self.activation(self.first(features)))
-        return output

@@ -80,6 +80,20 @@ int linear(const Linear *linear, const float *input, int64_t stride, float *outp
     return 1;
 }
 
+/* An MLP: input [T, up.inputs] to output [T, down.outputs], with stride floats between the input's tokens. Returns 0 if
+ * there is no memory. */
+int mlp(const Linear *up, const Linear *down, const Activation *activation, const float *input, int64_t stride,
+        float *output, int64_t tokens) {
+    int64_t bytes = whole_lines(most(room_for(up, tokens), room_for(down, tokens)));
+    void *room = memory(bytes + between_room(up, down, tokens));
+    if (!room) return 0;
+#pragma omp parallel
+    multiply_mlp(up, down, activation, (Input){input, stride}, (Output){output}, tokens, room,
+                 (float *)((char *)room + bytes));
+    free(room);
+    return 1;
+}
+
 /* Linear layers of one shape and kind, one for each head: input [T, heads, inputs], with stride floats between tokens and
  * apart between heads, to output [heads, T, outputs]. Returns 0 if there is no memory. */
 int linear_heads(const Linear *linears, int64_t heads, const float *input, int64_t stride, int64_t apart, float *output,
