@@ -124,9 +124,10 @@ def test_the_least_recent_shape_is_forgotten() -> None:
     assert prepared[MAX_SHAPES + 1 :] == [1]
 
 
-def test_without_memory_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_without_recordings_calls_go_on(caplog: pytest.LogCaptureFixture, error: type[Exception]) -> None:
     def record(work: Callable[[], object]) -> Callable[[], object]:
-        raise torch.OutOfMemoryError("none")
+        raise error("none")
 
     made, _ = calls(record)
     for _ in range(4):

@@ -79,8 +79,8 @@ class ShapedCalls(Generic[Shape]):
         assert self.record is not None
         try:
             return _Recorded(call, rows, self.record)
-        except torch.OutOfMemoryError:
-            log.warning("no memory is left for a tower's CUDA graph: none are recorded any more")
+        except RuntimeError as error:  # torch's: no memory is left, or some operation can't be recorded
+            log.warning("a tower's CUDA graph can't be recorded, so none are any more: %s", error)
             self.record = None
             return None
 
