@@ -1,6 +1,10 @@
 """The Triton kernels in Triton's interpreter, which runs them with numpy on CPU tensors. ``tests/gpu`` runs the same
 cases on a GPU, and those in bf16, whose products the interpreter computes from the bits as if they were integers."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +71,15 @@ def test_any_batch(lens: list[tuple[int, int]], group: int, dim: int, page_size:
     kv_lens = [new + past for new, past in lens]
     shape = Shape(2 * group, 2, dim, page_size)
     check(make_case(shape, query_lens, kv_lens, torch.float32, torch.float32, CPU, seed), TritonAttention(4))
+
+
+def test_a_tile_that_no_prompt_uses_reads_nothing() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.layers.attend_padding"],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_few_programs_split_contexts_and_many_do_not() -> None:

@@ -288,13 +288,13 @@ def prefill_kernel(
     maxima, totals = _start_softmax(sinks, heads, head < GROUP, SINKS, ROWS)
     sums = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
     kv_head, middle = which // (GROUPS // KV_HEADS), begin
-    if WINDOW == 0:  # all rows attend to all keys up to the first row's token
-        middle = (past + first + 1) // KEYS * KEYS
-    maxima, totals, sums = _attend_keys(
-        queries, rest, key_cache, value_cache, page_table, kv_head, begin, middle, past + token, last, scale,
-        maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, KEYS, WINDOW, CHUNKED, CAP,
-        ALL=True,
-    )  # fmt: skip
+    if WINDOW == 0:  # all rows attend to all keys up to the first row's token, if the tile has one
+        middle = tl.minimum(past + first + 1, end) // KEYS * KEYS
+        maxima, totals, sums = _attend_keys(
+            queries, rest, key_cache, value_cache, page_table, kv_head, begin, middle, past + token, last, scale,
+            maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, KEYS, WINDOW, CHUNKED,
+            CAP, ALL=True,
+        )  # fmt: skip
     maxima, totals, sums = _attend_keys(
         queries, rest, key_cache, value_cache, page_table, kv_head, middle, end, past + token, last, scale,
         maxima, totals, sums, KV_HEADS, PAGE_SIZE, DIM, DIM_BLOCK, REST, REST_BLOCK, SHARED, KEYS, WINDOW, CHUNKED, CAP,
