@@ -1,6 +1,7 @@
 """Which calls are recorded, and that their outputs are those of calls that aren't. Here a recording launches its work
 again; ``tests/gpu/test_tower.py`` records CUDA graphs."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.layers import shaped_calls
 from triptych.layers.cuda_graphs import Record
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.layers.shaped_calls import MAX_GRAPHS, MAX_ROWS, MAX_SHAPES, Call, ShapedCalls
-from triptych.models.shared.encoder import recordable_calls
+from triptych.layers.shaped_calls import AGE, MAX_GRAPHS, MAX_ROWS, MAX_SHAPES, Call, ShapedCalls
+from triptych.models.shared.encoder import MultiTowerEncoder, VisionTower, recordable_calls
 
 CPU = torch.device("cpu")
 
@@ -91,9 +92,9 @@ def test_more_frequent_shapes_take_the_graphs() -> None:
         for _ in range(3 + shape):
             made(shape, torch.ones(1, 1))
     assert recorder.recordings == MAX_GRAPHS
-    for _ in range(3):
+    for _ in range(5):
         made(100, torch.ones(1, 1))
-    assert recorder.recordings == MAX_GRAPHS  # shape 0 was used as often
+    assert recorder.recordings == MAX_GRAPHS  # shape 0 was used three times
     made(100, torch.ones(1, 1))
     assert (recorder.recordings, made.num_recorded) == (MAX_GRAPHS + 1, MAX_GRAPHS)
     before = recorder.replays
@@ -109,7 +110,26 @@ def test_shapes_that_take_turns_are_not_recorded_again_and_again() -> None:
     for _ in range(20):
         for shape in range(MAX_GRAPHS + 4):
             made(shape, torch.ones(1, 1))
-    assert recorder.recordings <= MAX_GRAPHS + 4
+    assert recorder.recordings == MAX_GRAPHS
+
+
+def test_nor_are_shapes_that_come_at_random() -> None:
+    recorder = Recorder()
+    made, _ = calls(recorder)
+    draw = random.Random(0)
+    for _ in range(3000):
+        made(draw.randrange(2 * MAX_GRAPHS), torch.ones(1, 1))
+    assert recorder.recordings < 5 * MAX_GRAPHS
+
+
+def test_shapes_of_a_new_load_take_the_graphs_of_the_last_one() -> None:
+    recorder = Recorder()
+    made, _ = calls(recorder)
+    for load in range(2):
+        for _ in range(20 * AGE):
+            for shape in range(MAX_GRAPHS):
+                made(100 * load + shape, torch.ones(1, 1))
+        assert recorder.recordings == (1 + load) * MAX_GRAPHS
 
 
 def test_the_least_recent_shape_is_forgotten() -> None:
@@ -138,12 +158,16 @@ def test_without_recordings_calls_go_on(caplog: pytest.LogCaptureFixture, error:
 
 @pytest.mark.parametrize("name", RECORDABLE)
 def test_recorded_towers(tmp_path: Path, name: str) -> None:
-    """Rows are those of towers that aren't recorded: only the patches differ between inputs of a shape."""
+    """Rows are those of towers that aren't recorded, and derive all that inputs need from these, each time."""
     folder = make_tiny(tmp_path, name)
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     plain, recorded = (adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], CPU) for _ in range(2))
     recorder = Recorder()
     [made] = recordable_calls(recorded)
+    tower = plain.towers["vision"] if isinstance(plain, MultiTowerEncoder) else plain
+    if isinstance(tower, VisionTower):
+        assert tower.tables
+        tower.tables = ()
     made.record = recorder
     for seed in range(3):
         inputs = recordable_inputs(plain, seed)

@@ -13,7 +13,7 @@ from triptych.models.shared.vision_transformer import VisionTransformer
 
 RECORDABLE = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen2_5_omni", "qwen3_omni_moe"),
-    *("llava", "llava_next", "llava_onevision", "internvl", "gemma3", "llama4", "smolvlm", "cogvlm2"),
+    *("llava", "llava_next", "llava_onevision", "internvl", "gemma3", "llama4", "smolvlm", "idefics3", "cogvlm2"),
 )
 """Tiny checkpoints."""
 GRIDS = [(1, 4, 6), (1, 2, 2), (2, 8, 4), (1, 4, 6)]

@@ -251,6 +251,7 @@ def record_graphs(
         log.info("no CUDA graphs: embeddings per layer are read in host memory")
         return None
     device = cache.device
+    torch.cuda.empty_cache()  # as a recording does, so that what is taken can be told
     began, before = time.monotonic(), torch.cuda.memory_reserved(device)
     sizes = GraphSizes(
         decodes=decode_sizes(max_num_seqs),
@@ -260,7 +261,7 @@ def record_graphs(
     )
     try:
         with torch.inference_mode(), torch.cuda.device(device):
-            graphs = StepGraphs(decoder, cache, sizes, recorder())
+            graphs = StepGraphs(decoder, cache, sizes, recorder(device))
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise StartError(
@@ -269,7 +270,7 @@ def record_graphs(
         ) from error
     took = max(0, torch.cuda.memory_reserved(device) - before)  # other processes may share the GPU
     log.info(
-        "recorded %d CUDA graphs, up to %d requests that decode and %d tokens, in %.1f s and %s",
+        "recorded %d CUDA graphs, up to %d requests that decode and %d tokens, in %.1f s and %s of PyTorch's memory",
         *graphs.extent,
         time.monotonic() - began,
         gib(took),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from triptych.layers.cuda_graphs import Record
@@ -19,9 +18,15 @@ MAX_SHAPES = 32
 MAX_GRAPHS = 8
 """Of these, how many may be recorded. Each keeps memory for its input and outputs."""
 MAX_ROWS = 4096
-"""Rows of the largest input whose call is recorded: larger ones take longer to compute than to launch."""
+"""Rows of the largest input whose shape stays prepared and whose call may be recorded: larger ones take longer to
+compute than to launch, and keep more memory."""
 USES_BEFORE_RECORDING = 2
 """A shape that never comes again isn't worth a recording, which takes as long as several calls."""
+
+AGE = 256
+"""Calls after which all numbers of uses are halved, so that those of another time count for little."""
+MORE_OFTEN = 2
+"""How much more often a shape must have been used than one whose graph it takes."""
 
 Shape = TypeVar("Shape", bound=Hashable)
 Call = Callable[[Tensor], Sequence[Tensor]]
@@ -44,6 +49,7 @@ class ShapedCalls(Generic[Shape]):
     def __init__(self, prepare: Callable[[Shape], Call]) -> None:
         self._prepare = prepare
         self._shapes: OrderedDict[Shape, _KnownShape] = OrderedDict()  # the least recently used first
+        self._calls = 0
 
     @property
     def num_recorded(self) -> int:
@@ -51,38 +57,39 @@ class ShapedCalls(Generic[Shape]):
 
     def __call__(self, shape: Shape, rows: Tensor) -> list[Tensor]:
         """Return the outputs for ``rows``, as new tensors."""
+        if not 0 < len(rows) <= MAX_ROWS:
+            return list(self._prepare(shape)(rows))
         if shape not in self._shapes:
             if len(self._shapes) == MAX_SHAPES:
                 self._shapes.popitem(last=False)
             self._shapes[shape] = _KnownShape(self._prepare(shape))
         self._shapes.move_to_end(shape)
         one = self._shapes[shape]
-        one.uses += 1
-        if one.recorded is None and self._is_worth_recording(one, rows):
-            one.recorded = self._recorded(one.call, rows)
+        self._count(one)
+        if one.recorded is None and self.record is not None and one.uses >= USES_BEFORE_RECORDING:
+            self._record(one, rows, self.record)
         return list(one.call(rows)) if one.recorded is None else one.recorded(rows)
 
-    def _is_worth_recording(self, one: _KnownShape, rows: Tensor) -> bool:
-        """Return whether ``one`` should be recorded, after making room for it."""
-        if self.record is None or one.uses < USES_BEFORE_RECORDING or not 0 < len(rows) <= MAX_ROWS:
-            return False
-        recorded = [other for other in self._shapes.values() if other.recorded is not None]
-        if len(recorded) < MAX_GRAPHS:
-            return True
-        least = min(recorded, key=lambda other: other.uses)
-        if least.uses >= one.uses:
-            return False
-        least.recorded = None
-        return True
+    def _count(self, one: _KnownShape) -> None:
+        one.uses += 1
+        self._calls += 1
+        if self._calls % AGE == 0:
+            for other in self._shapes.values():
+                other.uses //= 2
 
-    def _recorded(self, call: Call, rows: Tensor) -> "_Recorded | None":
-        assert self.record is not None
+    def _record(self, one: _KnownShape, rows: Tensor, record: Record) -> None:
+        """Record the calls of a shape if there is room, or a graph of a shape that is used less often."""
+        recorded = [other for other in self._shapes.values() if other.recorded is not None]
+        if len(recorded) == MAX_GRAPHS:
+            least = min(recorded, key=lambda other: other.uses)
+            if one.uses < MORE_OFTEN * least.uses:
+                return
+            least.recorded = None
         try:
-            return _Recorded(call, rows, self.record)
+            one.recorded = _Recorded(one.call, rows, record)
         except RuntimeError as error:  # torch's: no memory is left, or some operation can't be recorded
-            log.warning("a tower's CUDA graph can't be recorded, so none are any more: %s", error)
+            log.warning("a tower's CUDA graph can't be recorded, so no more are: %s", error)
             self.record = None
-            return None
 
 
 class _Recorded:

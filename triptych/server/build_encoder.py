@@ -38,7 +38,7 @@ class EncoderRunner:
 def record_towers(encoder: Encoder, device: torch.device) -> None:
     """On a GPU, let the calls of an encoder's towers be CUDA graphs, for the shapes of inputs that come often."""
     if device.type == "cuda":
-        record = recorder()
+        record = recorder(device)
         for calls in recordable_calls(encoder):
             calls.record = record
 
