@@ -14,11 +14,11 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 from tests.support.checkpoints import edit_config, load_adapter, load_reference
 from tests.support.families import LAYOUTS, WITH_IMAGES
 from tests.support.forward import (
-    TOWER_TOLERANCE,
     Pool,
     Prompt,
     Running,
     assert_close,
+    assert_rows,
     make_prompt,
     random_input,
     reference_logits,
@@ -64,7 +64,7 @@ def test_logits(tiny: Tiny, name: str, layout: str) -> None:
         images = IMAGES
         ours = adapter.load_encoder(checkpoint, FP32, CPU).encode(images)
         theirs = reference_rows(folder, images, [item.grid for item in images])
-        assert_close(torch.cat(ours), theirs, TOWER_TOLERANCE)
+        assert_rows(torch.cat(ours), theirs)
         rows = list(theirs.split([len(part) for part in ours]))
         prompt = make_prompt(reference, list(b"hello"), images, rows, adapter.embedding_width)
         expected = reference_logits(reference, prompt, images)
@@ -116,9 +116,9 @@ def test_tower_rows(tiny: Tiny, name: str) -> None:
         assert {type(one) for one in module.modules() if type(one).__name__.endswith("Attention")} == {TowerAttention}
     rows = tower.encode(IMAGES)
     assert [len(part) for part in rows] == [6, 1, 45]
-    assert_close(torch.cat(rows), reference_rows(folder, IMAGES, [item.grid for item in IMAGES]), TOWER_TOLERANCE)
+    assert_rows(torch.cat(rows), reference_rows(folder, IMAGES, [item.grid for item in IMAGES]))
     for item, part in zip(IMAGES, rows, strict=True):
-        assert_close(part, tower.encode([item])[0], TOWER_TOLERANCE)
+        assert_rows(part, tower.encode([item])[0])
 
 
 @torch.inference_mode()
@@ -162,8 +162,8 @@ def test_rows_of_videos(tiny: Tiny, name: str) -> None:
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     parts = [random_input((1, *size), seed, PATCH_VALUES) for size in ((4, 6), (18, 10)) for seed in range(3)]
     whole = reference_rows(folder, parts, [(3, 4, 6), (3, 18, 10)])
-    assert_close(torch.cat(tower.encode(parts)), whole, TOWER_TOLERANCE)
-    assert_close(torch.cat([tower.encode([part])[0] for part in parts]), whole, TOWER_TOLERANCE)
+    assert_rows(torch.cat(tower.encode(parts)), whole)
+    assert_rows(torch.cat([tower.encode([part])[0] for part in parts]), whole)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_IMAGES if TINY[name].published is not str])

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from tests.support.checkpoints import load_adapter, load_reference, make_checkpoint
 from tests.support.forward import (
-    TOWER_TOLERANCE,
     Pool,
     Prompt,
     Running,
     assert_close,
+    assert_rows,
     make_prompt,
     random_input,
     reference_logits,
@@ -171,7 +171,7 @@ def test_tower_equals_transformers(models: Callable[..., Model], moe: bool) -> N
         output = model.reference.model.visual(patches, grid_thw=grids)
     rows = model.tower.encode(IMAGES)
     assert [tuple(part.shape) for part in rows] == [(6, 192), (1, 192), (8, 192)]
-    assert_close(torch.cat(rows), torch.cat((output.pooler_output, *output.deepstack_features), dim=1), TOWER_TOLERANCE)
+    assert_rows(torch.cat(rows), torch.cat((output.pooler_output, *output.deepstack_features), dim=1))
 
 
 def test_tower_rows_do_not_depend_on_the_batch(models: Callable[..., Model]) -> None:

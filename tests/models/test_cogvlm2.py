@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import edit_config, load_adapter, load_reference
 from tests.support.cogvlm2 import pixels_of, positions_of, question
-from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.released import RELEASED
 from tests.support.tiny import OWN_TOWERS, make_tiny
@@ -87,7 +87,7 @@ def test_rows(tmp_path: Path) -> None:
             torch.stack([pixels_of(picture(width, height, width), SIDE) for width, height in SIZES])
         )
     assert [len(one) for one in ours] == [11] * len(SIZES)
-    assert_close(torch.stack(ours), theirs, TOWER_TOLERANCE)
+    assert_rows(torch.stack(ours), theirs)
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.models.golden.make_minicpm_videos import FILE, settings_of
 from tests.models.golden.make_videos import digest, video
 from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.clips import packed
-from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.forward import assert_close, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import MINICPMV4_6, SLICE_IDS, SLICES, make_tiny
 from triptych.checkpoint.reader import Checkpoint
@@ -226,7 +226,7 @@ def test_rows(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
             model.get_image_features(processed["pixel_values"], processed["target_sizes"], mode).pooler_output
         )
     rows = torch.cat(tower_of(folder).encode(inputs_of(*IMAGES, downsample_mode=mode)))
-    assert_close(rows, expected, TOWER_TOLERANCE)
+    assert_rows(rows, expected)
 
 
 def test_rows_of_both_modes_together(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import minicpm
 from tests.support.checkpoints import load_adapter
-from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of, pixels_of
 from tests.support.outlines import check_outline
@@ -119,7 +119,7 @@ def tower_of(folder: Path, weights: Any = WEIGHT_FORMATS["float32"]) -> Encoder:
 def test_rows(tmp_path: Path, version: float) -> None:
     folder = make_minicpm(tmp_path, version)
     expected = torch.cat([MiniCPMReference(folder, config_of(version)).rows(image) for image in IMAGES])
-    assert_close(torch.cat(tower_of(folder).encode(inputs_of(*IMAGES))), expected, TOWER_TOLERANCE)
+    assert_rows(torch.cat(tower_of(folder).encode(inputs_of(*IMAGES))), expected)
     check_outline(folder)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.support.checkpoints import load_adapter
 from tests.support.clips import picture
-from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.forward import assert_rows
 from tests.support.image_cases import picture as still
 from tests.support.image_cases import png
 from tests.support.minicpm import (
@@ -110,7 +110,7 @@ def test_text_pixels_and_rows(tmp_path: Path, version: float, size: tuple[int, i
         found = part.patches.reshape(rows, columns, 3, 4, 4).transpose(2, 0, 3, 1, 4).reshape(pixels.shape)
         assert np.array_equal(found, pixels)
     reference = MiniCPMReference(make_minicpm(tmp_path, version), config_of(version))
-    assert_close(encoded(tmp_path, parts), reference.rows(clip), TOWER_TOLERANCE)
+    assert_rows(encoded(tmp_path, parts), reference.rows(clip))
 
 
 def encoded(folder: Path, parts: list[EncoderInput]) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_rows_of_frames_shown_together(tmp_path: Path, slices: int) -> None:
     for some in (slice(0, 2), slice(91, 93)):
         shown = Clip(clip.groups[some], clip.times[some], slices)
         found = encoded(tmp_path, parts[some.start * each : some.stop * each])
-        assert_close(found, reference.rows(shown), TOWER_TOLERANCE)
+        assert_rows(found, reference.rows(shown))
 
 
 def test_times_change_what_a_frame_becomes(tmp_path: Path) -> None:

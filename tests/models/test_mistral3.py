@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import TOWER_TOLERANCE, assert_close
+from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import OWN_TOWERS, ROW_IDS, Layout, make_tiny
 from triptych.checkpoint.reader import Checkpoint
@@ -168,8 +168,8 @@ def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
     with torch.inference_mode():
         expected = model.get_image_features(**processed).pooler_output
     for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
-        assert_close(found, rows, TOWER_TOLERANCE)
-        assert_close(tower.encode([part])[0], rows, TOWER_TOLERANCE)
+        assert_rows(found, rows)
+        assert_rows(tower.encode([part])[0], rows)
 
 
 @pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.03), ("int8", 0.1), ("int4", 0.5)])
