@@ -113,13 +113,15 @@ def test_shapes_that_take_turns_are_not_recorded_again_and_again() -> None:
     assert recorder.recordings == MAX_GRAPHS
 
 
-def test_nor_are_shapes_that_come_at_random() -> None:
+@pytest.mark.parametrize("shapes", [2 * MAX_GRAPHS, 2 * MAX_SHAPES])
+def test_nor_are_shapes_that_come_at_random(shapes: int) -> None:
     recorder = Recorder()
     made, _ = calls(recorder)
     draw = random.Random(0)
     for _ in range(3000):
-        made(draw.randrange(2 * MAX_GRAPHS), torch.ones(1, 1))
-    assert recorder.recordings < 5 * MAX_GRAPHS
+        made(draw.randrange(shapes), torch.ones(1, 1))
+    assert MAX_GRAPHS <= recorder.recordings < 5 * MAX_GRAPHS
+    assert recorder.replays > 3000 * MAX_GRAPHS // shapes // 2
 
 
 def test_shapes_of_a_new_load_take_the_graphs_of_the_last_one() -> None:

@@ -60,8 +60,8 @@ class ShapedCalls(Generic[Shape]):
         if not 0 < len(rows) <= MAX_ROWS:
             return list(self._prepare(shape)(rows))
         if shape not in self._shapes:
-            if len(self._shapes) == MAX_SHAPES:
-                self._shapes.popitem(last=False)
+            if len(self._shapes) == MAX_SHAPES:  # those with a graph stay until another takes it
+                del self._shapes[next(name for name, one in self._shapes.items() if one.recorded is None)]
             self._shapes[shape] = _KnownShape(self._prepare(shape))
         self._shapes.move_to_end(shape)
         one = self._shapes[shape]
