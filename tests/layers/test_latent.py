@@ -140,3 +140,17 @@ def test_heads_in_one_call_equal_each_by_itself(name: str) -> None:
     values = torch.randn(5, 4, LATENT + 3)[:, 1:, :LATENT]
     expected = torch.stack([product(values[:, head]) for head, product in enumerate(there)])
     assert torch.equal(MultiplyHeads(there)(values), expected)
+
+
+@pytest.mark.parametrize("tokens", [4, 32, 250])
+def test_heads_of_which_one_has_a_large_weight(tokens: int) -> None:
+    """Which decides, where there is AMX, by which product a head is multiplied."""
+    weights = torch.randn(3, 32, 64)
+    weights[0, 7, 9] = 200
+    products = [compiled(WEIGHT_FORMATS["float16"].linear(weight, None, CPU)) for weight in weights]
+    there = [product for product in products if product is not None]
+    if len(there) < len(products):
+        pytest.skip("there are no compiled kernels")
+    values = torch.randn(tokens, 3, 64)
+    expected = torch.stack([product(values[:, head]) for head, product in enumerate(there)])
+    assert torch.equal(MultiplyHeads(there)(values), expected)

@@ -241,7 +241,7 @@ class MultiplyHeads:
     """A product for each head, in one call."""
 
     def __init__(self, products: Sequence[CompiledProduct]) -> None:
-        """``products`` are of one shape and format."""
+        """``products`` are of one shape."""
         self._keep_alive = products
         self._outputs = products[0].outputs
         self._operands = (LinearOperands * len(products))(*(product.operands for product in products))

@@ -94,11 +94,13 @@ int mlp(const Linear *up, const Linear *down, const Activation *activation, cons
     return 1;
 }
 
-/* Linear layers of one shape and kind, one for each head: input [T, heads, inputs], with stride floats between tokens and
- * apart between heads, to output [heads, T, outputs]. Returns 0 if there is no memory. */
+/* Linear layers of one shape, one for each head: input [T, heads, inputs], with stride floats between tokens and apart
+ * between heads, to output [heads, T, outputs]. Returns 0 if there is no memory. */
 int linear_heads(const Linear *linears, int64_t heads, const float *input, int64_t stride, int64_t apart, float *output,
                  int64_t tokens) {
-    void *room = memory(room_for(linears, tokens));
+    int64_t bytes = 0; /* heads' kinds differ where only some have a weight that is too large for halves.c */
+    for (int64_t head = 0; head < heads; head++) bytes = most(bytes, room_for(linears + head, tokens));
+    void *room = memory(bytes);
     if (!room) return 0;
 #pragma omp parallel
     for (int64_t head = 0; head < heads; head++) {
