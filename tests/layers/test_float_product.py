@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from triptych.layers import native
 from triptych.layers.float_product import bf16_product, float_product, half_product, has_bf16
 from triptych.layers.kernel_variants import processor_features
-from triptych.layers.products import PanelLayout, Product, in_panels
+from triptych.layers.products import CompiledProduct, PanelLayout, Product, WeightKind, in_panels
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (2000, 700)]
 """[out, in]: whole and partial panels, several per thread and several threads."""
@@ -28,11 +28,14 @@ def rounded(pack: Pack, activations: Tensor) -> Tensor:
 
 
 def tolerance(pack: Pack) -> float:
-    """Relative error of a product's outputs: oneDNN's bfloat16 ones are rounded, too, and AMX takes activations for
-    halves in two parts of 8 bits."""
-    if pack is bf16_product and native.library() is None:
-        return 2**-8
-    return 2**-16 if pack is half_product else 0
+    """Relative error of outputs whose sums are exact: oneDNN's bfloat16 ones are rounded."""
+    return 2**-8 if pack is bf16_product and native.library() is None else 0
+
+
+def left_out(product: Product) -> float:
+    """What AMX leaves out of products with halves, as a part of the whole: the product of both smaller parts."""
+    is_split = isinstance(product, CompiledProduct) and product.operands.kind == WeightKind.SPLIT_HALF
+    return 2.0**-16 if is_split else 0
 
 
 def whole(*shape: int) -> Tensor:
@@ -71,8 +74,9 @@ class Products:
         torch.manual_seed(0)
         weight, activations = torch.randn(70, 3000).bfloat16().float(), torch.randn(20, 3000)
         exact = rounded(pack, activations).double() @ weight.double().T
-        error = (pack(weight, None)(activations) - exact).norm() / exact.norm()
-        assert error < 1e-6 + tolerance(pack)
+        product = pack(weight, None)
+        error = (product(activations) - exact).norm() / exact.norm()
+        assert error < 1e-6 + tolerance(pack) + left_out(product)
 
     def test_what_is_not_a_number_shows_in_its_own_token(self, pack: Pack) -> None:
         check_what_is_not_a_number(pack, 6)
@@ -142,15 +146,15 @@ class TestCompiled(Products):
 
     @pytest.mark.parametrize("inputs", [1, 31, 130, 3000])
     def test_error_is_bounded(self, pack: Pack, inputs: int) -> None:
-        """AMX leaves out the product of both smaller parts, at most 2**-16 of the whole."""
         if pack is bf16_product:
             pytest.skip("see TestBf16")
         torch.manual_seed(0)
         weight, activations = torch.randn(70, inputs).half(), torch.randn(70, inputs) * torch.rand(inputs).mul(9).exp()
         exact = activations.double() @ weight.double().T
         magnitude = activations.double().abs() @ weight.double().abs().T
-        bound = 2.0**-15 * (pack is half_product) + (inputs + 32) * 2.0**-24
-        assert ((pack(weight, None)(activations) - exact).abs() <= bound * magnitude).all()
+        product = pack(weight, None)
+        bound = 2 * left_out(product) + (inputs + 32) * 2.0**-24  # parts are rounded, too
+        assert ((product(activations) - exact).abs() <= bound * magnitude).all()
 
     def test_what_fp16_does_not_hold_saturates(self, pack: Pack) -> None:
         weight = torch.tensor([[1e6], [-1e6], [torch.inf], [1 + 2**-12]])
@@ -160,6 +164,21 @@ class TestCompiled(Products):
             float_product: weight[:, 0].tolist(),
         }
         assert pack(weight, None)(torch.ones(1, 1)).tolist() == [kept[pack]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("largest", [127.94, -127.94, 128, -128, torch.inf, torch.nan])
+def test_halves_are_multiplied_by_amx_up_to_its_limit(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, largest: float, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: kernels)
+    weight = torch.randn(41, 37)
+    weight[20, 5] = largest
+    weight = weight.to(dtype)
+    product = half_product(weight, None)
+    assert isinstance(product, CompiledProduct)
+    fits = kernels.halves_are_tiled() and weight.half().abs().max() < 128
+    assert product.operands.kind == (WeightKind.SPLIT_HALF if fits else WeightKind.HALF)
 
 
 def all_float_patterns() -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from triptych.layers import native
 from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels, panel_layout
+from triptych.layers.rounding import saturating_cast
 
 
 class FbgemmProduct:
@@ -76,14 +77,21 @@ def has_bf16() -> bool:
 
 def _split_half(library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> CompiledProduct | None:
     """Return a product by ``kernels/cpu/halves.c``; None without AMX, and for weights that are too large for it."""
-    if not library.halves_are_tiled():
+    if not library.halves_are_tiled() or not _largest_half(weight) < ctypes.c_int.in_dll(library, "halves_limit").value:
         return None
     panels = in_panels(weight, panel_layout(library, WeightKind.SPLIT_HALF))
     encode = library.encode_halves
-    encode.argtypes, encode.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    if not encode(panels.data_ptr(), panels.numel()):
-        return None
+    encode.argtypes, encode.restype = [ctypes.c_void_p, ctypes.c_int64], None
+    encode(panels.data_ptr(), panels.numel())
     return CompiledProduct(library, WeightKind.SPLIT_HALF, weight.shape, panels.view(torch.int16), None, bias)
+
+
+def _largest_half(weight: Tensor) -> float:
+    """Return the largest magnitude of weights rounded to fp16; NaN if one of them is NaN."""
+    if not weight.numel():
+        return 0
+    lowest, highest = weight.aminmax()
+    return saturating_cast(torch.maximum(-lowest, highest), torch.float16).item()
 
 
 def _compiled(library: ctypes.CDLL, kind: WeightKind, weight: Tensor, bias: Tensor | None) -> CompiledProduct:

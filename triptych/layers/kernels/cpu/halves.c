@@ -1,6 +1,7 @@
 /* Products with weights in half precision by AMX, which multiplies bfloat16: each value is the sum of two bfloat16
- * numbers. A half is exactly that, an activation to 2^-17. The product of the two smaller ones, at most 2^-16 of the whole,
- * is left out, and sums are float32. So outputs have 4 bits more than those of activations in half precision.
+ * numbers. A half is exactly that; an activation is to 2^-17, if its magnitude is from 2^-110 to bfloat16's largest,
+ * 3.39e38. The product of the two smaller ones, at most 2^-16 of the whole, is left out, and sums are float32. So outputs
+ * have 4 bits more than those of activations in half precision.
  *
  * Sums are in one order for all numbers of tokens: for each INPUT_BYTES of inputs, those of the activations' rests with
  * the larger part of the weights, then those of their larger part with both. So a token's outputs are bit-identical in
@@ -8,8 +9,8 @@
  *
  * Weights are in panels as those of bf16.c, but a weight is a code that is split within 16 bits: its sign, the last 3 bits
  * of its fraction, its exponent and the first 7 bits of its fraction. Exponents cover all numbers from the smallest half
- * to LIMIT, without subnormal ones. They are split as they are used: for few tokens a step ahead of the products, so that
- * memory is read all the time; for many tokens once for all of a block.
+ * to the largest below halves_limit, without subnormal ones. They are split as they are used: for few tokens a step
+ * ahead of the products, so that memory is read all the time; for many tokens once for all of a block.
  */
 #include "halves.h"
 
@@ -22,15 +23,14 @@
 #define SLAB 4                        /* steps whose split weights stay in the L1 cache */
 #define NEARBY 2560                   /* prefetch distance in bytes of weights when they are split a step ahead */
 #define LONG_TASK (4 * TASK)          /* a task begins with a wait for memory, and nothing is split meanwhile */
-#define LIMIT 0x5800                  /* bits of 128, the smallest half without a code */
 #define LOWEST 24                     /* the smallest half is 2^-24; its exponent's code is 1 */
+
+const int halves_limit = 128; /* the smallest half without a code */
 
 int halves_are_tiled(void) { return tiles_are_granted; }
 
-/* Replaces halves by their codes. Returns 0, and changes nothing, if one of them has none. */
-int encode_halves(uint16_t *halves, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
-        if ((halves[i] & 0x7fff) >= LIMIT) return 0;
+/* Replaces halves, all of them smaller in magnitude than the limit, by their codes. */
+void encode_halves(uint16_t *halves, int64_t count) {
 #pragma omp parallel for if (count > 65536)
     for (int64_t i = 0; i < count; i += LANES) {
         ints value = (ints)load_half(halves + i, count - i), size = value & 0x7fffffff;
@@ -40,7 +40,6 @@ int encode_halves(uint16_t *halves, int64_t count) {
         float16s packed = __builtin_convertvector(code, float16s);
         memcpy(halves + i, &packed, least(LANES, count - i) * sizeof(uint16_t));
     }
-    return 1;
 }
 
 inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(uint16_t)); }
@@ -125,6 +124,7 @@ inlined void multiply_rows(const Linear *linear, const Rows *rows, const int64_t
             split_weights(weights[which], own->parts[turn][which], 0, TILE_STEP, ahead);
         own->panels[which] = panels[which] + 1;
     }
+    if (count == 1) own->panels[1] = -1; /* nothing is split for it */
     for (int64_t at = 0; at < steps; at++, turn = !turn, tokens += 2 * INPUT_BYTES) {
         char(*now)[PARTS] = own->parts[turn], (*later)[PARTS] = own->parts[!turn];
         for (int which = 0; which < count; which++) /* the next panel follows, except after the last one */
