@@ -135,7 +135,7 @@ inlined void multiply_part(const Rows *rows, const char *weights, int64_t at, in
  * inputs; if they are gates, half as many, with their factors. A part of the panels, ``near`` bytes of inputs, is
  * multiplied by all tokens before the next part, while their sums stay in the L2 cache. */
 inlined void multiply_panels_in_parts(const Linear *linear, const Rows *rows, int64_t panel, int64_t count,
-                                      int64_t depth, int64_t near, PartProduct *multiply_part, Keep *keep_sums) {
+                                      int64_t depth, int64_t near, PartProduct *product, Keep *keep_sums) {
     char sums[AT_ONCE][BLOCK_OF_TILES * TILE_LINE] __attribute__((aligned(64)));
     int64_t tokens = rows->tokens, pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS;
     int64_t size = depth / INPUT_BYTES * TILE_STEP, factors = rows->output.is_gated ? panels_of(linear) / 2 : 0;
@@ -147,7 +147,7 @@ inlined void multiply_panels_in_parts(const Linear *linear, const Rows *rows, in
         for (int64_t which = 0; which < all; which++) {
             int64_t number = panel + which % count + (which < count ? 0 : factors);
             const char *weights = (const char *)linear->panels + number * size + done;
-            multiply_part(rows, weights, at, some, weights + ahead, share, sums[which]);
+            product(rows, weights, at, some, weights + ahead, share, sums[which]);
         }
     }
     for (int64_t first = 0; first < tokens; first += TILE_ROWS) {
@@ -167,7 +167,7 @@ inlined int64_t rounded_by_tiles(int64_t tokens) {
  * before the next ones. Operands as of ``round_together`` and ``multiply_panels_in_parts``. */
 inlined void multiply_in_blocks(const Linear *linear, const Input *input, const Output *output, int64_t tokens,
                                 char *room, int64_t apart, int64_t depth, int64_t near, Rounding *round,
-                                PartProduct *multiply_part, Keep *keep_sums) {
+                                PartProduct *product, Keep *keep_sums) {
     int64_t pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, blocks = (tokens + BLOCK_OF_TILES - 1) / BLOCK_OF_TILES;
     int64_t panels = panels_of(linear) / (output->is_gated ? 2 : 1), at_once = AT_ONCE / (output->is_gated ? 2 : 1);
     int64_t threads = omp_get_num_threads(), tasks = (panels + at_once - 1) / at_once;
@@ -188,7 +188,7 @@ inlined void multiply_in_blocks(const Linear *linear, const Input *input, const 
         for (int64_t task = 0; task < tasks; task++) {
             int64_t panel = panels * task / tasks;
             int64_t some = panels * (task + 1) / tasks - panel;
-            multiply_panels_in_parts(linear, &rows, panel, some, depth, near, multiply_part, keep_sums);
+            multiply_panels_in_parts(linear, &rows, panel, some, depth, near, product, keep_sums);
         }
         if (!input->is_rounded || block + 1 == blocks) {
 #pragma omp barrier
