@@ -196,6 +196,16 @@ def test_another_process_is_asked_for_all() -> None:
     cluster = Cluster(spares=1)
     _, e0 = cluster.start("e0", node="a")
     [spare] = cluster.reserved()
-    cluster.hosts.ask_again()
+    cluster.hosts.ask_again([])
     assert e0.asked_again == 1
     assert cluster.asked() == [Reserve(spare)]
+
+
+def test_an_actor_that_was_released_without_a_connection_is_released_again() -> None:
+    cluster = Cluster()
+    e0, _ = cluster.start("e0", node="a")
+    pd0, _ = cluster.start("pd0", node="b")
+    cluster.end(e0, keep=False)
+    cluster.asked()  # and lost
+    cluster.hosts.ask_again([e0.host.name, pd0.host.name])
+    assert cluster.asked() == [Release(e0.host.name)]

@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,8 +102,11 @@ class RayHosts:
             host.is_current, host.kept_until = False, 0.0
         self.balance()
 
-    def ask_again(self) -> None:
-        """Ask another process that is connected to Ray for all actors and instances."""
+    def ask_again(self, existing: Collection[str]) -> None:
+        """Ask another process that is connected to Ray for all actors and instances. End the others of the actors that
+        exist, given by name: no process may have been connected when they were released."""
+        for name in set(existing) - set(self._hosts):
+            self._send(Release(name))
         for host in self:
             if host.process is None:
                 self._send(Reserve(host.host))

@@ -106,8 +106,8 @@ class RemoteProcess:
         if self._signal is not None:
             self.send(self._signal)
 
-    def take(self, message: Waiting | News | Gone) -> bool:
-        """Take what is said of it. Return whether it has ended."""
+    def take(self, message: Waiting | News | Gone) -> None:
+        """Take what is said of it."""
         match message:
             case Waiting(why=why):
                 if not self.pending:
@@ -123,7 +123,6 @@ class RemoteProcess:
                     self._end(Ended(exit_codes.FAILED))
                 else:
                     self._end(Ended(-signal.SIGKILL, lost=True))
-        return self._ended.done()
 
     def _take_news(self, news: News) -> None:
         if self.pending:
@@ -309,6 +308,7 @@ class RayLauncher:
         return process
 
     def _at_end(self, process: RemoteProcess) -> None:
+        del self._processes[process.place.key]
         self._hosts.end(process.place.host.name, keep=process.keeps_place)
 
     def _asked(self, spec: InstanceSpec) -> dict[str, float]:
@@ -358,13 +358,15 @@ class RayLauncher:
     def _take(self, message: FromRay, writer: asyncio.StreamWriter) -> None:
         if isinstance(message, Connected):
             self._send.writer = writer
-            self._hosts.ask_again()
-            if not self._connected.done():
+            if self._connected.done():
+                # those that an earlier supervisor has left may not be taken over yet
+                self._hosts.ask_again(set(message.hosts) - set(self._found.values()))
+            else:
                 self._connected.set_result(message)
         elif isinstance(message, Reserved) or (known := self._processes.get(message.key)) is None:
             self._hosts.take(message)
-        elif known.take(message):
-            del self._processes[message.key]
+        else:
+            known.take(message)
         self._hosts.balance()
 
 
