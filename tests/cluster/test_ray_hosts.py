@@ -15,6 +15,7 @@ GPU = {"CPU": 1.0, "GPU": 1.0}
 class Instance:
     name: str
     node: str = ""
+    pending: str = ""
     asked_again: int = 0
 
     def ask_again(self) -> None:
@@ -123,6 +124,39 @@ def test_one_spare_serves_all_that_ask_for_the_same() -> None:
     pd0.node = "c"
     cluster.hosts.balance()
     assert len(cluster.reserved()) == 1, "the next one"
+
+
+def test_spares_give_their_places_up_while_an_instance_waits(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(spares=1)
+    e0, _ = cluster.start("e0", GPU, node="a")
+    cluster.start("pd0", node="b")
+    for_e0, for_pd0 = cluster.reserved()
+    for spare in (for_e0, for_pd0):
+        cluster.take(Reserved(spare.name, "c"))
+    cluster.end(e0, keep=False)
+    host, _ = cluster.start("e0", GPU, node="c")
+    assert host.host == for_e0
+    _, instance = cluster.start("e1", GPU)
+    cluster.asked()
+    cluster.hosts.balance()
+    assert cluster.asked() == [], "it may get a place at once"
+    instance.pending = "it asks for 1 CPU, 1 GPU"
+    cluster.hosts.balance()
+    assert cluster.asked() == [Release(for_pd0.name)]
+    assert "a spare place is given up: instance e1 has no place" in caplog.text
+    instance.node, instance.pending = "d", ""
+    cluster.hosts.balance()
+    assert [one.resources for one in cluster.reserved()] == [GPU, CPU]
+
+
+def test_a_place_that_is_kept_is_no_spare_to_give_up() -> None:
+    cluster = Cluster()
+    e0, _ = cluster.start("e0", node="a")
+    _, pd0 = cluster.start("pd0", GPU)
+    cluster.end(e0, keep=True)
+    pd0.pending = "it asks for 1 CPU, 1 GPU"
+    cluster.hosts.balance()
+    assert cluster.asked() == [Reserve(e0.host)]
 
 
 def test_a_spare_with_a_place_comes_before_one_that_waits(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,8 @@ class Hosted(Protocol):
     name: str
     node: str
     """Address of its node; empty while it waits for a place."""
+    pending: str
+    """What it waits for; empty while it waits for nothing, or not for long."""
 
     def ask_again(self) -> None:
         """Ask another process that is connected to Ray for it."""
@@ -117,16 +119,18 @@ class RayHosts:
         """Ask for actors that wait for instances, and end those that are too many, or have former code. Called whenever
         anything may have changed."""
         now, running = self._clock(), [one for one in self if one.process is not None]
+        placeless = [one.process for one in running if one.process and not one.process.node]
+        pending = next((one.name for one in placeless if one.pending), "")
         # an actor that has imported what encode instances do serves all
         examples = sorted((one for one in running if one.is_current), key=lambda one: not one.encodes)
         self._needed |= {_key_of(one.host): now + KEPT_SECONDS for one in examples}
         for host in [one for one in self if one.process is None and one.kept_until <= now]:
             is_needed = host.is_current and self._needed.get(_key_of(host.host), 0.0) > now
-            if not is_needed or self._free(host.host) > self.spares:
+            if pending and is_needed:
+                log.warning("a spare place is given up: instance %s has no place", pending)
+            if pending or not is_needed or self._free(host.host) > self.spares:
                 self._release(host)
-        if now < self._next_spare:
-            return
-        if all(one.process.node for one in running if one.process):  # or it would take a place that an instance needs
+        if now >= self._next_spare and not placeless:  # or it would take a place that an instance needs
             for example in examples:
                 while self._free(example.host) < self.spares:
                     spare = msgspec.structs.replace(example.host, name=f"spare-{secrets.token_hex(4)}")
