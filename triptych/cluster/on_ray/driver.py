@@ -174,11 +174,16 @@ class RayConnection:
                     known = True
                     self._placed.add(host.name)
                     self._send(Reserved(host.name, node))
-        except ray.exceptions.RayActorError as error:
-            self._actors.pop(host.name, None)
+        except ray.exceptions.RayError as error:
+            self._forget(host.name)
             self._send(Gone(host.name, _why(error)))
         finally:
             watching.cancel()
+
+    def _forget(self, name: str) -> None:
+        """An actor has ended: another one of its name has no place yet."""
+        self._actors.pop(name, None)
+        self._placed.discard(name)
 
     async def _reached(self, host: Host, actor: Any) -> None:
         self._actors[host.name] = actor
@@ -220,11 +225,13 @@ class RayConnection:
                 self._placed.add(name)
                 await asyncio.sleep(UNAVAILABLE_DELAY)
                 continue
-            except ray.exceptions.RayActorError as error:
-                self._actors.pop(name, None)
-                killed = name in self._released
-                failed = not (killed or key in self._heard or name in self._placed)
-                self._send(Gone(key, _why(error), killed=killed, failed=failed))
+            except ray.exceptions.RayError as error:
+                killed, is_lost = name in self._released, isinstance(error, ray.exceptions.RayActorError)
+                failed = not killed and not (is_lost and (key in self._heard or name in self._placed))
+                out_of_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
+                self._forget(name)
+                why = _first_line(error) if out_of_memory else _why(error)
+                self._send(Gone(key, why, killed=killed, failed=failed, out_of_memory=out_of_memory))
                 return
             self._heard.add(key)
             self._placed.add(name)

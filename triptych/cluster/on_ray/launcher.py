@@ -63,7 +63,12 @@ class RemoteProcess:
     """An instance on a node of the cluster."""
 
     def __init__(
-        self, name: str, place: Place, show: Print, send: "SendToRay", at_end: Callable[["RemoteProcess"], None]
+        self,
+        name: str,
+        place: Place,
+        show: Print,
+        send: Callable[[FromSupervisor], None],
+        at_end: Callable[["RemoteProcess"], None],
     ) -> None:
         """``at_end`` is called once it has ended."""
         self.pid = 0
@@ -115,10 +120,12 @@ class RemoteProcess:
                 self.pending = why
             case News():
                 self._take_news(message)
-            case Gone(why=why, killed=killed, failed=failed):
+            case Gone(why=why, killed=killed, failed=failed, out_of_memory=out_of_memory):
                 self.last_line = why
                 if killed:
                     self._end(Ended(-(self._signal or signal.SIGKILL)))
+                elif out_of_memory:
+                    self._end(Ended(-signal.SIGKILL, out_of_memory=True))
                 elif failed:
                     self._end(Ended(exit_codes.FAILED))
                 else:

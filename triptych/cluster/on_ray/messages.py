@@ -132,7 +132,9 @@ class Gone(Struct, frozen=True, tag=True):
     killed: bool = False
     """Whether the supervisor asked for it."""
     failed: bool = False
-    """Whether the actor couldn't begin."""
+    """Whether the actor couldn't begin, or failed."""
+    out_of_memory: bool = False
+    """Whether Ray ended it because its node's memory was used up."""
 
 
 class Reserved(Struct, frozen=True, tag=True):

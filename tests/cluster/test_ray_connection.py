@@ -1,0 +1,90 @@
+"""What the process that is connected to Ray says of actors that fail, without Ray."""
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
+
+import ray.exceptions
+
+from triptych.cluster.on_ray import messages
+from triptych.cluster.on_ray.driver import RayConnection
+from triptych.cluster.on_ray.launcher import RemoteProcess
+from triptych.cluster.on_ray.messages import FromRay, Gone, Host, Place
+from triptych.cluster.supervision import Ended
+
+HOST = Host("host-e0-0", {"CPU": 1.0}, b"")
+PLACE = Place("e0-0", HOST, b"")
+
+
+@dataclass
+class Method:
+    """A method of an actor that fails."""
+
+    error: Exception
+
+    async def remote(self, *_: object, **__: object) -> object:
+        raise self.error
+
+
+class Actor:
+    """An actor whose methods fail."""
+
+    def __init__(self, error: Exception) -> None:
+        self.begin = self.node = Method(error)
+
+
+class Connection(RayConnection):
+    """A connection to a cluster whose next actor is given."""
+
+    def __init__(self, writer: asyncio.StreamWriter, actor: Actor) -> None:
+        super().__init__(writer, "namespace")
+        self.actor = actor
+        self.killed: list[str] = []
+
+    def _create(self, host: Host) -> Any:
+        return self.actor
+
+    def _kill(self, name: str) -> None:
+        self.killed.append(name)
+
+
+async def said_of(error: Exception) -> Gone:
+    """Return what is said of an instance whose actor fails."""
+    own, its = socket.socketpair()
+    reader, own_writer = await asyncio.open_connection(sock=own)
+    _, writer = await asyncio.open_connection(sock=its)
+    Connection(writer, Actor(error)).take(PLACE)
+    async with asyncio.timeout(5):
+        message = await anext(messages.received(reader, FromRay))
+    own_writer.close()
+    writer.close()
+    assert isinstance(message, Gone)
+    return message
+
+
+async def ended_with(message: Gone) -> Ended:
+    """Return how an instance counts as ended of which this is said."""
+    process = RemoteProcess("e0", PLACE, print, lambda _: None, lambda _: None)
+    process.take(message)
+    return await process.wait()
+
+
+def test_an_actor_that_ray_ends_for_want_of_memory_starts_later() -> None:
+    gone = asyncio.run(said_of(ray.exceptions.OutOfMemoryError("the node runs low on memory\n\nsee the docs")))
+    assert gone.why == "the node runs low on memory"
+    ended = asyncio.run(ended_with(gone))
+    assert ended.out_of_memory
+    assert not ended.lost
+
+
+def test_an_actor_that_fails_otherwise_has_failed() -> None:
+    gone = asyncio.run(said_of(ray.exceptions.RayError("it can't begin")))
+    assert gone.why == "it can't begin"
+    ended = asyncio.run(ended_with(gone))
+    assert ended.code > 0
+    assert not ended.lost
