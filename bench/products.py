@@ -2,6 +2,7 @@
 
     python -m bench.make_checkpoint /tmp/mid --preset mid
     python -m bench.products /tmp/mid --out bench/results/products-mid.json
+    python -m bench.products /tmp/mid --formats bf16 --kernels ours "ours, fp16" --tokens 1 16 512
 
 The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
 With bf16, oneDNN is measured with rounding around it, as used without a compiler, and by itself.
@@ -11,7 +12,7 @@ operations around it, as used without a compiler, and by itself.
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,16 @@ KERNELS: dict[str, dict[str, Pack]] = {
 BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 
 
-def layer_ms(kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: float) -> dict[str, dict[str, float]]:
-    """By kernel and number of tokens, for a layer of such linear layers [outputs, inputs], ``width`` bytes a weight."""
+def layer_ms(
+    kernels: dict[str, Pack], shapes: list[tuple[int, int]], width: float, numbers: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """By kernel and each of these ``numbers`` of tokens, for a layer of such linear layers [outputs, inputs], ``width``
+    bytes a weight."""
     num_layers = int(READ_BYTES / (width * sum(outputs * inputs for outputs, inputs in shapes)))
     weights = [torch.randn(shape) for shape in shapes * num_layers]
     layers = {name: [(weight.shape[1], pack(weight)) for weight in weights] for name, pack in kernels.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in kernels}
-    for tokens in TOKENS:
+    for tokens in numbers:
         activations = {inputs: torch.randn(tokens, inputs) for _, inputs in shapes}
         ways = {name: partial(multiply_all, layers[name], activations) for name in kernels}
         for name, seconds in medians_in_turns(ways, ROUNDS).items():
@@ -119,10 +123,19 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a checkpoint folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--formats", nargs="+", choices=KERNELS, default=list(KERNELS))
+    names = sorted({name for kernels in KERNELS.values() for name in kernels})
+    parser.add_argument("--kernels", nargs="+", choices=names, default=names, help="those of the formats to measure")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help=f"numbers of tokens, up to {max(TOKENS)}")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     if native.library() is None:
         parser.error("there are no kernels of ours to measure without a C compiler")
+    if max(options.tokens) > max(TOKENS):
+        parser.error(f"more than {max(TOKENS)} tokens")
+    kernels = {
+        name: {kernel: pack for kernel, pack in KERNELS[name].items() if kernel in options.kernels}
+        for name in options.formats
+    }
     like_an_instance(options.threads)
     shapes = list(decoder_shapes(options.model).values())
     with torch.inference_mode():
@@ -133,7 +146,9 @@ def main() -> None:
             "options": {"model": str(options.model), "threads": options.threads},
             "shapes": shapes,
             "read_gb_per_s": round(READ_BYTES / read / 1e9, 1),
-            "layer_ms": {name: layer_ms(KERNELS[name], shapes, BYTES[name]) for name in options.formats},
+            "layer_ms": {
+                name: layer_ms(chosen, shapes, BYTES[name], options.tokens) for name, chosen in kernels.items()
+            },
         }
     report(found, options.out)
 
