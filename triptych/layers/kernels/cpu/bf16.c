@@ -177,8 +177,8 @@ void bf16_panel(const Linear *linear, const void *rounded, float *output, int64_
 void bf16_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = bf16_row(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS * sizeof(uint16_t);
     if (tiles_are_granted && tokens > TILE_ROWS) {
-        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token, multiply_part_of_tiles,
-                           keep_sums);
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token,
+                           multiply_part_of_tiles, keep_sums);
         return;
     }
     Rows rows = {round_together(linear, input, tokens, room, apart, 0, round_token), *output, apart, tokens, 0, 0};

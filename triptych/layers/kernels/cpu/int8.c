@@ -183,8 +183,8 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int6
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
     if (tiles_are_granted && tokens > TILE_ROWS) {
-        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token, multiply_part_of_tiles,
-                           keep_signed);
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token,
+                           multiply_part_of_tiles, keep_signed);
         return;
     }
     char *rounded = round_together(linear, input, tokens, room, apart, 0, round_token);

@@ -8,7 +8,8 @@
  *     w x - v (high + low + e) = d x - v e, whose magnitude is at most |d| |x| + |v| |e|,
  *
  * where each value of e is at most half a step of low. The operands' factors include a margin for rounding in all sums.
- * Where the exact product rounds tokens to bfloat16, all of this is about the rounded token.
+ * Where the exact product rounds tokens to bfloat16, all of this is about the rounded token. Where it splits them, the
+ * margin is 2^-15 larger: halves.c leaves out 2^-16 of a product at most, and rounding rests changes it by about 2^-18.
  */
 #include <float.h>
 #include <math.h>
@@ -33,7 +34,7 @@ typedef struct {
 /* A token's operands and results. */
 typedef struct {
     const float *input;
-    void *rounded;        /* the token as an exact product by AMX takes it */
+    void *rounded;        /* the token as an exact product in bfloat16 or by halves.c takes it */
     float *output;
     float *high, *low;    /* [inputs] */
     float *lower, *upper; /* [outputs]: first the products of high and low, then the bounds */

@@ -183,7 +183,8 @@ inlined void begin_tile(Tile *tile, char *memory, const Step *step, int64_t sequ
 }
 
 /* A key's weight, but nothing at all for a key that isn't attended to: the exponential of NEVER is only nearly 0, and a
- * tile has such keys for the sake of its other rows. */
+ * tile has such keys for the sake of its other rows. A row that has seen no other keys yet has a maximum of NEVER: the
+ * exponential of their difference is 1, and brief_power's, of a rounding error of NEVER, 0 or infinity. */
 inlined floats if_seen(floats weight, floats score) { return choose(score != splat(NEVER), weight, (floats){}); }
 
 /* Turns the scores of ``count`` keys into pairs of weights, and adds these to ``totals``. */
