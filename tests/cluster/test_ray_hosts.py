@@ -218,9 +218,12 @@ def test_new_code_takes_new_places() -> None:
     e0, _ = cluster.start("e0", node="a")
     [spare] = cluster.reserved()
     cluster.hosts.renew()
-    assert cluster.asked() == [Release(spare.name)]
+    former, reserve = cluster.asked()
+    assert former == Release(spare.name)
+    assert isinstance(reserve, Reserve), "also if the rollout is given up now"
     new, _ = cluster.start("e0", node="b")
     assert new is not e0
+    assert new.host == reserve.host
     assert len(cluster.reserved()) == 1
     cluster.end(e0, keep=True)
     assert cluster.asked() == [Release(e0.host.name)], "it has former code"

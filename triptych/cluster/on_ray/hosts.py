@@ -121,8 +121,9 @@ class RayHosts:
         now, running = self._clock(), [one for one in self if one.process is not None]
         placeless = [one.process for one in running if one.process and not one.process.node]
         pending = next((one.name for one in placeless if one.pending), "")
-        # an actor that has imported what encode instances do serves all
-        examples = sorted((one for one in running if one.is_current), key=lambda one: not one.encodes)
+        # a rollout that is given up leaves instances of former code, and an actor that has imported what encode
+        # instances do serves all
+        examples = sorted(running, key=lambda one: (one.is_current, one.encodes), reverse=True)
         self._needed |= {_key_of(one.host): now + KEPT_SECONDS for one in examples}
         for host in [one for one in self if one.process is None and one.kept_until <= now]:
             is_needed = host.is_current and self._needed.get(_key_of(host.host), 0.0) > now

@@ -305,6 +305,7 @@ class RayLauncher:
     def close(self) -> None:
         """As in ``Launcher``. Actors that have an instance end with it."""
         self._local.close()
+        self._hosts.spares = 0  # nothing is started any more
         self._hosts.renew()
 
     def _place(self, name: str, host: RayHost, place: Place, show: Print) -> RemoteProcess:
