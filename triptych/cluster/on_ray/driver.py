@@ -147,9 +147,11 @@ class RayConnection:
             self._send(Gone(key, _first_line(error), failed=not place.heard))
             return
         await self._reached(place.host, actor)
+        had_place = place.host.name in self._placed
+        self._placed.discard(place.host.name)  # until it answers: Ray may have started another actor of its name
         watching = asyncio.create_task(self._watch(key, place.host))
         try:
-            await self._report(place, actor)
+            await self._report(place, actor, had_place=had_place)
         finally:
             watching.cancel()
             self._places.pop(key, None)
@@ -212,7 +214,7 @@ class RayConnection:
             .remote(host.example)
         )
 
-    async def _report(self, place: Place, actor: Any) -> None:
+    async def _report(self, place: Place, actor: Any, *, had_place: bool) -> None:
         key, name = place.key, place.host.name
         seen, pid, begun = place.seen, 0, place.heard
         while True:
@@ -220,6 +222,7 @@ class RayConnection:
                 if not begun:
                     await actor.begin.remote(key, place.assignment)
                     begun = True
+                    self._placed.add(name)
                 news = msgspec.msgpack.decode(await actor.news.remote(key, seen, pid), type=News)
             except ray.exceptions.ActorUnavailableError:  # its node may come back
                 self._placed.add(name)
@@ -227,7 +230,7 @@ class RayConnection:
                 continue
             except ray.exceptions.RayError as error:
                 killed, is_lost = name in self._released, isinstance(error, ray.exceptions.RayActorError)
-                failed = not killed and not (is_lost and (key in self._heard or name in self._placed))
+                failed = not killed and not (is_lost and (had_place or key in self._heard or name in self._placed))
                 out_of_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
                 self._forget(name)
                 why = _first_line(error) if out_of_memory else _why(error)
