@@ -119,7 +119,7 @@ def test_one_spare_serves_all_that_ask_for_the_same() -> None:
     lost = next(host for host in cluster.hosts if host.process is pd0)
     cluster.end(lost, keep=False)  # its machine is lost
     host, pd0 = cluster.start("pd0")
-    assert host.host == spare
+    assert host.host.name == spare.name
     assert cluster.reserved() == []
     pd0.node = "c"
     cluster.hosts.balance()
@@ -135,7 +135,7 @@ def test_spares_give_their_places_up_while_an_instance_waits(caplog: pytest.LogC
         cluster.take(Reserved(spare.name, "c"))
     cluster.end(e0, keep=False)
     host, _ = cluster.start("e0", GPU, node="c")
-    assert host.host == for_e0
+    assert host.host.name == for_e0.name
     _, instance = cluster.start("e1", GPU)
     cluster.asked()
     cluster.hosts.balance()
@@ -167,9 +167,43 @@ def test_a_spare_with_a_place_comes_before_one_that_waits(caplog: pytest.LogCapt
         cluster.take(Waiting(waiting.name, "it asks for 1 CPU"))
     assert caplog.text.count("a spare place isn't free yet: it asks for 1 CPU") == 1
     cluster.take(Reserved(placed.name, "b"))
-    assert cluster.start("e1")[0].host == placed
-    assert cluster.start("e2")[0].host == waiting
+    assert cluster.start("e1")[0].host.name == placed.name
+    assert cluster.start("e2")[0].host.name == waiting.name
     assert cluster.reserved() == []
+
+
+def test_a_spare_on_the_node_of_a_lost_instance_is_the_last_to_be_chosen() -> None:
+    cluster = Cluster(spares=2)
+    e0, _ = cluster.start("e0", node="a")
+    on_a, on_b = cluster.reserved()
+    cluster.take(Reserved(on_a.name, "a"))
+    cluster.take(Reserved(on_b.name, "b"))
+    cluster.end(e0, keep=False)
+    assert cluster.start("e0")[0].host.name == on_b.name
+    assert cluster.start("e1")[0].host.name == on_a.name, "better than none"
+
+
+def test_a_spare_comes_before_a_place_that_is_kept_for_another() -> None:
+    cluster = Cluster(spares=1)
+    e0, _ = cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.take(Reserved(spare.name, "b"))
+    cluster.end(e0, keep=True)
+    assert cluster.start("e1")[0].host.name == spare.name
+    assert cluster.start("e0")[0] is e0
+
+
+def test_a_spare_that_has_imported_what_is_needed_comes_first() -> None:
+    cluster = Cluster(spares=1)
+    cluster.start("pd0", node="a")
+    [first] = cluster.reserved()
+    cluster.take(Reserved(first.name, "b"))
+    cluster.hosts.spares = 2
+    cluster.start("e0", GPU, node="a")
+    cluster.asked()
+    host, _ = cluster.start("e1", node="b")
+    assert host.host == Host(first.name, CPU, b"e1"), "the next one imports what encode instances do, too"
+    assert host.encodes
 
 
 def test_a_spare_that_is_lost_is_replaced_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +239,7 @@ def test_a_spare_is_kept_while_the_only_instance_is_started_again() -> None:
     assert cluster.asked() == [Release(e0.host.name)]
     cluster.now = KEPT_SECONDS - 1
     cluster.hosts.balance()
-    assert cluster.start("e0")[0].host == spare
+    assert cluster.start("e0")[0].host.name == spare.name
     cluster.end(next(iter(cluster.hosts)), keep=True)
     cluster.asked()
     cluster.now = 3 * KEPT_SECONDS  # nothing asks for it any more
@@ -223,10 +257,21 @@ def test_new_code_takes_new_places() -> None:
     assert isinstance(reserve, Reserve), "also if the rollout is given up now"
     new, _ = cluster.start("e0", node="b")
     assert new is not e0
-    assert new.host == reserve.host
+    assert new.host.name == reserve.host.name
     assert len(cluster.reserved()) == 1
     cluster.end(e0, keep=True)
     assert cluster.asked() == [Release(e0.host.name)], "it has former code"
+
+
+def test_spares_are_like_instances_of_current_code() -> None:
+    cluster = Cluster(spares=1)
+    cluster.start("e0", node="a")
+    cluster.hosts.renew()
+    cluster.start("e1", node="b")
+    cluster.asked()
+    cluster.start("e2", node="c")
+    [spare] = cluster.reserved()
+    assert spare.example == b"e1"
 
 
 def test_another_process_is_asked_for_all() -> None:

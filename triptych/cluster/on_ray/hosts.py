@@ -18,8 +18,8 @@ KEPT_SECONDS = MAX_DELAY * (1 + JITTER) + 5.0
 """Seconds for which an actor whose instance has ended by itself is kept for the next one of that name: more than the
 longest delay before a restart."""
 RETRY_SECONDS = 10.0
-"""Seconds after the loss of an actor without an instance in which none is asked for: its node may not be able to run
-one."""
+"""Seconds after the loss of an actor without an instance in which none is asked for, and after the end of an instance
+whose place isn't kept in which its node is avoided: the node may be lost, or not be able to run one."""
 
 
 class Hosted(Protocol):
@@ -73,15 +73,33 @@ class RayHosts:
         """Until when spares are kept, by their resources: also while their only instance is started again."""
         self._next_spare = 0.0
         """When one may be asked for."""
+        self._doubted: dict[str, float] = {}
+        """Until when a node is the last to be chosen: it may be lost. By its address."""
 
     def __iter__(self) -> Iterator[RayHost]:
         return iter(self._hosts.values())
 
     def choose(self, name: str, new: RayHost) -> RayHost:
         """Return the actor for an instance: the one where it was, or else a free one that is like ``new``, best with a
-        place, or else that one."""
-        fitting = [one for one in self._idle(new.host) if one.is_current]
-        return max(fitting, key=lambda one: (one.former == name, bool(one.node)), default=new)
+        place, or else that one. One that is kept for another instance, or on the node of one that
+        has just ended without its place, is only taken for want of a better one."""
+        now = self._clock()
+
+        def rank(one: RayHost) -> tuple[bool, ...]:
+            is_doubted = self._doubted.get(one.node, 0.0) > now
+            return (
+                one.former == name,
+                one.kept_until <= now,
+                not is_doubted,
+                bool(one.node),
+                one.encodes >= new.encodes,
+            )
+
+        chosen = max((one for one in self._idle(new.host) if one.is_current), key=rank, default=new)
+        if new.encodes >= chosen.encodes:  # it imports what this one needs, and so do spares that are like it
+            chosen.encodes = new.encodes
+            chosen.host = msgspec.structs.replace(chosen.host, example=new.host.example)
+        return chosen
 
     def begin(self, host: RayHost, process: Hosted) -> None:
         """Record that an actor, which may be new, has an instance."""
@@ -96,6 +114,8 @@ class RayHosts:
             host.node, host.former, host.kept_until = process.node, process.name, self._clock() + KEPT_SECONDS
             self._send(Reserve(host.host))
         else:
+            if process is not None and process.node:
+                self._doubted[process.node] = self._clock() + RETRY_SECONDS
             self._release(host)
 
     def renew(self) -> None:
