@@ -295,7 +295,7 @@ async def serve(connect: Connect) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=connect.socket))
     connection = RayConnection(writer, connect.namespace)
     names = ray.util.list_named_actors()  # of this namespace
-    keys = await asyncio.gather(*map(connection.key_of, names))
+    keys = await asyncio.gather(*map(connection.key_of, names)) if connect.asks_keys else [""] * len(names)
     writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), dict(zip(names, keys, strict=True)))))
     async for message in messages.received(reader, messages.FromSupervisor):
         connection.take(message)

@@ -339,7 +339,8 @@ class RayLauncher:
         own, its = socket.socketpair()
         with its:
             outlived = self._service_folder is not None
-            connect = Connect(self._ray.address, self._namespace, its.fileno(), outlived)
+            asks_keys = not self._connected.done()
+            connect = Connect(self._ray.address, self._namespace, its.fileno(), outlived, asks_keys)
             spec = ChildSpec(
                 "ray",
                 None,

@@ -26,6 +26,8 @@ class Connect(Struct, frozen=True):
     """File descriptor of the connection to the supervisor."""
     outlived: bool = False
     """Whether the actors go on when the supervisor closes the connection, or is gone."""
+    asks_keys: bool = True
+    """Whether actors that exist are asked for their instances; a supervisor that has connected before knows them."""
 
 
 class PlacedInstance(Struct, frozen=True):
@@ -91,8 +93,8 @@ class Connected(Struct, frozen=True, tag=True):
     node: str
     """Address of this machine in the cluster."""
     hosts: dict[str, str]
-    """Actors that the service has there already, each with the key of its instance; empty without one, and for an actor
-    that doesn't answer."""
+    """Actors that the service has there already, each with the key of its instance; empty without one, for an actor that
+    doesn't answer, and if they weren't asked."""
 
 
 class Waiting(Struct, frozen=True, tag=True):
