@@ -2,6 +2,9 @@
 
 import asyncio
 import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ import ray.exceptions
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.driver import RayConnection
 from triptych.cluster.on_ray.launcher import RemoteProcess
-from triptych.cluster.on_ray.messages import FromRay, Gone, Host, Place
+from triptych.cluster.on_ray.messages import FromRay, Gone, Host, Place, Release, Reserve
 from triptych.cluster.supervision import Ended
 
 HOST = Host("host-e0-0", {"CPU": 1.0}, b"")
@@ -44,25 +47,37 @@ class Connection(RayConnection):
     def __init__(self, writer: asyncio.StreamWriter, actor: Actor) -> None:
         super().__init__(writer, "namespace")
         self.actor = actor
+        self.may_create = threading.Event()
+        self.may_create.set()
+        self.created: list[str] = []
         self.killed: list[str] = []
 
     def _create(self, host: Host) -> Any:
+        self.may_create.wait(5)
+        self.created.append(host.name)
         return self.actor
 
     def _kill(self, name: str) -> None:
         self.killed.append(name)
 
 
-async def said_of(error: Exception) -> Gone:
-    """Return what is said of an instance whose actor fails."""
+@asynccontextmanager
+async def connection_to(actor: Actor) -> AsyncIterator[tuple[Connection, asyncio.StreamReader]]:
+    """A connection, and what it says."""
     own, its = socket.socketpair()
     reader, own_writer = await asyncio.open_connection(sock=own)
     _, writer = await asyncio.open_connection(sock=its)
-    Connection(writer, Actor(error)).take(PLACE)
-    async with asyncio.timeout(5):
-        message = await anext(messages.received(reader, FromRay))
+    async with asyncio.timeout(10):
+        yield Connection(writer, actor), reader
     own_writer.close()
     writer.close()
+
+
+async def said_of(error: Exception) -> Gone:
+    """Return what is said of an instance whose actor fails."""
+    async with connection_to(Actor(error)) as (connection, reader):
+        connection.take(PLACE)
+        message = await anext(messages.received(reader, FromRay))
     assert isinstance(message, Gone)
     return message
 
@@ -88,3 +103,22 @@ def test_an_actor_that_fails_otherwise_has_failed() -> None:
     ended = asyncio.run(ended_with(gone))
     assert ended.code > 0
     assert not ended.lost
+
+
+def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None:
+    async def run() -> Connection:
+        async with connection_to(Actor(ray.exceptions.RayError("it is gone"))) as (connection, _):
+            connection.may_create.clear()
+            connection.take(Reserve(HOST))
+            await asyncio.sleep(0)  # its task begins
+            connection.take(Release(HOST.name))
+            while not connection.killed:  # too early: there is no actor
+                await asyncio.sleep(0.01)
+            connection.killed.clear()
+            connection.may_create.set()
+            await connection.finish()
+            return connection
+
+    connection = asyncio.run(run())
+    assert connection.created == [HOST.name]
+    assert connection.killed == [HOST.name]

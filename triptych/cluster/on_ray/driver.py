@@ -79,6 +79,8 @@ class RayConnection:
         """Keys of instances whose actors have answered a process like this."""
         self._placed: set[str] = set()
         """Names of actors that have a place: this process has reached them, or knows that it can't for now."""
+        self._creating: set[asyncio.Task[Any]] = set()
+        """Creations of actors, which can't be stopped: one that is released meanwhile is killed after it."""
         self._releasing: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -109,8 +111,9 @@ class RayConnection:
             return ""
 
     async def finish(self) -> None:
-        """Return once the actors that the supervisor has released are ended."""
-        await asyncio.gather(*self._releasing, return_exceptions=True)
+        """Return once no actor is being created, and those that the supervisor has released are ended."""
+        await asyncio.sleep(0)  # what was taken last begins
+        await asyncio.gather(*self._creating, *self._releasing, return_exceptions=True)
 
     def kill_all(self) -> None:
         """End all actors, and so their instances. Blocks while Ray does."""
@@ -142,11 +145,10 @@ class RayConnection:
         if place.heard:
             self._heard.add(key)
         try:
-            actor = await asyncio.to_thread(self._find if place.heard else self._create, place.host)
+            actor = await self._reach(place.host, new=not place.heard)
         except (ValueError, ray.exceptions.RayError) as error:
             self._send(Gone(key, _first_line(error), failed=not place.heard))
             return
-        await self._reached(place.host, actor)
         had_place = place.host.name in self._placed
         self._placed.discard(place.host.name)  # until it answers: Ray may have started another actor of its name
         watching = asyncio.create_task(self._watch(key, place.host))
@@ -159,17 +161,18 @@ class RayConnection:
     async def _attend(self, host: Host) -> None:
         """Start an actor without an instance, or find it, and report whether it has a place until it has ended."""
         try:
-            actor = await asyncio.to_thread(self._create, host)
+            actor = await self._reach(host, new=True)
+            self._placed.discard(host.name)  # until it answers: Ray may have started another actor of its name
         except (ValueError, ray.exceptions.RayError) as error:
             self._send(Gone(host.name, _first_line(error), failed=True))
             return
-        await self._reached(host, actor)
         watching, known = asyncio.create_task(self._watch(host.name, host)), False
         try:
             while True:
                 try:
                     node = await actor.node.remote(after=ASK_SECONDS if known else 0.0)
                 except ray.exceptions.ActorUnavailableError:  # its node may come back
+                    self._placed.add(host.name)
                     await asyncio.sleep(UNAVAILABLE_DELAY)
                     continue
                 if not known:
@@ -187,10 +190,18 @@ class RayConnection:
         self._actors.pop(name, None)
         self._placed.discard(name)
 
-    async def _reached(self, host: Host, actor: Any) -> None:
-        self._actors[host.name] = actor
+    async def _reach(self, host: Host, *, new: bool) -> Any:
+        """Return the handle of an actor, which is created if it is new and doesn't exist yet. That goes on if this task
+        is cancelled."""
+        self._creating.add(task := asyncio.create_task(self._reach_or_kill(host, new=new)))
+        task.add_done_callback(self._creating.discard)
+        return await asyncio.shield(task)
+
+    async def _reach_or_kill(self, host: Host, *, new: bool) -> Any:
+        self._actors[host.name] = actor = await asyncio.to_thread(self._create if new else self._find, host)
         if host.name in self._released:  # meanwhile
             await asyncio.to_thread(self._kill, host.name)
+        return actor
 
     def _find(self, host: Host) -> Any:
         return ray.get_actor(host.name, self._namespace)
@@ -300,10 +311,9 @@ async def serve(connect: Connect) -> None:
     async for message in messages.received(reader, messages.FromSupervisor):
         connection.take(message)
     threading.Timer(END_SECONDS, os._exit, [exit_codes.FAILED]).start()
-    if connect.outlived:
-        await connection.finish()
-        os._exit(0)
-    await asyncio.to_thread(connection.kill_all)
+    await connection.finish()
+    if not connect.outlived:
+        await asyncio.to_thread(connection.kill_all)
     os._exit(0)
 
 

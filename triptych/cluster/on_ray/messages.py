@@ -93,8 +93,8 @@ class Connected(Struct, frozen=True, tag=True):
     node: str
     """Address of this machine in the cluster."""
     hosts: dict[str, str]
-    """Actors that the service has there already, each with the key of its instance; empty without one, for an actor that
-    doesn't answer, and if they weren't asked."""
+    """Actors that the service has there already, each with the key of its instance; empty without one, for an actor
+    that doesn't answer, and if they weren't asked."""
 
 
 class Waiting(Struct, frozen=True, tag=True):
