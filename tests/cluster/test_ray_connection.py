@@ -1,6 +1,7 @@
-"""What the process that is connected to Ray says of actors that fail, without Ray."""
+"""What the process that is connected to Ray says and does for a supervisor, and what it is asked, without Ray."""
 
 import asyncio
+import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -16,8 +17,10 @@ import ray.exceptions
 
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.driver import RayConnection
-from triptych.cluster.on_ray.launcher import RemoteProcess
-from triptych.cluster.on_ray.messages import FromRay, Gone, Host, Place, Release, Reserve
+from triptych.cluster.on_ray.hosts import RayHost
+from triptych.cluster.on_ray.launcher import RayLauncher, RemoteProcess
+from triptych.cluster.on_ray.messages import Connected, FromRay, FromSupervisor, Gone, Host, Place, Release, Reserve
+from triptych.cluster.service_folder import RayPlace
 from triptych.cluster.supervision import Ended
 
 HOST = Host("host-e0-0", {"CPU": 1.0}, b"")
@@ -122,3 +125,30 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     connection = asyncio.run(run())
     assert connection.created == [HOST.name]
     assert connection.killed == [HOST.name]
+
+
+def test_an_instance_that_was_killed_while_no_ray_process_ran_is_ended_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("triptych.cluster.on_ray.launcher.KILL_TIMEOUT", 0.0)
+
+    async def run() -> list[FromSupervisor]:
+        own, its = socket.socketpair()
+        reader, other = await asyncio.open_connection(sock=own)
+        _, writer = await asyncio.open_connection(sock=its)
+        launcher = RayLauncher(RayPlace("auto", {}), print)
+        launcher._take(Connected("10.0.0.1", {}), writer)
+        process = launcher._place("e0", RayHost(HOST, encodes=True), PLACE, print)
+        launcher._send.writer = None
+        process.send(signal.SIGKILL)
+        assert (await process.wait()).lost
+        launcher._take(Connected("10.0.0.1", {HOST.name: ""}), writer)
+        sent = messages.received(reader, FromSupervisor)
+        async with asyncio.timeout(10):
+            first_two = [await anext(sent) for _ in range(2)]
+        for one in (writer, other):
+            one.close()
+        launcher._folder.cleanup()
+        return first_two
+
+    assert asyncio.run(run()) == [PLACE, Release(HOST.name)]
