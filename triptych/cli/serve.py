@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray-spares",
         type=int,
         metavar="N",
-        help="with --on ray: places kept free for instances of lost machines, where all that they import is imported "
-        "already; N for each set of resources that instances ask for (default: 0)",
+        help="with --on ray: places kept free for instances of lost machines, N for each set of resources that "
+        "instances ask for (default: 0)",
     )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
