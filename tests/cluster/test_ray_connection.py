@@ -127,6 +127,22 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     assert connection.killed == [HOST.name]
 
 
+class Launcher(RayLauncher):
+    """One whose Ray process comes and goes as a test says."""
+
+    def connect(self, hosts: dict[str, str], writer: asyncio.StreamWriter) -> None:
+        self._take(Connected("10.0.0.1", hosts), writer)
+
+    def disconnect(self) -> None:
+        self._send.writer = None
+
+    def place(self) -> RemoteProcess:
+        return self._place("e0", RayHost(HOST, encodes=True), PLACE, print)
+
+    def remove(self) -> None:
+        self._folder.cleanup()
+
+
 def test_an_instance_that_was_killed_while_no_ray_process_ran_is_ended_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,19 +152,19 @@ def test_an_instance_that_was_killed_while_no_ray_process_ran_is_ended_by_the_ne
         own, its = socket.socketpair()
         reader, other = await asyncio.open_connection(sock=own)
         _, writer = await asyncio.open_connection(sock=its)
-        launcher = RayLauncher(RayPlace("auto", {}), print)
-        launcher._take(Connected("10.0.0.1", {}), writer)
-        process = launcher._place("e0", RayHost(HOST, encodes=True), PLACE, print)
-        launcher._send.writer = None
+        launcher = Launcher(RayPlace("auto", {}), print)
+        launcher.connect({}, writer)
+        process = launcher.place()
+        launcher.disconnect()
         process.send(signal.SIGKILL)
         assert (await process.wait()).lost
-        launcher._take(Connected("10.0.0.1", {HOST.name: ""}), writer)
+        launcher.connect({HOST.name: ""}, writer)
         sent = messages.received(reader, FromSupervisor)
         async with asyncio.timeout(10):
             first_two = [await anext(sent) for _ in range(2)]
         for one in (writer, other):
             one.close()
-        launcher._folder.cleanup()
+        launcher.remove()
         return first_two
 
     assert asyncio.run(run()) == [PLACE, Release(HOST.name)]
