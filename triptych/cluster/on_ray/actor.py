@@ -45,8 +45,6 @@ class HostedInstance:
     """An instance of an actor: how it fares, for those who ask, each in a thread of its own."""
 
     def __init__(self, assignment: PlacedInstance, node: str) -> None:
-        self.told_end = False
-        """Whether someone was told how it ended."""
         self._assignment = assignment
         self._node = node
         self._changed = threading.Condition()
@@ -75,7 +73,6 @@ class HostedInstance:
             new = min(self._num_lines - seen, len(self._lines))
             lines = list(self._lines)[len(self._lines) - new :][:MAX_LINES]
             ended = self._ended if len(lines) == new else None
-            self.told_end |= ended is not None
             return News(
                 node=self._node,
                 pid=self._pid,
@@ -222,9 +219,9 @@ class HostActor:
         return self._node
 
     def key(self) -> str:
-        """Return the key of the instance that runs, or whose end wasn't told yet; empty without one."""
-        instance = self._thread.instance
-        return "" if instance is None or instance.told_end else self._key
+        """Return the key of the instance that was begun last; empty without one. If it has ended, whoever asks has not
+        heard of it: a question that an earlier Ray process left behind may have had the answer."""
+        return self._key
 
     def _instance(self, key: str) -> HostedInstance:
         if self._thread.instance is None or self._key != key:
