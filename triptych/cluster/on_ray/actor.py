@@ -219,8 +219,8 @@ class HostActor:
         return self._node
 
     def key(self) -> str:
-        """Return the key of the instance that was begun last; empty without one. If it has ended, whoever asks has not
-        heard of it: a question that an earlier Ray process left behind may have had the answer."""
+        """Return the key of the instance that was begun last; empty without one. It may have ended without the caller's
+        knowledge: a question that an earlier Ray process left behind may have had the answer."""
         return self._key
 
     def _instance(self, key: str) -> HostedInstance:
