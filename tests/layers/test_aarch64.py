@@ -20,6 +20,7 @@ PROGRAM = Path(__file__).with_name("check_kernels.c")
         ("aarch64", "aarch64-linux-gnu-gcc", ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]),
     ],
 )
+@pytest.mark.slow
 def test_kernels(machine: str, compiler: str, emulator: list[str], tmp_path: Path) -> None:
     for tool in (compiler, *emulator[:1]):
         if shutil.which(tool) is None:

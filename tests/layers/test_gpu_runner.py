@@ -145,7 +145,7 @@ def other_rank(folder: Path) -> Iterator[Group]:
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize("size", [3, 4, 8])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_padding_changes_no_result(checkpoint_folder: Callable[..., Path], decodes: bool, size: int) -> None:
     """The logits and all pages except the scratch page stay the same."""
     decoder = load_for_gpu(checkpoint_folder())
