@@ -22,9 +22,9 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return unpacked(buffer, tensors)
 
 
-def together(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return CPU tensors [rows, values], one after the other, on the device and in ``dtype``. For a GPU each is read
-    once, and one copy in ``dtype`` is launched; later work on the device waits for it."""
+def concatenated(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return CPU tensors [rows, values], concatenated, on the device and in ``dtype``. For a GPU each is read once, and
+    one copy in ``dtype`` is launched; later work on the device waits for it."""
     if device.type == "cpu":
         return torch.cat(list(tensors)).to(dtype)
     lengths = [len(tensor) for tensor in tensors]

@@ -14,7 +14,7 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart, load_module
 from triptych.layers.linear import WeightFormat
-from triptych.layers.pinned import together
+from triptych.layers.pinned import concatenated
 from triptych.layers.shaped_calls import Call, ShapedCalls
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.registry import backbone_of, resolve
@@ -50,7 +50,7 @@ class VisionTower:
             if item.patches.shape[0] != prod(item.grid):
                 raise PlanMismatch(f"{item.patches.shape[0]} patches don't fill a grid of {item.grid}")
         device, dtype = self.module.device, self.module.dtype
-        patches = together([torch.from_numpy(item.patches) for item in inputs], dtype, device)
+        patches = concatenated([torch.from_numpy(item.patches) for item in inputs], dtype, device)
         [rows] = self.calls(tuple(item.grid for item in inputs), patches)
         return list(rows.split([prod(item.grid) // self._patches_per_row for item in inputs]))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
-from triptych.layers.pinned import together
+from triptych.layers.pinned import concatenated
 from triptych.layers.shaped_calls import ShapedCalls
 from triptych.layers.tower_layer import PostNormLayer, TowerLayer
 
@@ -62,7 +62,7 @@ class VisionTransformer(nn.Module):
         for item in inputs:
             if item.grid[1:] != (side, side) or len(item.patches) != item.grid[0] * side**2:
                 raise PlanMismatch(f"{len(item.patches)} patches of a grid of {item.grid} don't fill {side} by {side}")
-        patches = together(
+        patches = concatenated(
             [torch.from_numpy(item.patches) for item in inputs], self.positions.dtype, self.positions.device
         )
         images = max(MAX_STATES // len(self.positions), 1)
