@@ -14,7 +14,7 @@ Record = Callable[[Callable[[], object]], Callable[[], object]]
 def recorder(device: torch.device) -> Record:
     """Return a function that records graphs on a GPU. They share a memory pool, so only one may run at a time, and a
     stream, since cuBLAS keeps a workspace for each. A recording waits for all work on the GPU. Other threads may use
-    it meanwhile: NCCL's watchdog does. What the function returns keeps the graph's memory. It raises
+    the GPU meanwhile: NCCL's watchdog does. What the function returns keeps the graph's memory. It raises
     torch.OutOfMemoryError if there is none, and RuntimeError for work that can't be recorded."""
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(device)

@@ -21,8 +21,7 @@ MAX_ROWS = 4096
 """Rows of the largest input whose shape stays prepared and whose call may be recorded: larger ones take longer to
 compute than to launch, and keep more memory."""
 USES_BEFORE_RECORDING = 2
-"""A shape that never comes again isn't worth a recording, which takes as long as several calls."""
-
+"""A shape that never comes again isn't worth a recording, which makes the call several times."""
 AGE = 256
 """Calls after which all numbers of uses are halved, so that those of another time count for little."""
 MORE_OFTEN = 2

@@ -80,9 +80,9 @@ class RayHosts:
         return iter(self._hosts.values())
 
     def choose(self, name: str, new: RayHost) -> RayHost:
-        """Return the actor for an instance: the one where it was, or else a free one that is like ``new``, best with a
-        place, or else that one. One that is kept for another instance, or on the node of one that
-        has just ended without its place, is only taken for want of a better one."""
+        """Return the actor for an instance: the one where it was, or else a free one with the resources of ``new``,
+        best with a place, or else ``new``. One that is kept for another instance, or on a node that may be lost, is
+        only taken for want of a better one."""
         now = self._clock()
 
         def rank(one: RayHost) -> tuple[bool, ...]:

@@ -19,7 +19,8 @@ GridTable = Callable[["PreTrainedModel", Tensor], Mapping[str, Tensor]]
 
 
 def positions(tower: "PreTrainedModel", grids: Tensor) -> Mapping[str, Tensor]:
-    """Return the places of patches in their image, and the boundaries of images and frames."""
+    """Return the rows and columns of patches in their image, int64 [patches, 2], and the boundaries of frames, int32
+    [frames + 1]."""
     from transformers import vision_utils
 
     return {
@@ -29,7 +30,8 @@ def positions(tower: "PreTrainedModel", grids: Tensor) -> Mapping[str, Tensor]:
 
 
 def windows(tower: "PreTrainedModel", grids: Tensor) -> Mapping[str, Tensor]:
-    """Return the order of patches in windows, and the boundaries of these."""
+    """Return the order of merged patches by window, int64 [rows], and the boundaries of windows in patches, int32
+    [windows + 1]."""
     from transformers import vision_utils
 
     config = tower.config
@@ -40,7 +42,7 @@ def windows(tower: "PreTrainedModel", grids: Tensor) -> Mapping[str, Tensor]:
 
 
 def interpolation(tower: Any, grids: Tensor) -> Mapping[str, Tensor]:
-    """Return which position embeddings each patch's is made of, and their weights."""
+    """Return which position embeddings each patch's is made of, int64 [patches, 4], and their weights, float32."""
     from transformers import vision_utils
 
     index, weights = vision_utils.get_vision_interpolation_indices_and_weights(
