@@ -1,6 +1,7 @@
 """Backbones without towers against transformers, from both spellings of configs, and the rotary embeddings they use."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -156,18 +157,21 @@ def test_layers_for_multi_token_prediction_are_ignored(folder: Folder, tmp_path:
     assert sizes == [sum(tensor.nbytes for tensor in weights.values()) + extra for extra in (0, 2 * 96 * 4)]
 
 
-def test_frequencies_in_old_files_are_ignored(folder: Folder, tmp_path: Path) -> None:
-    """Other tensors without a place are errors."""
+def test_tensors_that_decoders_do_not_need_are_ignored(folder: Folder, tmp_path: Path) -> None:
+    """Frequencies in old files, and scales of FP8 caches. Other tensors without a place are errors."""
     path = folder("llama", "published")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     weights = load_file(path / "model.safetensors")
-    for name, is_known in (("rotary_emb.inv_freq", True), ("rotary_emb.phase", False)):
-        save_file(weights | {f"model.layers.0.self_attn.{name}": torch.ones(8)}, tmp_path / "model.safetensors")
-        if is_known:
-            load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
-            continue
-        with pytest.raises(CheckpointError, match=r"no place for tensor .*rotary_emb\.phase"):
-            load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+    def load(*names: str) -> None:
+        extra = {f"model.layers.0.self_attn.{name}": torch.ones(8) for name in names}
+        save_file(weights | extra, tmp_path / "model.safetensors")
+        load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
+
+    load("rotary_emb.inv_freq", "k_proj.k_scale", "v_proj.v_scale", "attn.k_scale", "attn.v_scale", "kv_scale", "q_scale")
+    for name in ("rotary_emb.phase", "k_proj.x_scale", "k_proj.weight_scale"):
+        with pytest.raises(CheckpointError, match=rf"no place for tensor .*{re.escape(name)}"):
+            load(name)
 
 
 LONGROPE = {"type": "longrope", "short_factor": [2.0] * 6, "long_factor": [3.0] * 6}

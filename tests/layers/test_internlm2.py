@@ -63,6 +63,7 @@ def weights() -> dict[str, Tensor]:
         }
         found |= {f"model.layers.{layer}.{name}.weight": 1 + random(HIDDEN) for name in ("attention_norm", "ffn_norm")}
         found[f"model.layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(DIM // 2)
+        found[f"model.layers.{layer}.attention.k_scale"] = torch.ones(1)
     return found
 
 

@@ -27,8 +27,9 @@ MAX_LAYERS = 1000
 MAX_HEAD_VALUES = 2**20
 """Of all query heads together; for the same reason."""
 
-INV_FREQ_IGNORED = TensorNames(ignored=("rotary_emb.inv_freq",))
-"""Files of older versions of transformers hold the rotary frequencies, which follow from the config."""
+COMMON_NAMES = TensorNames(ignored=("rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"))
+"""Files of older versions of transformers hold the rotary frequencies, which follow from the config. Scales of a KV
+cache in FP8 (``self_attn.k_proj.k_scale``, ``self_attn.kv_scale``) are of no use to caches in other formats."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Backbone:
 
 
 def decoder(
-    text: TextConfig, layers: Iterable[LayerSpec], *, eps: float, names: TensorNames = INV_FREQ_IGNORED
+    text: TextConfig, layers: Iterable[LayerSpec], *, eps: float, names: TensorNames = COMMON_NAMES
 ) -> DecoderConfig:
     """Return a decoder of ``layers``; ``eps`` is the default of its norms."""
     return DecoderConfig(

@@ -5,17 +5,17 @@ Its code is published with its checkpoints; transformers has no class for it.
 
 from dataclasses import replace
 
-from triptych.layers.decoder_config import DecoderConfig, SecondWeights, TensorNames
+from triptych.layers.decoder_config import DecoderConfig, SecondWeights
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
+from triptych.models.backbones.base import COMMON_NAMES, Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
 from triptych.models.shared.settings import setting
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-NAMES = TensorNames(
+NAMES = replace(
+    COMMON_NAMES,
     fused=(("self_attn.language_expert_query_key_value", QKV),),
     renamed=(("self_attn.o_proj", "self_attn.language_expert_dense"), ("mlp.", "mlp.language_mlp.")),
-    ignored=("rotary_emb.inv_freq",),
 )
 SECOND = SecondWeights(
     fused=(("self_attn.vision_expert_query_key_value", QKV),),

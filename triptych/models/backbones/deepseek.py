@@ -11,7 +11,7 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig, YarnScaling
 from triptych.layers.specs import AttentionSpec, ExpertGroups, LayerSpec, MLASpec, RoutingSpec
-from triptych.models.backbones.base import INV_FREQ_IGNORED, MAX_HEAD_VALUES, Backbone, TextConfig, attention, decoder
+from triptych.models.backbones.base import COMMON_NAMES, MAX_HEAD_VALUES, Backbone, TextConfig, attention, decoder
 from triptych.models.backbones.experts import deepseek_ffns, next_token_layers, sigmoid_routing
 from triptych.models.backbones.rope import magnitude, read_rope, rope_settings
 from triptych.models.shared.settings import positive_number, setting
@@ -89,7 +89,7 @@ def _decoder(
     """``shared`` and ``dense`` are defaults, as in ``deepseek_ffns``."""
     _check(text, "mlp_bias", False)
     _check(text, "moe_layer_freq", 1)
-    names = replace(INV_FREQ_IGNORED, ignored_modules=next_token_layers(text))
+    names = replace(COMMON_NAMES, ignored_modules=next_token_layers(text))
     layers = [LayerSpec(mixer, ffn) for ffn in deepseek_ffns(text, routing, shared=shared, dense=dense)]
     return decoder(text, layers, eps=1e-6, names=names)
 

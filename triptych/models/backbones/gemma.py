@@ -14,8 +14,8 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import LongRopeScaling, RopeConfig
 from triptych.layers.specs import LayerSpec, NormNames
 from triptych.models.backbones.base import (
+    COMMON_NAMES,
     FULL,
-    INV_FREQ_IGNORED,
     SLIDING,
     Backbone,
     TextConfig,
@@ -27,7 +27,7 @@ from triptych.models.backbones.base import (
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import positive_number, setting
 
-NAMES = replace(INV_FREQ_IGNORED, norm_offset=1.0)
+NAMES = replace(COMMON_NAMES, norm_offset=1.0)
 NORMS = NormNames(
     before_ffn="pre_feedforward_layernorm",
     after_mixer="post_attention_layernorm",

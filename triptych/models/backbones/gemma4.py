@@ -12,8 +12,8 @@ from triptych.errors import CheckpointError
 from triptych.layers.decoder_config import DecoderConfig, PerLayerSpec
 from triptych.layers.specs import AttentionSpec, DenseAndExpertsSpec, FfnSpec, LayerSpec, MoESpec, RoutingSpec
 from triptych.models.backbones.base import (
+    COMMON_NAMES,
     FULL,
-    INV_FREQ_IGNORED,
     SLIDING,
     Backbone,
     TextConfig,
@@ -56,7 +56,7 @@ def gemma4(text: TextConfig) -> DecoderConfig:
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
         if source is not None
     ]
-    found = decoder(text, layers, eps=1e-6, names=replace(INV_FREQ_IGNORED, ignored_modules=tuple(unread)))
+    found = decoder(text, layers, eps=1e-6, names=replace(COMMON_NAMES, ignored_modules=tuple(unread)))
     return replace(
         found,
         embedding_scale=found.hidden_size**0.5,

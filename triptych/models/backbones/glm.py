@@ -11,7 +11,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import PRE_NORMS, LayerSpec, NormNames
 from triptych.models.backbones.base import (
-    INV_FREQ_IGNORED,
+    COMMON_NAMES,
     Backbone,
     TextConfig,
     attention,
@@ -22,7 +22,7 @@ from triptych.models.backbones.base import (
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
-NAMES = replace(INV_FREQ_IGNORED, fused=(("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),))
+NAMES = replace(COMMON_NAMES, fused=(("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),))
 ROPE = RopeConfig(10_000.0, partial=0.5, pairs=True)
 FOUR_NORMS = NormNames(after_mixer="post_self_attn_layernorm", after_ffn="post_mlp_layernorm")
 

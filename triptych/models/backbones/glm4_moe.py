@@ -10,7 +10,7 @@ from functools import partial
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
-from triptych.models.backbones.base import INV_FREQ_IGNORED, Backbone, TextConfig, attention, decoder
+from triptych.models.backbones.base import COMMON_NAMES, Backbone, TextConfig, attention, decoder
 from triptych.models.backbones.experts import deepseek_ffns, next_token_layers, sigmoid_routing
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
@@ -28,7 +28,7 @@ def describe(text: TextConfig, *, rope: RopeConfig, qkv_bias: bool) -> DecoderCo
     )
     routing = sigmoid_routing(text, groups=1, kept_groups=1, scale=1.0)
     ffns = deepseek_ffns(text, routing, shared=1, dense=1)
-    names = replace(INV_FREQ_IGNORED, ignored_modules=next_token_layers(text))
+    names = replace(COMMON_NAMES, ignored_modules=next_token_layers(text))
     return decoder(text, [LayerSpec(mixer, ffn) for ffn in ffns], eps=1e-5, names=names)
 
 

@@ -5,14 +5,15 @@ Its code is published with its checkpoints; transformers has no class for it.
 
 from dataclasses import replace
 
-from triptych.layers.decoder_config import DecoderConfig, TensorNames
+from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec, NormNames
-from triptych.models.backbones.base import Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
+from triptych.models.backbones.base import COMMON_NAMES, Backbone, TextConfig, attention, decoder, gated_mlp, num_layers
 from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
-NAMES = TensorNames(
+NAMES = replace(
+    COMMON_NAMES,
     fused=(("attention.wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
     fused_by_kv_head=True,
     renamed=(
@@ -23,7 +24,6 @@ NAMES = TensorNames(
         ("mlp.down_proj", "feed_forward.w2"),
     ),
     head="output.weight",
-    ignored=("rotary_emb.inv_freq",),
 )
 NORMS = NormNames("attention_norm", "ffn_norm")
 

@@ -24,7 +24,7 @@ from triptych.layers.specs import (
 from triptych.models.backbones.base import (
     CHUNKED,
     FULL,
-    INV_FREQ_IGNORED,
+    COMMON_NAMES,
     Backbone,
     TextConfig,
     attention,
@@ -52,7 +52,7 @@ def describe(text: TextConfig) -> DecoderConfig:
         for is_rotated, kind in zip(has_positions, types, strict=True)
     ]
     layers = [LayerSpec(mixer, ffn) for mixer, ffn in zip(mixers, _ffns(text), strict=True)]
-    return decoder(text, layers, eps=1e-5, names=replace(INV_FREQ_IGNORED, renamed=((".mlp.", ".feed_forward."),)))
+    return decoder(text, layers, eps=1e-5, names=replace(COMMON_NAMES, renamed=((".mlp.", ".feed_forward."),)))
 
 
 def _mixers(text: TextConfig) -> tuple[AttentionSpec, AttentionSpec]:

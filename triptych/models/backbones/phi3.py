@@ -9,7 +9,7 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import LayerSpec
 from triptych.models.backbones.base import (
-    INV_FREQ_IGNORED,
+    COMMON_NAMES,
     Backbone,
     TextConfig,
     attention,
@@ -21,7 +21,7 @@ from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
 NAMES = replace(
-    INV_FREQ_IGNORED,
+    COMMON_NAMES,
     fused=(
         ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),

@@ -12,8 +12,8 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.rope_config import RopeConfig
 from triptych.layers.specs import DeltaNetSpec, FfnSpec, GatedMLPSpec, LayerSpec, MoESpec, SharedExpertSpec
 from triptych.models.backbones.base import (
+    COMMON_NAMES,
     FULL,
-    INV_FREQ_IGNORED,
     MAX_HEAD_VALUES,
     Backbone,
     TextConfig,
@@ -27,7 +27,7 @@ from triptych.models.backbones.rope import read_rope
 from triptych.models.shared.settings import setting
 
 LINEAR = "linear_attention"
-NAMES = replace(INV_FREQ_IGNORED, norm_offset=1.0, ignored_modules=("mtp.",))
+NAMES = replace(COMMON_NAMES, norm_offset=1.0, ignored_modules=("mtp.",))
 """``mtp.`` are layers for multi-token prediction, which aren't served."""
 MAX_STATE_VALUES = 2**26
 """Of a layer's heads together; as ``MAX_HEAD_VALUES``."""
