@@ -396,10 +396,11 @@ def page() -> str:
         "",
         "All kinds of RoPE scaling in Transformers are served: `linear`, `llama3`, `yarn`, `proportional`, `dynamic` "
         "and `longrope`.",
-        "`dynamic` is served up to `max_position_embeddings`, from which on it would change with every token.",
-        "`longrope` has two sets of frequencies; a request has one of them from its first token to its last.",
-        "It is the long one if the prompt and `max_tokens` together exceed `original_max_position_embeddings`.",
-        "A chat without `max_tokens` ends at that length if its prompt is shorter.",
+        "`longrope` and `dynamic` choose frequencies by a request's length: of its prompt and `max_tokens` together.",
+        "A request keeps its frequencies from its first token to its last.",
+        "`longrope` has a second set above `original_max_position_embeddings`.",
+        "`dynamic` has a base for each length above `max_position_embeddings`, and a context of `factor` times that.",
+        "A chat without `max_tokens` ends at the original length if its prompt is shorter.",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
         "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",

@@ -168,7 +168,9 @@ def test_tensors_that_decoders_do_not_need_are_ignored(folder: Folder, tmp_path:
         save_file(weights | extra, tmp_path / "model.safetensors")
         load_adapter(tmp_path).load_decoder(Checkpoint(tmp_path), FP32, CPU)
 
-    load("rotary_emb.inv_freq", "k_proj.k_scale", "v_proj.v_scale", "attn.k_scale", "attn.v_scale", "kv_scale", "q_scale")
+    load(
+        "rotary_emb.inv_freq", "k_proj.k_scale", "v_proj.v_scale", "attn.k_scale", "attn.v_scale", "kv_scale", "q_scale"
+    )
     for name in ("rotary_emb.phase", "k_proj.x_scale", "k_proj.weight_scale"):
         with pytest.raises(CheckpointError, match=rf"no place for tensor .*{re.escape(name)}"):
             load(name)
@@ -264,10 +266,42 @@ def test_part_of_a_head_in_three_axes() -> None:
             assert (half[:, 8:] == still).all()
 
 
-def test_dynamic_scaling_needs_nothing_within_its_context() -> None:
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+def test_dynamic_scaling_has_frequencies_for_each_length(partial: float) -> None:
+    """Those that transformers has for a sequence of that length; requests are side by side in a step."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 3.0, "partial_rotary_factor": partial}
+    text = {"max_position_embeddings": 2048, "rope_parameters": dynamic}
+    assert (short_length(text), context_length(text)) == (2048, 6144)
+    rope = read_rope(text, RopeConfig(10_000.0))
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=2048, rope_parameters=dynamic)
+    lengths = (0, 2049, 4000, 6144)
+    positions = torch.ones(3, len(lengths), dtype=torch.float64)
+    positions[LENGTH_AXIS] = torch.tensor(lengths)
+    _, sin = Rope(64, rope, CPU)(positions, torch.float32)
+    for row, length in zip(sin[:, 0], lengths, strict=True):
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+        torch.testing.assert_close(row[: len(expected)], expected.sin(), rtol=2e-6, atol=0)
+        assert not row[len(expected) : 32].any()
+
+
+@pytest.mark.parametrize(
+    ("factor", "head_dim", "message"),
+    [
+        (None, 64, "factor must be a number"),
+        (1e9, 64, "a context of .* tokens can't be served"),
+        (2.0, 2, "needs heads that rotate 4 values, not 2"),
+    ],
+)
+def test_dynamic_scaling_that_is_not_served(factor: float | None, head_dim: int, message: str) -> None:
+    text = {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": factor}}
+    with pytest.raises(CheckpointError, match=message):
+        assert context_length(text) and Rope(head_dim, read_rope(text, RopeConfig(10_000.0)), CPU)
+
+
+def test_ropes_by_length_have_one_axis() -> None:
     text = {"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert read_rope(text, RopeConfig(10_000.0)) == RopeConfig(10_000.0)
-    assert context_length(text) == 2048
+    with pytest.raises(CheckpointError, match="'dynamic' in three axes is not served"):
+        read_rope(text, RopeConfig(10_000.0, mrope_section=(8, 12, 12)))
 
 
 def test_longrope_has_frequencies_for_each_length() -> None:

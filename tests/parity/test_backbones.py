@@ -2,15 +2,19 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
+from tests.support.disturbed import served
 from tests.support.families import ANSWERED_BACKBONES
-from tests.support.harness import FLOAT32, running
+from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import TEXTS
+from tests.support.reference import Reference
 from tests.support.tiny import make_tiny
 from triptych.config import EngineConfig, RankSizes
 from triptych.models.shared.settings import text_section
@@ -60,3 +64,43 @@ def test_blocks_and_ranks(models: dict[str, Model], name: str) -> None:
     if text_section(BACKBONES[name].config)["num_key_value_heads"] % 2 == 0:
         ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
         assert answered(models[name], "1PD", ranks) == models[name].answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+def test_dynamic_frequencies_of_each_length(tmp_path: Path, topology: str) -> None:
+    """As transformers answers with the base that belongs to a request's longest possible length; and, for one token,
+    as it answers by itself. Twice each, so that prefixes are found."""
+    short, factor, dim = 160, 3.0, 16
+    settings = BACKBONES["llama"].config | {"max_position_embeddings": short}
+
+    def made(name: str, theta: float, scaling: dict[str, Any] | None) -> Model:
+        """The same weights with another rope."""
+        config = settings | {"rope_theta": theta, "rope_scaling": scaling}
+        return Model(make_tiny(tmp_path / name, replace(BACKBONES["llama"], config=config), seed=SEED), TEXTS)
+
+    def at_length(case: int, max_tokens: int) -> list[int]:
+        length = max(short, len(model.prompts[case].tokens) + max_tokens - 1)
+        theta = 1e4 * (factor * length / short - (factor - 1)) ** (dim / (dim - 2))
+        reference = made(f"{case} {max_tokens}", theta, None).reference
+        return reference.generate(model.prompts[case], [])
+
+    def by_itself(case: int) -> list[int]:
+        # a model of its own: transformers goes on with the frequencies of the longest sequence before
+        return Reference(model.folder).generate(model.prompts[case], [], 1)
+
+    model = made("dynamic", 1e4, {"type": "dynamic", "factor": factor})
+    cases = range(len(TEXTS))
+    lengths = [len(prompt.tokens) for prompt in model.prompts]
+    assert min(lengths) + 31 <= short < max(lengths), "requests of both kinds"
+    expected = [at_length(case, 32) for case in cases]
+    assert expected != [at_length(case, 200) for case in cases], "the length matters"
+    firsts = [by_itself(case) for case in cases]
+
+    async def ask(service: Running) -> None:
+        requests = [case.messages for case in TEXTS]
+        for _ in range(2):
+            assert await service.answers(requests) == expected
+            assert await service.answers(requests, max_tokens=1) == firsts
+
+    served(model, topology, replace(FLOAT32, max_num_batched_tokens=64), ask)

@@ -34,6 +34,7 @@ from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.layers.cache_spec import layers_of
+from triptych.layers.rope_config import LengthRule
 from triptych.messages.codec import Send
 from triptych.messages.stats import InstanceStats, LanguageStats, PageUsage
 from triptych.messages.work import (
@@ -69,7 +70,7 @@ class EngineCore:
     """Embeddings of a step without media tokens."""
     context_length: int
     vocab_size: int
-    short_length: int | None
+    length_rule: LengthRule | None
     """As in ``DecoderConfig``."""
     loras: Sequence[str] = ()
     """Names of those of ``DecoderConfig``."""
@@ -99,7 +100,7 @@ class EngineLoop:
         self.incoming = incoming
         self.context_length = engine.context_length
         self._vocab_size = engine.vocab_size
-        self._short_length = engine.short_length
+        self._length_rule = engine.length_rule
         self._loras = engine.loras
         self._has_second_weights = engine.has_second_weights
         self._no_media = engine.no_media
@@ -254,7 +255,7 @@ class EngineLoop:
         """Add a request whose answer begins with the tokens ``generated``. Reports failure if it is invalid."""
         outgoing_kv = None
         try:
-            limits = self.context_length, self._vocab_size, self._short_length, self._loras
+            limits = self.context_length, self._vocab_size, self._length_rule, self._loras
             step_tokens = self.scheduler.max_num_batched_tokens if self.prefills else None
             request = make_request(
                 message, generated, *limits, step_tokens=step_tokens, has_second_weights=self._has_second_weights

@@ -1,10 +1,10 @@
 """Hashes of full KV pages: pages with equal hashes hold equal keys and values.
 
 The keys and values of a token depend on all tokens up to it, including the content of media. Positions follow from
-these, and from whether the request is long, where ropes depend on that. So a page's hash covers the previous page's
+these, and from the length of the request, where ropes depend on that. So a page's hash covers the previous page's
 hash, the page's tokens, and which rows of which item its media tokens stand for. The first hash covers the layout of
-the KV cache, and with it the model and the dtypes: no two models share a page. It covers whether the request is long,
-its LoRA, and its salt as well: clients with different salts share no pages, and so cannot infer each other's prompts
+the KV cache, and with it the model and the dtypes: no two models share a page. It covers the length that ropes need,
+the LoRA, and the salt as well: clients with different salts share no pages, and so cannot infer each other's prompts
 from response times.
 """
 
@@ -20,7 +20,7 @@ def extend_page_hashes(request: Request, page_size: int, num_pages: int, layout:
     """Extend ``request.page_hashes`` to ``num_pages`` pages, all of which must be full of tokens. ``layout`` is the
     digest of the KV cache's layout."""
     hashes = request.page_hashes
-    seed = msgspec.msgpack.encode((layout, request.cache_salt, request.is_long, request.lora))
+    seed = msgspec.msgpack.encode((layout, request.cache_salt, request.rope_length, request.lora))
     while len(hashes) < num_pages:
         start = len(hashes) * page_size
         digest = blake3(hashes[-1] if hashes else seed)

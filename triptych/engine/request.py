@@ -11,7 +11,7 @@ from triptych.engine.history import History
 from triptych.engine.page_tables import PageTables
 from triptych.errors import InvalidRequest, PromptTooLong
 from triptych.layers.decoder_config import SECOND
-from triptych.layers.rope_config import LENGTH_AXIS
+from triptych.layers.rope_config import LENGTH_AXIS, LengthRule
 from triptych.messages.work import Generate, PlacedItem, PromptLogprobs, SamplingParams
 from triptych.types import RequestId, Span
 
@@ -31,9 +31,9 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
     cache_salt: str = ""
-    is_long: bool | None = None
-    """Whether prompt and answer may exceed the length from which ropes have other frequencies; None if those don't
-    depend on a request's length."""
+    rope_length: int | None = None
+    """What ``LengthRule.of`` returns for prompt and answer, as long as that may be; None if ropes don't depend on a
+    request's length."""
     lora: int | None = None
     """Its LoRA, by its place in ``DecoderConfig.loras``; None: it has none."""
     timeout: float = 0.0
@@ -191,8 +191,8 @@ class Request:
         axes = [generated] * 3
         if known:
             axes = [axis + generated for axis in self.positions[:, start : start + known].tolist()]
-        if self.is_long is not None:
-            axes[LENGTH_AXIS] = [float(self.is_long)] * count
+        if self.rope_length is not None:
+            axes[LENGTH_AXIS] = [float(self.rope_length)] * count
         return axes
 
 
@@ -201,13 +201,13 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     generated: list[int],
     context_length: int,
     vocab_size: int,
-    short_length: int | None = None,
+    length_rule: LengthRule | None = None,
     loras: Sequence[str] = (),
     *,
     step_tokens: int | None = None,
     has_second_weights: bool = False,
 ) -> Request:
-    """Convert a message to a request. ``short_length`` and ``loras``, their names, are those of ``DecoderConfig``, and
+    """Convert a message to a request. ``length_rule`` and ``loras``, their names, are those of ``DecoderConfig``, and
     ``step_tokens`` the largest step's tokens; None where prompts aren't computed. ``has_second_weights`` says whether
     the decoder has any. Raises RequestError for an invalid message: other processes aren't trusted."""
     num_tokens = len(message.tokens)
@@ -250,7 +250,7 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
         lora=loras.index(message.lora) if message.lora else None,
         timeout=message.timeout,
         # the last token of the answer isn't computed
-        is_long=None if short_length is None else num_tokens + message.sampling.max_tokens - 1 > short_length,
+        rope_length=None if length_rule is None else length_rule.of(num_tokens + message.sampling.max_tokens - 1),
     )
     _check_spans(request, step_tokens)
     request.tokens += generated

@@ -32,7 +32,7 @@ class ForwardBatch:
     """int64 [T]; a media token's id must be in the vocabulary, but its embedding isn't used."""
     positions: Tensor
     """float64 [3, T]: temporal, height, width. Where ropes depend on a request's length, the axis ``LENGTH_AXIS`` of
-    ``rope_config`` says whether it is long."""
+    ``rope_config`` holds that of each token's request."""
     media_index: Tensor
     """int64 [M]: indices of the media tokens; M may be 0."""
     media_embeddings: Tensor

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from triptych.errors import CheckpointError
 from triptych.layers.cache_spec import CacheFormat, CacheGroups, CacheSpec
-from triptych.layers.rope_config import LongRopeScaling, RopeConfig
+from triptych.layers.rope_config import LengthRule, RopeConfig
 from triptych.layers.specs import (
     AttentionSpec,
     DeltaNetSpec,
@@ -136,10 +136,10 @@ class DecoderConfig:
         return tuple(dict.fromkeys(one for one in rotary if one is not None))
 
     @cached_property
-    def short_length(self) -> int | None:
-        """The computed tokens of prompt and answer up to which a request is short, where a rope depends on that."""
-        scalings = (rope.scaling for _, rope in self.ropes)
-        return min((one.original_length for one in scalings if isinstance(one, LongRopeScaling)), default=None)
+    def length_rule(self) -> LengthRule | None:
+        """How the layers' ropes depend on a request's length; None: none does."""
+        rules = [rope.length_rule for _, rope in self.ropes]
+        return next((rule for rule in rules if rule is not None), None)
 
     @cached_property
     def caching_layers(self) -> tuple[int, ...]:

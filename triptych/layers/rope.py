@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from triptych.errors import CheckpointError
 from triptych.layers.rope_config import (
     LENGTH_AXIS,
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -33,6 +34,7 @@ class Rope(nn.Module):
     long_frequencies: Tensor | None  # float32 [head_dim / 2]: of long requests; None if their length doesn't matter
     axes: Tensor  # int64 [head_dim / 2]: the axis of each frequency
     factors: Tensor | None  # float32 [head_dim]: of cosines and sines; None if all are 1
+    exponents: Tensor | None  # float64 [head_dim / 2]: of the divisors of dynamic frequencies; None if they are fixed
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:
         super().__init__()
@@ -47,6 +49,9 @@ class Rope(nn.Module):
         )
         self.register_buffer("axes", axes.to(device), persistent=False)
         self.register_buffer("factors", None if factors is None else factors.repeat(2).to(device), persistent=False)
+        self._dynamic = rope.scaling if isinstance(rope.scaling, DynamicScaling) else None
+        exponents = None if self._dynamic is None else F.pad(_dynamic_exponents(count), (0, half - count)).to(device)
+        self.register_buffer("exponents", exponents, persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [T, 1, head_dim], in ``dtype``, for positions [3, T]."""
@@ -54,6 +59,10 @@ class Rope(nn.Module):
         frequencies = self.inverse_frequencies
         if self.long_frequencies is not None:
             frequencies = torch.where(positions[LENGTH_AXIS, :, None] > 0, self.long_frequencies, frequencies)
+        if self._dynamic is not None and self.exponents is not None:
+            lengths = positions[LENGTH_AXIS, :, None] / self._dynamic.original_length
+            growth = (1 + self._dynamic.factor * (lengths - 1)).clamp(min=1)  # 1 for short requests
+            frequencies = (frequencies / growth**self.exponents).float()  # [T, head_dim / 2]
         angles = per_frequency * frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, head_dim]
         cos, sin = angles.cos(), angles.sin()
@@ -69,7 +78,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
     size = head_dim if isinstance(scaling, ProportionalScaling) else 2 * count
     powers = rope.theta ** (torch.arange(0, 2 * count, 2, dtype=torch.float32) / size)
     match scaling:
-        case None:
+        case None | DynamicScaling():
             return 1.0 / powers, 1.0
         case LinearScaling() | ProportionalScaling():
             return 1.0 / powers / scaling.factor, 1.0
@@ -88,6 +97,14 @@ def _long_frequencies(head_dim: int, rope: RopeConfig) -> Tensor | None:
     # the same powers, with other factors
     exchanged = replace(rope.scaling, short_factors=rope.scaling.long_factors)
     return inverse_frequencies(head_dim, replace(rope, scaling=exchanged))[0]
+
+
+def _dynamic_exponents(count: int) -> Tensor:
+    """Return the exponents, float64 [count], of the divisors of ``count`` frequencies: i / (count - 1), since the base
+    grows by the power count / (count - 1). Raises CheckpointError for fewer than 2 frequencies."""
+    if count < 2:
+        raise CheckpointError(f"config.json: rope type 'dynamic' needs heads that rotate 4 values, not {2 * count}")
+    return torch.arange(count, dtype=torch.float64) / (count - 1)
 
 
 def _divided(powers: Tensor, factors: tuple[float, ...]) -> Tensor:

@@ -62,11 +62,37 @@ class ProportionalScaling:
     """Divisor of all frequencies."""
 
 
-LENGTH_AXIS = 1
-"""The axis of positions that is 1 for the tokens of long requests and 0 for others, where frequencies depend on a
-request's length. Such embeddings have a single axis, the first."""
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Frequencies of a larger base for requests of more than ``original_length`` tokens: the longer, the larger."""
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+    factor: float
+    original_length: int
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling | DynamicScaling
+
+
+LENGTH_AXIS = 1
+"""The axis of positions that holds what ``LengthRule.of`` returns for a token's request, where frequencies depend on
+that. Such embeddings have a single axis, the first."""
+
+
+@dataclass(frozen=True)
+class LengthRule:
+    """How frequencies depend on a request's length: the tokens that are computed, of prompt and answer together."""
+
+    short_length: int
+    """Up to this length, all requests have the same frequencies."""
+    each: bool
+    """Whether each longer request has frequencies of its own length; if not, all have the same."""
+
+    def of(self, length: int) -> int:
+        """Return a number that is the same for requests with the same frequencies; 0 for short ones, and otherwise the
+        length if that counts."""
+        if length <= self.short_length:
+            return 0
+        return length if self.each else self.short_length + 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +111,16 @@ class RopeConfig:
     """Whether each frequency rotates two neighbours (GPT-J), instead of a value of the first half and one of the
     second."""
     scaling: Scaling | None = None
+
+    @property
+    def length_rule(self) -> LengthRule | None:
+        """How frequencies depend on a request's length; None: they don't."""
+        match self.scaling:
+            case LongRopeScaling(original_length=length):
+                return LengthRule(length, each=False)
+            case DynamicScaling(original_length=length):
+                return LengthRule(length, each=True)
+        return None
 
     def num_frequencies(self, head_dim: int) -> int:
         """Return how many frequencies rotate a head's values, two each. Raises CheckpointError for an odd number of

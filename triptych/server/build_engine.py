@@ -83,7 +83,7 @@ def build_engine(
             no_media=MediaEmbeddings.none(model.adapter.embedding_width, model.weights.activations),
             context_length=size.context_length,
             vocab_size=decoder.config.vocab_size,
-            short_length=decoder.config.short_length,
+            length_rule=decoder.config.length_rule,
             loras=[lora.name for lora in decoder.config.loras],
             has_second_weights=decoder.config.second is not None,
         ),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from triptych.errors import CheckpointError
 from triptych.layers.cache_spec import ChunkWindow, Window
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.layers.rope_config import NO_POSITIONS, LinearScaling, Llama3Scaling, RopeConfig
+from triptych.layers.rope_config import NO_POSITIONS, DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig
 from triptych.layers.specs import (
     AttentionSpec,
     FfnSpec,
@@ -23,8 +23,8 @@ from triptych.layers.specs import (
 )
 from triptych.models.backbones.base import (
     CHUNKED,
-    FULL,
     COMMON_NAMES,
+    FULL,
     Backbone,
     TextConfig,
     attention,
@@ -66,7 +66,7 @@ def _mixers(text: TextConfig) -> tuple[AttentionSpec, AttentionSpec]:
             positive_number(text, "attn_scale", 0.1), setting(text, "floor_scale", int, default=8192), offset=1
         )
     has_norm = setting(text, "use_qk_norm", bool, default=True)
-    if has_norm and not isinstance(rope.scaling, None | LinearScaling | Llama3Scaling):
+    if has_norm and not isinstance(rope.scaling, None | LinearScaling | Llama3Scaling | DynamicScaling):
         # Queries and keys are normalised after their rotation, which we do before. That is the same only if the
         # rotation keeps their size.
         raise CheckpointError("config.json: use_qk_norm is served with rope types default, linear and llama3 only")

@@ -7,6 +7,7 @@ from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.layers.rope_config import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -15,7 +16,7 @@ from triptych.layers.rope_config import (
     Scaling,
     YarnScaling,
 )
-from triptych.models.shared.settings import LARGEST, positive_number, setting
+from triptych.models.shared.settings import LARGEST, MAX_COUNT, positive_number, setting
 
 LONGROPE = ("longrope", "su")
 """The second is its name in older files of Phi-3."""
@@ -41,8 +42,8 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
     found = replace(default, theta=theta, partial=partial, scaling=_scaling(_rope_type(rope, default), rope, text))
     if default.mrope_section is None:
         return found
-    if isinstance(found.scaling, LongRopeScaling):
-        raise CheckpointError("config.json: LongRoPE in three axes is not served")
+    if found.length_rule is not None:
+        raise CheckpointError(f"config.json: rope type {_rope_type(rope, default)!r} in three axes is not served")
     if rope.get("mrope_interleaved", default.interleaved) != default.interleaved:
         order = "interleaved" if default.interleaved else "not interleaved"
         raise CheckpointError(f"config.json: mrope_interleaved: only M-RoPE that is {order} is served for this model")
@@ -54,19 +55,24 @@ def read_rope(text: Mapping[str, Any], default: RopeConfig) -> RopeConfig:
 
 
 def context_length(text: Mapping[str, Any]) -> int:
-    """Return the longest request that a model of this text config is served with, in tokens.
-
-    ``dynamic`` changes in the middle of a sequence beyond ``max_position_embeddings``, so only what comes before is
-    served.
-    """
-    return setting(text, "max_position_embeddings", int)
+    """Return the longest request that a model of this text config is served with, in tokens: where the embedding of its
+    positions grows with the request (``dynamic``), ``factor`` times the original length. Raises CheckpointError."""
+    length, rope = setting(text, "max_position_embeddings", int), rope_settings(text)
+    if _named_type(rope) != "dynamic":
+        return length
+    extended = length * max(1.0, positive_number(rope, "factor"))
+    if extended > MAX_COUNT:
+        raise CheckpointError(f"config.json: rope type 'dynamic' with a context of {extended} tokens can't be served")
+    return int(extended)
 
 
 def short_length(text: Mapping[str, Any]) -> int | None:
     """Return the computed tokens of prompt and answer up to which a request is short, where the embedding of its
-    positions depends on that (LongRoPE); otherwise None."""
+    positions depends on that (LongRoPE, ``dynamic``); otherwise None."""
     rope = rope_settings(text)
-    return _original_length(rope, text) if rope.get("rope_type", rope.get("type")) in LONGROPE else None
+    if _named_type(rope) == "dynamic":
+        return setting(text, "max_position_embeddings", int)
+    return _original_length(rope, text) if _named_type(rope) in LONGROPE else None
 
 
 def rope_settings(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,15 +85,21 @@ def rope_settings(text: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def _named_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def _rope_type(rope: Mapping[str, Any], default: RopeConfig) -> str:
-    found = rope.get("rope_type", rope.get("type", "default"))
+    found = _named_type(rope)
     is_known = found in ("default", "linear", "dynamic", "llama3", "yarn", "proportional", *LONGROPE)
     if not is_known and (found != "mrope" or default.mrope_section is None):
         raise CheckpointError(f"config.json: rope type {found!r} is not served")
     return str(found)
 
 
-def _scaling(rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -> Scaling | None:
+def _scaling(  # noqa: PLR0911 (one for each kind)
+    rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]
+) -> Scaling | None:
     match rope_type:
         case "linear":
             return LinearScaling(positive_number(rope, "factor"))
@@ -100,9 +112,11 @@ def _scaling(rope_type: str, rope: Mapping[str, Any], text: Mapping[str, Any]) -
             return _yarn(rope, text)
         case "longrope" | "su":
             return _longrope(rope, text)
+        case "dynamic":
+            return DynamicScaling(positive_number(rope, "factor"), setting(text, "max_position_embeddings", int))
         case "proportional":
             return ProportionalScaling(positive_number(rope, "factor", 1.0))
-    return None  # "dynamic" has no effect up to max_position_embeddings
+    return None
 
 
 def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
