@@ -86,3 +86,23 @@ def test_windows_in_all_layers_leave_the_context_to_the_model() -> None:
         available=2 * FREE,
     )
     assert (found.num_pages, found.context_length) == ((20,), MODEL)
+
+
+def with_states(record_bytes: int) -> KVSize:
+    """Of 8 requests and 4 snapshots."""
+    engine = EngineConfig(page_size=16, max_num_seqs=8, state_snapshots=4, kv_cache_memory=MemorySize.parse("50%"))
+    return kv_size(engine, specs=[SPEC], model_context=MODEL, available=FREE, record_bytes=record_bytes)
+
+
+def test_states_have_their_part_of_the_memory() -> None:
+    found = with_states(10_000)
+    assert found.state_bytes == (8 + 4) * 10_000
+    assert found.num_pages == ((FREE // 2 - found.state_bytes) // (16 * TOKEN),)
+    assert found.num_bytes == found.num_pages[0] * 16 * TOKEN + found.state_bytes
+    assert str(found).endswith("; 0.11 MiB of it are states")
+
+
+def test_states_that_leave_no_room_for_a_page_are_rejected() -> None:
+    words = "--kv-cache-memory 50%: the states of --max-num-seqs 8 requests and --state-snapshots 4 take 0.46 MiB of it"
+    with pytest.raises(StartError, match=words):
+        with_states(40_400)

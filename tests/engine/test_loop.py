@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_instances import (
@@ -20,7 +21,18 @@ from tests.support.engine_instances import (
     prefill,
 )
 from triptych.errors import ErrorKind, InvalidRequest
-from triptych.messages.work import Cancel, EncodeNeeded, Failed, HandBack, MissingItem, PeerLost, PrefillNeeded, Tokens
+from triptych.messages.codec import Message
+from triptych.messages.work import (
+    Cancel,
+    EncodeNeeded,
+    Failed,
+    HandBack,
+    MissingItem,
+    PeerLost,
+    Prefilled,
+    PrefillNeeded,
+    Tokens,
+)
 from triptych.topology import Role
 from triptych.types import RequestId, TransferId
 
@@ -195,6 +207,31 @@ def test_a_prefill_that_arrives_twice_is_done_once(split: EngineInstances) -> No
     split.give("p", message)  # it is too late, and the decode instance says so
     split.settle()
     assert split.of(Failed) == []
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_kv_of_another_length_fails_its_request_alone(split: EngineInstances, more: int) -> None:
+    """And a state after that number of tokens."""
+
+    def changed(message: Message) -> Message:
+        if not isinstance(message, Prefilled) or message.transfer != transfers["odd"]:
+            return message
+        return structs.replace(message, position=message.position + more)
+
+    transfers: dict[str, str] = {}
+    split.changed = changed
+    for name in ("odd", "even"):
+        request = generate(name, salt=name)
+        split.give("d", request)
+        split.until(lambda: len(split.of(PrefillNeeded)) > len(transfers))
+        transfers[name] = split.of(PrefillNeeded)[-1].transfer
+        split.give("p", prefill(request, split.address("d"), transfers[name]))
+    assert len(split.tokens("even")) == 6
+    split.until(lambda: split.of(Failed))
+    assert [(one.request, one.error, one.message) for one in split.of(Failed)] == [
+        ("odd", ErrorKind.INTERNAL_ERROR, f"the prefill instance sent {40 + more} tokens, not 40")
+    ]
+    assert [one.request for one in split.of(Tokens)] == ["even"] * len(split.of(Tokens))
 
 
 def test_a_cancelled_prefill_leaves_a_later_one_alone(split: EngineInstances) -> None:

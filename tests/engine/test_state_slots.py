@@ -147,6 +147,25 @@ def test_the_least_recently_used_snapshot_is_evicted() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "num_generated", "start"),
+    [
+        (4, 1, 20),  # at the prompt's last whole page
+        (4, 4, 24),  # the last regular snapshot, of an answer
+        (1, 4, 24),
+        (0, 4, 0),
+    ],
+)
+def test_a_preempted_request_starts_again_at_its_last_snapshot(snapshots: int, num_generated: int, start: int) -> None:
+    engine = Engine(20, 1, snapshots, interval=8, budget=12)
+    added = engine.add("preempted", list(range(22)), max_tokens=9)
+    while added.num_generated < num_generated:
+        engine.step()
+    engine.scheduler.preempt(added)
+    assert engine.step().chunks[0].start == start
+    engine.run()
+
+
 def test_a_state_that_does_not_belong_to_the_tokens_before_is_refused() -> None:
     engine = Engine(20, 2, 0)
     engine.add("a", list(range(20)))

@@ -74,6 +74,8 @@ class EngineInstances:
         config = ServeConfig(model=folder, engine=engine)
         self.sent: dict[Address, list[Message]] = defaultdict(list)
         self._queue: deque[tuple[Address, Message]] = deque()
+        self.changed: Callable[[Message], Message] = lambda message: message
+        """What becomes of a message on its way."""
         self.instances: dict[str, Instance] = {}
         for name, role in roles.items():
             model = ModelBundle(Checkpoint(folder), config.engine)
@@ -85,7 +87,7 @@ class EngineInstances:
         self._fabrics: list[SharedMemoryFabric] = []
 
     def _send(self, to: Address, message: Message) -> None:
-        self._queue.append((to, message))
+        self._queue.append((to, self.changed(message)))
 
     def address(self, name: str) -> Address:
         return self.instances[name].channel.address
