@@ -4,24 +4,39 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
 
 import ray.exceptions
 
+from triptych.cluster.child import ChildSpec
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.driver import RayConnection
 from triptych.cluster.on_ray.hosts import RayHost
 from triptych.cluster.on_ray.launcher import RayLauncher, RemoteProcess
-from triptych.cluster.on_ray.messages import Connected, FromRay, FromSupervisor, Gone, Host, Place, Release, Reserve
+from triptych.cluster.on_ray.messages import (
+    Connected,
+    FromRay,
+    FromSupervisor,
+    Gone,
+    Host,
+    Place,
+    PlacedInstance,
+    Release,
+    Reserve,
+)
 from triptych.cluster.service_folder import RayPlace
 from triptych.cluster.supervision import Ended
+from triptych.config import EngineConfig, InstanceSpec, RankSizes
+from triptych.topology import Role
 
 HOST = Host("host-e0-0", {"CPU": 1.0}, b"")
 PLACE = Place("e0-0", HOST, b"")
@@ -65,15 +80,22 @@ class Connection(RayConnection):
 
 
 @asynccontextmanager
+async def streams() -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.StreamReader]]:
+    """Both ends of a connection, for less than a minute."""
+    own, its = socket.socketpair()
+    reader, other = await asyncio.open_connection(sock=own)
+    _, writer = await asyncio.open_connection(sock=its)
+    async with asyncio.timeout(60):
+        yield writer, reader
+    for one in (writer, other):
+        one.close()
+
+
+@asynccontextmanager
 async def connection_to(actor: Actor) -> AsyncIterator[tuple[Connection, asyncio.StreamReader]]:
     """A connection, and what it says."""
-    own, its = socket.socketpair()
-    reader, own_writer = await asyncio.open_connection(sock=own)
-    _, writer = await asyncio.open_connection(sock=its)
-    async with asyncio.timeout(10):
+    async with streams() as (writer, reader):
         yield Connection(writer, actor), reader
-    own_writer.close()
-    writer.close()
 
 
 async def said_of(error: Exception) -> Gone:
@@ -149,22 +171,71 @@ def test_an_instance_that_was_killed_while_no_ray_process_ran_is_ended_by_the_ne
     monkeypatch.setattr("triptych.cluster.on_ray.launcher.KILL_TIMEOUT", 0.0)
 
     async def run() -> list[FromSupervisor]:
-        own, its = socket.socketpair()
-        reader, other = await asyncio.open_connection(sock=own)
-        _, writer = await asyncio.open_connection(sock=its)
-        launcher = Launcher(RayPlace("auto", {}), print)
-        launcher.connect({}, writer)
-        process = launcher.place()
-        launcher.disconnect()
-        process.send(signal.SIGKILL)
-        assert (await process.wait()).lost
-        launcher.connect({HOST.name: ""}, writer)
-        sent = messages.received(reader, FromSupervisor)
-        async with asyncio.timeout(10):
+        async with streams() as (writer, reader):
+            launcher = Launcher(RayPlace("auto", {}), print)
+            launcher.connect({}, writer)
+            process = launcher.place()
+            launcher.disconnect()
+            process.send(signal.SIGKILL)
+            assert (await process.wait()).lost
+            launcher.connect({HOST.name: ""}, writer)
+            sent = messages.received(reader, FromSupervisor)
             first_two = [await anext(sent) for _ in range(2)]
-        for one in (writer, other):
-            one.close()
-        launcher.remove()
+            launcher.remove()
         return first_two
 
     assert asyncio.run(run()) == [PLACE, Release(HOST.name)]
+
+
+async def placed(spec: InstanceSpec) -> Place:
+    """What the process that is connected to Ray is told to start."""
+    async with streams() as (writer, reader):
+        launcher = Launcher(RayPlace("auto", {}), print)
+        launcher.connect({}, writer)
+        await launcher.start(ChildSpec.of_instance(spec), 1, print)
+        place = await anext(messages.received(reader, FromSupervisor))
+        launcher.remove()
+    assert isinstance(place, Place)
+    return place
+
+
+@dataclass
+class Remote:
+    """A class of actors that Ray can't create."""
+
+    asked: Mapping[str, object] = field(default_factory=dict)
+
+    def options(self, **asked: object) -> "Remote":
+        self.asked = asked
+        return self
+
+    def remote(self, _: bytes) -> None:
+        raise ray.exceptions.RayError("it can't be created")
+
+
+async def asked_of_ray(place: Place) -> Mapping[str, object]:
+    """What Ray is asked for an actor."""
+    remote = Remote()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "remote", lambda _: remote)
+        async with streams() as (writer, reader):
+            RayConnection(writer, "namespace").take(place)
+            assert isinstance(await anext(messages.received(reader, FromRay)), Gone)
+    return remote.asked
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "sent", "asked"),
+    [("cuda", 1, "cuda", (3, 1)), ("cuda", 2, "cuda", (6, 2)), ("auto", 2, "cpu", (6, 0)), ("cpu", 1, "cpu", (3, 0))],
+)
+def test_an_instance_computes_on_gpus_only_if_ray_gives_it_some(
+    folder: Path, device: str, ranks: int, sent: str, asked: tuple[int, int]
+) -> None:
+    engine = EngineConfig(device=device, threads=3, tensor_parallel_size=RankSizes(ranks))
+    place = asyncio.run(placed(InstanceSpec(model=str(folder), role=Role.PD, name="pd0", join="", engine=engine)))
+    assigned = msgspec.msgpack.decode(place.assignment, type=PlacedInstance)
+    for spec in (assigned.spec, place.host.example):
+        assert InstanceSpec.from_bytes(spec).engine == replace(engine, device=sent)
+    options = asyncio.run(asked_of_ray(place))
+    assert (options["num_cpus"], options["num_gpus"]) == asked
+    assert options["resources"] == {}

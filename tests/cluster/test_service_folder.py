@@ -118,3 +118,4 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "serve", "--attach", "other", "--on", "ray"
     )
     assert "--detach is for --on ray" in refused(capsys, "serve", "demo", "--detach")
+    assert "--device cuda:1 names a GPU" in refused(capsys, "serve", "demo", "--on", "ray", "--device", "cuda:1")

@@ -128,6 +128,8 @@ async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Na
     """Serve with instances on the nodes of a Ray cluster."""
     if config.engine.cpus.cores:
         raise ConfigError("--cpus names cores of this machine, and --on ray starts instances on others")
+    if config.engine.device.startswith("cuda:"):
+        raise ConfigError(f"--device {config.engine.device} names a GPU, which Ray chooses: --device cuda")
     resources, spares = ray_resources(arguments.ray_resources or ""), ray_spares(arguments.ray_spares or 0)
     place = RayPlace(ray_address(arguments.on), resources, spares)
     if not arguments.detach:

@@ -283,8 +283,8 @@ class RayLauncher:
         """As in ``Launcher``."""
         if spec.role is None:
             return await self._local.start(spec, incarnation, show)
-        written = spec.written(incarnation)
-        instance = InstanceSpec.from_bytes(written)
+        instance = _without_auto(InstanceSpec.from_bytes(spec.written(incarnation)))
+        written = instance.to_bytes()
         secret = instance.cluster.secret() or b""
         if instance.model not in self._models:
             self._models[instance.model] = await asyncio.to_thread(identity_of, Path(instance.model))
@@ -377,6 +377,12 @@ class RayLauncher:
         else:
             known.take(message)
         self._hosts.balance()
+
+
+def _without_auto(spec: InstanceSpec) -> InstanceSpec:
+    """Return a spec that computes on CPUs unless it asks for GPUs: Ray doesn't hide them from an actor that asks for
+    none."""
+    return replace(spec, engine=replace(spec.engine, device="cpu")) if spec.engine.device == "auto" else spec
 
 
 def _key_of(name: str, incarnation: int) -> str:
