@@ -1,6 +1,7 @@
 """``triptych status``: what it refuses before it connects, who gets an answer, and what it shows."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -144,6 +145,12 @@ def test_only_operators_with_the_secret_get_an_answer(
         assert len(asked) == 2
 
 
+def rows_of(out: str) -> dict[str, list[str]]:
+    """The cells of each row of the table, by the first one."""
+    found = [[*map(str.strip, re.sub("[│┃]", "|", line).strip("|").split("|"))] for line in out.splitlines()]
+    return {words[0]: words for words in found if len(words) > 6}
+
+
 def test_processes_that_have_not_joined_are_shown_with_their_restarts(
     status: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -156,9 +163,27 @@ def test_processes_that_have_not_joined_are_shown_with_their_restarts(
     with frontend(launched=launched) as (control, _):
         code, out, _ = status("--control", control)
     assert code == 0
-    rows = {
-        words[0]: words for line in out.splitlines() if len(words := [*map(str.strip, line.strip("│").split("│"))]) > 6
-    }
+    rows = rows_of(out)
     assert rows["pd0"][-1] == "3"
     assert (rows["e1"][1], rows["e1"][4], rows["e1"][-1]) == ("E", "restarts in 2.2 s", "7")
     assert (rows["e2"][4], rows["frontend"][1], rows["frontend"][4]) == ("failed", "frontend", "ready")
+
+
+def test_processes_on_other_machines_are_shown_with_their_nodes_and_what_they_wait_for(
+    status: Callable[..., tuple[int, str, str]],
+) -> None:
+    waits = "it asks for 1 CPU"
+    launched = [
+        LaunchedInstance("pd0", Role.PD, LaunchState.READY, node="10.0.0.2"),
+        LaunchedInstance("e1", Role.E, LaunchState.STARTING, node="10.0.0.3"),
+        LaunchedInstance("e2", Role.E, LaunchState.STARTING, pending=waits),
+    ]
+    with frontend(launched=launched) as (control, _):
+        code, out, _ = status("--control", control)
+        seen = json.loads(status("--control", control, "--json")[1])["launched"]
+    assert code == 0
+    rows = rows_of(out)
+    assert rows["instance"][-1] == "node"
+    assert (rows["pd0"][-1], rows["e1"][4], rows["e1"][-1]) == ("10.0.0.2", "starting", "10.0.0.3")
+    assert (rows["e2"][4], rows["e2"][-1]) == (f"pending: {waits}", "")
+    assert [(one["node"], one["pending"]) for one in seen] == [("10.0.0.2", ""), ("10.0.0.3", ""), ("", waits)]

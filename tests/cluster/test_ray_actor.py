@@ -1,0 +1,94 @@
+"""What an actor does with the instance that it is given, without Ray's cluster."""
+
+import asyncio
+import os
+import stat
+from asyncio.subprocess import PIPE
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
+
+import triptych
+from triptych import exit_codes
+from triptych.cluster.child import Child, ChildSpec, Print, SpawnedProcess
+from triptych.cluster.launcher import LocalLauncher
+from triptych.cluster.on_ray.actor import KEPT_LINES, HostedInstance
+from triptych.cluster.on_ray.messages import News, PlacedInstance
+from triptych.config import InstanceSpec
+from triptych.models.registry import identity_of
+from triptych.topology import Role
+
+NODE = "10.0.0.2"
+SECRET = b"a secret of the cluster"
+
+
+@dataclass
+class ShellLauncher(LocalLauncher):
+    """Starts a shell's script instead of an instance, and notes the secret's file as it was then."""
+
+    script: str
+    secrets: list[Path] = field(default_factory=list)
+    modes: list[int] = field(default_factory=list)
+    contents: list[bytes] = field(default_factory=list)
+
+    async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> Child:
+        secret = Path(InstanceSpec.from_bytes(spec.written(incarnation)).cluster.cluster_secret_file)
+        self.secrets.append(secret)
+        self.modes += [stat.S_IMODE(os.stat(one).st_mode) for one in (secret, secret.parent)]
+        self.contents.append(secret.read_bytes())
+        process = await asyncio.create_subprocess_exec("sh", "-c", self.script, stdout=PIPE, process_group=0)
+        assert process.stdout is not None
+        return Child(spec, SpawnedProcess(process), process.stdout, show)
+
+
+def run(folder: Path, launcher: LocalLauncher, version: str = triptych.__version__) -> HostedInstance:
+    """Return an instance that has ended."""
+    spec = InstanceSpec(model=str(folder), role=Role.PD, name="pd0", join="127.0.0.1:1", incarnation=7)
+    hosted = HostedInstance(PlacedInstance(spec.to_bytes(), SECRET, version, identity_of(folder)), NODE)
+    asyncio.run(hosted.run(launcher))
+    return hosted
+
+
+def told(hosted: HostedInstance) -> tuple[list[str], News]:
+    """Return all lines that a supervisor gets, without their times, and what it hears last."""
+    lines: list[str] = []
+    news = hosted.news(0, 0)
+    while True:
+        lines += [line.rpartition(" ")[2] for line in news.lines]
+        if news.ended:
+            return lines, news
+        news = hosted.news(news.seen, news.pid)
+
+
+def test_nothing_is_started_where_another_version_is_installed(folder: Path) -> None:
+    launcher = ShellLauncher("true")
+    _, news = told(run(folder, launcher, version="0.0.1"))
+    assert news.code == exit_codes.CONFIG
+    assert f"Triptych {triptych.__version__} is installed, and the service has 0.0.1" in news.last_line
+    assert NODE in news.last_line
+    assert launcher.secrets == []
+
+
+def test_the_secret_is_in_a_file_of_its_owner_alone_while_the_instance_runs(folder: Path) -> None:
+    launcher = ShellLauncher("exit 3")
+    _, news = told(run(folder, launcher))
+    assert news.code == 3
+    assert launcher.modes == [0o600, 0o700]
+    assert launcher.contents == [SECRET]
+    assert not launcher.secrets[0].parent.exists()
+
+
+def test_all_lines_arrive_also_equal_ones(folder: Path) -> None:
+    lines, news = told(run(folder, ShellLauncher("yes equal | head -n 1000; exit 1")))
+    assert lines == ["equal"] * 1000
+    assert (news.code, news.last_line) == (1, "equal")
+
+
+def test_the_oldest_of_too_many_lines_are_dropped_for_a_supervisor_that_does_not_ask(folder: Path) -> None:
+    number = KEPT_LINES + 1000
+    lines, news = told(run(folder, ShellLauncher(f"seq {number}")))
+    assert lines == [str(one) for one in range(1001, number + 1)]
+    assert news.seen == number
