@@ -21,6 +21,7 @@ from triptych.messages.operations import (
     RoleRefused,
     RoleSet,
     SetRole,
+    SparePlace,
     Status,
 )
 from triptych.messages.stats import Load, PoolUsage
@@ -51,14 +52,14 @@ def answer(message: Message) -> Message:
 
 
 def frontend(
-    secret: bytes | None = None, launched: Sequence[LaunchedInstance] = ()
+    secret: bytes | None = None, launched: Sequence[LaunchedInstance] = (), spares: Sequence[SparePlace] = ()
 ) -> AbstractContextManager[tuple[str, list[Question]]]:
     """Its control address, and what it has been asked; the answers are above."""
 
     def answers(message: Question) -> list[Message]:
         reply = answer(message)
         if isinstance(reply, Status):
-            reply = msgspec.structs.replace(reply, launched=list(launched))
+            reply = msgspec.structs.replace(reply, launched=list(launched), spares=list(spares))
         return [reply]
 
     return answering(answers, secret)
@@ -187,3 +188,23 @@ def test_processes_on_other_machines_are_shown_with_their_nodes_and_what_they_wa
     assert (rows["pd0"][-1], rows["e1"][4], rows["e1"][-1]) == ("10.0.0.2", "starting", "10.0.0.3")
     assert (rows["e2"][4], rows["e2"][-1]) == (f"pending: {waits}", "")
     assert [(one["node"], one["pending"]) for one in seen] == [("10.0.0.2", ""), ("10.0.0.3", ""), ("", waits)]
+
+
+def test_spare_places_are_shown_with_their_nodes_and_what_they_wait_for(
+    status: Callable[..., tuple[int, str, str]],
+) -> None:
+    waits = "it asks for 1 GPU"
+    spares = [SparePlace("1 CPU", node="10.0.0.4"), SparePlace("1 GPU", pending=waits), SparePlace("2 CPU")]
+    with frontend(spares=spares) as (control, _):
+        code, out, _ = status("--control", control)
+        seen = json.loads(status("--control", control, "--json")[1])["spares"]
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines() if "spare place" in line]
+    assert ["10.0.0.4" in line for line in lines] == [True, False, False]
+    for words, line in zip(("free: 1 CPU", f"pending: {waits}", "pending: 2 CPU"), lines, strict=True):
+        assert words in line
+    assert seen == [
+        {"asks": "1 CPU", "node": "10.0.0.4", "pending": ""},
+        {"asks": "1 GPU", "node": "", "pending": waits},
+        {"asks": "2 CPU", "node": "", "pending": ""},
+    ]

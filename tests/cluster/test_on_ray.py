@@ -3,7 +3,7 @@
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
-from tests.support.on_ray import NODE, control_flags, is_whole, launched, pid_of
+from tests.support.on_ray import NODE, control_flags, is_whole, launched, pid_of, status
 from tests.support.processes import is_gone
 from tests.support.ray_cluster import RayCluster, ray_cluster
 from triptych import exit_codes
+from triptych.messages.operations import SparePlace
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
 
@@ -88,6 +89,8 @@ def test_a_spare_place_takes_the_instance_of_a_lost_node(folder: Path) -> None:
     with ray_cluster([NODE, NODE, NODE]) as cluster, service(cluster, folder, "--ray-spares", "1") as command:
         url = command.wait_until_ready()
         command.wait_for_line("a spare place waits on ")
+        [free] = wait_for_spares(command, lambda one: one.node)
+        assert (free.asks, free.pending) == ("1 CPU", "")
         lost, spare = pid_of(command, "e0"), spare_server(cluster)
         cluster.kill_node(cluster.raylet_of(lost))
         command.wait_for_line(rf"instance e0 \(process {lost} on \S+\) was lost with its machine; starting again in")
@@ -95,9 +98,17 @@ def test_a_spare_place_takes_the_instance_of_a_lost_node(folder: Path) -> None:
         assert psutil.Process(pid_of(command, "e0")).ppid() == spare.pid
         assert picture_answer(url, "tiny")
         command.wait_for_line("a spare place isn't free yet: it asks for 1 CPU; free on all nodes: nothing")
+        [waiting] = wait_for_spares(command, lambda one: one.pending)
+        assert (waiting.node, waiting.pending) == ("", "it asks for 1 CPU; free on all nodes: nothing")
         command.send(signal.SIGTERM)
         assert command.end(40) == 0, command.text
         assert is_gone(spare.pid)
+
+
+def wait_for_spares(command: Command, condition: Callable[[SparePlace], object]) -> list[SparePlace]:
+    """The spare places in the service's status, once all are as wanted."""
+    wait_for(lambda: (found := status(command).spares) and all(map(condition, found)), 10, command)
+    return status(command).spares
 
 
 def spare_server(cluster: RayCluster) -> psutil.Process:

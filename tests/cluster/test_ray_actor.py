@@ -15,9 +15,10 @@ import triptych
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print, SpawnedProcess
 from triptych.cluster.launcher import LocalLauncher
-from triptych.cluster.on_ray.actor import KEPT_LINES, HostedInstance
+from triptych.cluster.on_ray.actor import KEPT_LINES, HostedInstance, unfit_for
 from triptych.cluster.on_ray.messages import News, PlacedInstance
 from triptych.config import InstanceSpec
+from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import identity_of
 from triptych.topology import Role
 
@@ -44,10 +45,14 @@ class ShellLauncher(LocalLauncher):
         return Child(spec, SpawnedProcess(process), process.stdout, show)
 
 
-def run(folder: Path, launcher: LocalLauncher, version: str = triptych.__version__) -> HostedInstance:
-    """Return an instance that has ended."""
+def placed(folder: Path, version: str = triptych.__version__, model: ModelIdentity | None = None) -> PlacedInstance:
     spec = InstanceSpec(model=str(folder), role=Role.PD, name="pd0", join="127.0.0.1:1", incarnation=7)
-    hosted = HostedInstance(PlacedInstance(spec.to_bytes(), SECRET, version, identity_of(folder)), NODE)
+    return PlacedInstance(spec.to_bytes(), SECRET, version, model or identity_of(folder))
+
+
+def run(task: PlacedInstance, launcher: LocalLauncher) -> HostedInstance:
+    """Return an instance that has ended."""
+    hosted = HostedInstance(task, NODE)
     asyncio.run(hosted.run(launcher))
     return hosted
 
@@ -65,7 +70,7 @@ def told(hosted: HostedInstance) -> tuple[list[str], News]:
 
 def test_nothing_is_started_where_another_version_is_installed(folder: Path) -> None:
     launcher = ShellLauncher("true")
-    _, news = told(run(folder, launcher, version="0.0.1"))
+    _, news = told(run(placed(folder, version="0.0.1"), launcher))
     assert news.code == exit_codes.CONFIG
     assert f"Triptych {triptych.__version__} is installed, and the service has 0.0.1" in news.last_line
     assert NODE in news.last_line
@@ -74,7 +79,7 @@ def test_nothing_is_started_where_another_version_is_installed(folder: Path) -> 
 
 def test_the_secret_is_in_a_file_of_its_owner_alone_while_the_instance_runs(folder: Path) -> None:
     launcher = ShellLauncher("exit 3")
-    _, news = told(run(folder, launcher))
+    _, news = told(run(placed(folder), launcher))
     assert news.code == 3
     assert launcher.modes == [0o600, 0o700]
     assert launcher.contents == [SECRET]
@@ -82,13 +87,23 @@ def test_the_secret_is_in_a_file_of_its_owner_alone_while_the_instance_runs(fold
 
 
 def test_all_lines_arrive_also_equal_ones(folder: Path) -> None:
-    lines, news = told(run(folder, ShellLauncher("yes equal | head -n 1000; exit 1")))
+    lines, news = told(run(placed(folder), ShellLauncher("yes equal | head -n 1000; exit 1")))
     assert lines == ["equal"] * 1000
     assert (news.code, news.last_line) == (1, "equal")
 
 
 def test_the_oldest_of_too_many_lines_are_dropped_for_a_supervisor_that_does_not_ask(folder: Path) -> None:
     number = KEPT_LINES + 1000
-    lines, news = told(run(folder, ShellLauncher(f"seq {number}")))
+    lines, news = told(run(placed(folder), ShellLauncher(f"seq {number}")))
     assert lines == [str(one) for one in range(1001, number + 1)]
     assert news.seen == number
+
+
+def test_a_node_is_fit_only_with_the_version_and_the_model_of_the_service(folder: Path, other_folder: Path) -> None:
+    assert unfit_for(placed(folder)) == ""
+    assert unfit_for(placed(folder, version="0.0.1")) == (
+        f"Triptych {triptych.__version__} is installed, and the service has 0.0.1"
+    )
+    other = unfit_for(placed(folder, model=identity_of(other_folder)))
+    assert other.startswith(f"{folder} is another model than the service's: weights ")
+    assert "no/such" in unfit_for(placed(folder / "no" / "such", model=ModelIdentity()))

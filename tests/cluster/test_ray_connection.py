@@ -32,6 +32,8 @@ from triptych.cluster.on_ray.messages import (
     PlacedInstance,
     Release,
     Reserve,
+    Reserved,
+    Unfit,
 )
 from triptych.cluster.service_folder import RayPlace
 from triptych.cluster.supervision import Ended
@@ -44,19 +46,23 @@ PLACE = Place("e0-0", HOST, b"")
 
 @dataclass
 class Method:
-    """A method of an actor that fails."""
+    """A method of an actor, with what it returns or raises."""
 
-    error: Exception
+    result: str | Exception
 
-    async def remote(self, *_: object, **__: object) -> object:
-        raise self.error
+    async def remote(self, *_: object, after: float = 0.0) -> str:
+        await asyncio.sleep(after)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
 
 
 class Actor:
-    """An actor whose methods fail."""
+    """An actor whose methods fail, or one without an instance on a node that is unfit for the given reason."""
 
-    def __init__(self, error: Exception) -> None:
-        self.begin = self.node = Method(error)
+    def __init__(self, error: Exception | None = None, unfit: str = "") -> None:
+        self.begin = self.node = Method(error or "10.0.0.3")
+        self.unfit = Method(unfit)
 
 
 class Connection(RayConnection):
@@ -149,6 +155,22 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     assert connection.killed == [HOST.name]
 
 
+async def said_of_spare(unfit: str) -> FromRay:
+    """Return what is said first of an actor without an instance."""
+    async with connection_to(Actor(unfit=unfit)) as (connection, reader):
+        connection.take(Reserve(HOST))
+        message: FromRay = await anext(messages.received(reader, FromRay))
+        connection.take(Release(HOST.name))
+        await connection.finish()
+    return message
+
+
+def test_a_spare_place_is_checked_before_it_counts() -> None:
+    assert asyncio.run(said_of_spare("")) == Reserved(HOST.name, "10.0.0.3")
+    why = "Triptych 0.2 is installed"
+    assert asyncio.run(said_of_spare(why)) == Unfit(HOST.name, "10.0.0.3", why)
+
+
 class Launcher(RayLauncher):
     """One whose Ray process comes and goes as a test says."""
 
@@ -234,8 +256,10 @@ def test_an_instance_computes_on_gpus_only_if_ray_gives_it_some(
     engine = EngineConfig(device=device, threads=3, tensor_parallel_size=RankSizes(ranks))
     place = asyncio.run(placed(InstanceSpec(model=str(folder), role=Role.PD, name="pd0", join="", engine=engine)))
     assigned = msgspec.msgpack.decode(place.assignment, type=PlacedInstance)
-    for spec in (assigned.spec, place.host.example):
-        assert InstanceSpec.from_bytes(spec).engine == replace(engine, device=sent)
+    example = msgspec.msgpack.decode(place.host.example, type=PlacedInstance)
+    assert (assigned.version, assigned.model) == (example.version, example.model)
+    for task in (assigned, example):
+        assert InstanceSpec.from_bytes(task.spec).engine == replace(engine, device=sent)
     options = asyncio.run(asked_of_ray(place))
     assert (options["num_cpus"], options["num_gpus"]) == asked
     assert options["resources"] == {}

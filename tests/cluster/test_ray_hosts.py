@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from triptych.cluster.on_ray.hosts import KEPT_SECONDS, RETRY_SECONDS, RayHost, RayHosts
-from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, Release, Reserve, Reserved, Waiting
+from triptych.cluster.on_ray.hosts import KEPT_SECONDS, RETRY_SECONDS, UNFIT_SECONDS, RayHost, RayHosts
+from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, Release, Reserve, Reserved, Unfit, Waiting
+from triptych.messages.operations import SparePlace
 
 CPU = {"CPU": 1.0}
 GPU = {"CPU": 1.0, "GPU": 1.0}
@@ -48,7 +49,7 @@ class Cluster:
         self.hosts.end(host.host.name, keep=keep)
         self.hosts.balance()
 
-    def take(self, message: Waiting | Reserved | Gone) -> None:
+    def take(self, message: Waiting | Reserved | Unfit | Gone) -> None:
         self.hosts.take(message)
         self.hosts.balance()
 
@@ -291,3 +292,36 @@ def test_an_actor_that_was_released_without_a_connection_is_released_again() -> 
     cluster.asked()  # and lost
     cluster.hosts.ask_again([e0.host.name, pd0.host.name])
     assert cluster.asked() == [Release(e0.host.name)]
+
+
+def test_spares_are_shown_with_their_nodes_and_what_they_wait_for() -> None:
+    cluster = Cluster(spares=2)
+    e0, _ = cluster.start("e0", GPU, node="a")
+    placed, waiting = cluster.reserved()
+    asks = "1 CPU, 1 GPU"
+    assert cluster.hosts.spare_places() == [SparePlace(asks), SparePlace(asks)]
+    for one in (placed, waiting):
+        cluster.take(Waiting(one.name, "it asks for more than there is"))
+    cluster.take(Reserved(placed.name, "b"))
+    shown = [SparePlace(asks, "b"), SparePlace(asks, pending="it asks for more than there is")]
+    assert cluster.hosts.spare_places() == shown
+    cluster.end(e0, keep=True)
+    assert cluster.hosts.spare_places() == shown, "the place of e0 is kept for e0"
+    cluster.start("e0", GPU)
+    cluster.start("e1", GPU)
+    assert cluster.hosts.spare_places() == shown[1:], "e1 has the other one"
+
+
+def test_a_spare_where_no_instance_can_run_is_named_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(spares=1)
+    cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.take(Unfit(spare.name, "b", "Triptych 0.2 is installed, and the service has 0.1"))
+    assert "a spare place on b is not kept: Triptych 0.2 is installed, and the service has 0.1" in caplog.text
+    assert cluster.asked() == [Release(spare.name)]
+    cluster.now = UNFIT_SECONDS - 1
+    cluster.hosts.balance()
+    assert cluster.asked() == []
+    cluster.now = UNFIT_SECONDS
+    cluster.hosts.balance()
+    assert len(cluster.reserved()) == 1

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState, SparePlace
 from triptych.router.launcher_view import FRESH_SECONDS, MAX_LAUNCHERS, LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
@@ -71,3 +71,10 @@ def test_many_supervisors_take_no_more_room() -> None:
     for port in range(2, 3 * MAX_LAUNCHERS):
         made.update(LauncherReport(Address(f"tcp://127.0.0.1:{port}"), [launched("e0", "ready")]), 0.0)
     assert len(made.processes(0.0)) == MAX_LAUNCHERS
+
+
+def test_spare_places_are_those_of_recent_reports() -> None:
+    free, waiting = SparePlace("1 CPU", node="10.0.0.2"), SparePlace("1 GPU", pending="it asks for 1 GPU")
+    made = view(spares=[free, waiting])
+    assert made.spares(FRESH_SECONDS) == [free, waiting]
+    assert made.spares(FRESH_SECONDS + 1) == []

@@ -90,7 +90,7 @@ def _summary(status: Status) -> str:
 
 def _table(status: Status) -> Table:
     launched = {one.name: one for one in status.launched}
-    remote = any(one.node or one.pending for one in status.launched)
+    remote = bool(status.spares) or any(one.node or one.pending for one in status.launched)
     table = Table("instance", "role", "process", "last heartbeat", "work", "pools", "restarts", *["node"] * remote)
     for one in status.instances:
         heartbeat = f"{one.seconds_since_heartbeat:.1f} s ago"
@@ -105,6 +105,9 @@ def _table(status: Status) -> Table:
             role = str(process.role or "frontend")
             state, restarts = _state(process), str(process.restarts)
             table.add_row(process.name, role, "", "", state, "", restarts, *[process.node] * remote)
+    for spare in status.spares:
+        state = f"free: {spare.asks}" if spare.node else f"pending: {spare.pending or spare.asks}"
+        table.add_row("spare place", "", "", "", state, "", "", spare.node)
     return table
 
 

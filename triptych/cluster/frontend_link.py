@@ -70,9 +70,10 @@ class FrontendLink:
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
-        launched, text = self._cluster.launched(), self._changes.text[:MAX_TEXT]
+        launched, spares = self._cluster.launched(), self._cluster.spares
+        text = self._changes.text[:MAX_TEXT]
         for frontend, standby in self._frontends.items():
-            report = LauncherReport(self._channel.address, launched, self.stopping, text, standby)
+            report = LauncherReport(self._channel.address, launched, self.stopping, text, standby, spares)
             try:
                 self._channel.send(frontend, report)
             except TriptychError as error:

@@ -1,12 +1,13 @@
 """What a supervisor needs of what starts its processes, wherever they run."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
+from triptych.messages.operations import SparePlace
 from triptych.server.fork_messages import Preload
 
 
@@ -47,6 +48,10 @@ class Launcher(Protocol):
         """Names and incarnations of the processes that an earlier supervisor has started and that may still run. To
         start one of these is to find it."""
 
+    @property
+    def spares(self) -> Sequence[SparePlace]:
+        """The places that are kept free for instances of lost machines, or are asked for."""
+
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
         """Start a process, or let it wait for a place. ``show`` is given each line that it writes. Raises OSError."""
 
@@ -62,6 +67,8 @@ class LocalLauncher:
 
     earlier: Mapping[str, int] = {}
     """They end with their supervisor."""
+    spares: Sequence[SparePlace] = ()
+    """On one machine there are none."""
 
     def __init__(self) -> None:
         self._servers: dict[frozenset[tuple[str, str]], InstanceForkServer] = {}

@@ -15,7 +15,7 @@ from triptych.cluster.launcher import Launcher, RunningProcess
 from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
-from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState
+from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState, SparePlace
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +161,11 @@ class LocalCluster:
             for one, state in others
             if not one.has_ended
         ]
+
+    @property
+    def spares(self) -> list[SparePlace]:
+        """The places that are kept free, as frontends get them."""
+        return list(self._launcher.spares)
 
     @property
     def names(self) -> set[str]:

@@ -52,6 +52,17 @@ class LaunchedInstance(Struct, frozen=True):
     """Why it has no machine yet; empty if it has one."""
 
 
+class SparePlace(Struct, frozen=True):
+    """A place that is kept free for an instance of a lost machine, or waits for one."""
+
+    asks: Text
+    """The resources that it holds, or asks for: those of the instances that it is for."""
+    node: Text = ""
+    """Its machine; empty while it has none."""
+    pending: Text = ""
+    """Why it has no machine yet; empty if it has one, or doesn't wait for long."""
+
+
 class LauncherReport(Struct, frozen=True, tag=True):
     """Supervisor → frontend: the processes that it keeps running. Sent regularly, and when one changes its state.
     Answered by LauncherStatus."""
@@ -65,6 +76,8 @@ class LauncherReport(Struct, frozen=True, tag=True):
     """The change of the processes that is in progress, and what it does; empty without one."""
     standby: bool = False
     """The frontend that gets this accepts no connections yet: another one serves."""
+    spares: Annotated[list[SparePlace], Meta(max_length=10_000)] = []
+    """The places that it keeps free, or waits for."""
 
 
 class JoinedInstance(Struct, frozen=True):
@@ -123,6 +136,8 @@ class Status(Struct, frozen=True, tag=True):
     """The processes that a supervisor keeps running, whether they have joined or not."""
     change: Text = ""
     """The change of the processes that is in progress, and what it does; empty without one."""
+    spares: list[SparePlace] = []
+    """The places that supervisors keep free, or wait for."""
 
 
 class SetRole(Struct, frozen=True, tag=True):

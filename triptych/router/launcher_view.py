@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState, SparePlace
 from triptych.topology import Stage
 from triptych.types import Address
 
@@ -109,6 +109,15 @@ class LauncherView:
             for report, received in self._reports.values()
             if now - received <= FRESH_SECONDS
             for one in report.instances
+        ]
+
+    def spares(self, now: float) -> list[SparePlace]:
+        """Return the places of recent reports that are kept free, or waited for."""
+        return [
+            one
+            for report, received in self._reports.values()
+            if now - received <= FRESH_SECONDS
+            for one in report.spares
         ]
 
     def restarts(self) -> Counter[tuple[str, str]]:

@@ -325,8 +325,8 @@ class Router:
         instances = [lease.status(now) for lease in self.membership]
         ready = self.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
-        change = self.launcher_view.change(now)
-        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, change)
+        change, spares = self.launcher_view.change(now), self.launcher_view.spares(now)
+        status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, change, spares)
         self._reply(message.reply_to, status)
 
     def _reply(self, operator: Address, message: Message) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -150,7 +151,7 @@ class InstanceThread:
         self.instance: HostedInstance | None = None
         """The one that was begun last."""
         self.asked = time.monotonic()
-        """When the last question came, or an instance has ended."""
+        """When the last question came, or an instance has ended; infinite while the node is checked."""
         self.loop = asyncio.new_event_loop()
         self._launcher = LocalLauncher()
         threading.Thread(target=self.loop.run_until_complete, args=[self._run(example)], daemon=True).start()
@@ -182,12 +183,13 @@ class HostActor:
     Each method has a thread of its own. None is a coroutine: Ray would then run all of them one after the other."""
 
     def __init__(self, example: bytes) -> None:
-        """``example`` is the ``InstanceSpec`` of an instance that may run here: what it imports is imported now."""
+        """``example`` is a ``PlacedInstance`` without secret that may run here: what it imports is imported now."""
         self._node = str(ray.util.get_node_ip_address())
         self._lock = threading.Lock()
         self._key = ""
         """Of the instance that was begun last."""
-        self._thread = InstanceThread(example)
+        self._example = msgspec.msgpack.decode(example, type=PlacedInstance)
+        self._thread = InstanceThread(self._example.spec)
 
     def begin(self, key: str, assignment: bytes) -> None:
         """Start an instance, unless that was asked for before. The one before it must have ended."""
@@ -218,6 +220,15 @@ class HostActor:
         time.sleep(after)
         return self._node
 
+    def unfit(self) -> str:
+        """Return why no instance can run here: Triptych or the model differs from the service's. Empty if one can.
+        Takes as long as hashing the checkpoint, the first time."""
+        self._thread.asked = math.inf
+        try:
+            return unfit_for(self._example)
+        finally:
+            self._thread.asked = time.monotonic()
+
     def key(self) -> str:
         """Return the key of the instance that was begun last; empty without one. It may have ended without the caller's
         knowledge: a question that an earlier Ray process left behind may have had the answer."""
@@ -227,6 +238,15 @@ class HostActor:
         if self._thread.instance is None or self._key != key:
             raise KeyError(f"{key} doesn't run here")
         return self._thread.instance
+
+
+def unfit_for(task: PlacedInstance) -> str:
+    """Return why an instance can't run on this node; empty if it can."""
+    try:
+        _check(task, InstanceSpec.from_bytes(task.spec))
+    except (StartError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _check(task: PlacedInstance, spec: InstanceSpec) -> None:

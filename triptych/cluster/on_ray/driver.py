@@ -29,6 +29,7 @@ from triptych.cluster.on_ray.messages import (
     Reserve,
     Reserved,
     Signal,
+    Unfit,
     Waiting,
 )
 from triptych.config import host_and_port
@@ -159,7 +160,8 @@ class RayConnection:
             self._places.pop(key, None)
 
     async def _attend(self, host: Host) -> None:
-        """Start an actor without an instance, or find it, and report whether it has a place until it has ended."""
+        """Start an actor without an instance, or find it, and report whether it has a place that is fit for instances
+        until it has ended."""
         try:
             actor = await self._reach(host, new=True)
             self._placed.discard(host.name)  # until it answers: Ray may have started another actor of its name
@@ -171,13 +173,17 @@ class RayConnection:
             while True:
                 try:
                     node = await actor.node.remote(after=ASK_SECONDS if known else 0.0)
+                    self._placed.add(host.name)
+                    why = "" if known else await actor.unfit.remote()
                 except ray.exceptions.ActorUnavailableError:  # its node may come back
                     self._placed.add(host.name)
                     await asyncio.sleep(UNAVAILABLE_DELAY)
                     continue
+                if why:
+                    self._send(Unfit(host.name, node, why))
+                    return
                 if not known:
                     known = True
-                    self._placed.add(host.name)
                     self._send(Reserved(host.name, node))
         except ray.exceptions.RayError as error:
             self._forget(host.name)
@@ -259,7 +265,7 @@ class RayConnection:
         await asyncio.sleep(WAITING_AFTER)
         while host.resources and host.name not in self._placed:  # what asks for nothing fits
             free = await asyncio.to_thread(ray.available_resources)
-            asked = f"it asks for {_shown(host.resources)}; free on all nodes: {_shown(_asked(free))}"
+            asked = f"it asks for {messages.shown(host.resources)}; free on all nodes: {messages.shown(_asked(free))}"
             self._send(Waiting(key, asked))
             await asyncio.sleep(WAITING_INTERVAL)
 
@@ -295,10 +301,6 @@ def _asked(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources that an instance may ask for, without Ray's own."""
     hidden = ("memory", "object_store_memory", "node:")
     return {name: amount for name, amount in resources.items() if not name.startswith(hidden)}
-
-
-def _shown(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount) or "nothing"
 
 
 async def serve(connect: Connect) -> None:

@@ -9,8 +9,20 @@ from typing import Protocol
 
 import msgspec
 
-from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, News, Release, Reserve, Reserved, Waiting
+from triptych.cluster.on_ray.messages import (
+    FromSupervisor,
+    Gone,
+    Host,
+    News,
+    Release,
+    Reserve,
+    Reserved,
+    Unfit,
+    Waiting,
+    shown,
+)
 from triptych.cluster.supervision import JITTER, MAX_DELAY
+from triptych.messages.operations import SparePlace
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +32,8 @@ longest delay before a restart."""
 RETRY_SECONDS = 10.0
 """Seconds after the loss of an actor without an instance in which none is asked for, and after the end of an instance
 whose place isn't kept in which its node is avoided: the node may be lost, or not be able to run one."""
+UNFIT_SECONDS = 60.0
+"""Seconds after a node was found where no instance can run in which no spare is asked for: Ray may choose it again."""
 
 
 class Hosted(Protocol):
@@ -52,8 +66,8 @@ class RayHost:
     """Until when it is kept for the next instance of that name."""
     is_current: bool = True
     """Whether it has the code that new instances must have."""
-    waits: bool = False
-    """Whether it was said that it has no place."""
+    pending: str = ""
+    """What it waits for, if it has no instance; empty while it waits for nothing, or not for long."""
 
 
 class RayHosts:
@@ -158,24 +172,34 @@ class RayHosts:
                     self._hosts[spare.name] = RayHost(spare, example.encodes)
                     self._send(Reserve(spare))
 
-    def take(self, message: Waiting | Reserved | Gone | News) -> None:
+    def take(self, message: Waiting | Reserved | Unfit | Gone | News) -> None:
         """Take what is said of an actor, or of an instance that has ended."""
         host = self._hosts.get(message.key)
         if host is None or host.process is not None:  # it was released, or has got an instance
             return
         match message:
             case Waiting(why=why):
-                if not host.waits:
+                if not host.pending:
                     log.warning("a spare place isn't free yet: %s", why)
-                host.waits = True
+                host.pending = why
             case Reserved(node=node):
                 if not host.node:
                     log.info("a spare place waits on %s", node)
-                host.node = node
+                host.node, host.pending = node, ""
+            case Unfit(node=node, why=why):
+                log.warning("a spare place on %s is not kept: %s", node, why)
+                self._release(host)
+                self._next_spare = self._clock() + UNFIT_SECONDS
             case Gone(why=why):
                 log.warning("a spare place is lost: %s", why)
                 del self._hosts[message.key]
                 self._next_spare = self._clock() + RETRY_SECONDS
+
+    def spare_places(self) -> list[SparePlace]:
+        """Return the actors that wait for any instance."""
+        now = self._clock()
+        idle = [one for one in self if one.process is None and one.is_current and one.kept_until <= now]
+        return [SparePlace(shown(one.host.resources), one.node, one.pending) for one in idle]
 
     def _idle(self, like: Host) -> list[RayHost]:
         return [one for one in self if one.process is None and one.host.resources == like.resources]

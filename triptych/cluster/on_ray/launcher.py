@@ -37,6 +37,7 @@ from triptych.cluster.on_ray.messages import (
     Release,
     Reserved,
     Signal,
+    Unfit,
     Waiting,
 )
 from triptych.cluster.service_folder import RayPlace, ServiceFolder
@@ -44,6 +45,7 @@ from triptych.cluster.supervision import Ended
 from triptych.config import ClusterConfig, InstanceSpec
 from triptych.errors import StartError
 from triptych.messages.identity import ModelIdentity
+from triptych.messages.operations import SparePlace
 from triptych.models.registry import identity_of
 
 log = logging.getLogger(__name__)
@@ -243,6 +245,11 @@ class RayLauncher:
         for host in set(hosts) - set(self._found.values()):
             self._send(Release(host))
 
+    @property
+    def spares(self) -> list[SparePlace]:
+        """As in ``Launcher``."""
+        return self._hosts.spare_places()
+
     async def end_earlier(self) -> dict[str, Ended]:
         """End the instances of the earlier supervisor, whose requests have ended with its frontend. Return how each
         did."""
@@ -289,9 +296,10 @@ class RayLauncher:
         if instance.model not in self._models:
             self._models[instance.model] = await asyncio.to_thread(identity_of, Path(instance.model))
         assignment = PlacedInstance(written, secret, triptych.__version__, self._models[instance.model])
+        example = msgspec.msgpack.encode(msgspec.structs.replace(assignment, secret=b""))
         key = _key_of(spec.name, incarnation)
         found = self._found.pop(key, "")
-        host = RayHost(Host(found or f"host-{key}", self._asked(instance), written), instance.role.encodes)
+        host = RayHost(Host(found or f"host-{key}", self._asked(instance), example), instance.role.encodes)
         if not found:
             host = self._hosts.choose(spec.name, host)
         place = Place(key, host.host, msgspec.msgpack.encode(assignment), seen=-1 if found else 0, heard=bool(found))
@@ -372,7 +380,7 @@ class RayLauncher:
                 self._hosts.ask_again(set(message.hosts) - set(self._found.values()))
             else:
                 self._connected.set_result(message)
-        elif isinstance(message, Reserved) or (known := self._processes.get(message.key)) is None:
+        elif isinstance(message, Reserved | Unfit) or (known := self._processes.get(message.key)) is None:
             self._hosts.take(message)
         else:
             known.take(message)

@@ -36,7 +36,7 @@ class PlacedInstance(Struct, frozen=True):
     spec: bytes
     """The ``InstanceSpec`` that a local child process would get."""
     secret: bytes
-    """The cluster secret."""
+    """The cluster secret; empty where it is an example."""
     version: str
     """Version of Triptych that the service runs."""
     model: ModelIdentity
@@ -51,7 +51,7 @@ class Host(Struct, frozen=True):
     resources: Mapping[str, float]
     """Ray resources that it asks for, ``CPU`` and ``GPU`` among them."""
     example: bytes
-    """The ``InstanceSpec`` of an instance for which it imports what is needed."""
+    """A ``PlacedInstance`` without secret: an instance for which it imports what is needed, and its node is checked."""
 
 
 class Reserve(Struct, frozen=True, tag=True):
@@ -148,8 +148,23 @@ class Reserved(Struct, frozen=True, tag=True):
     """Address of its node."""
 
 
+class Unfit(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: an actor without an instance has its place where no instance can run."""
+
+    key: str
+    """The actor's name."""
+    node: str
+    """Address of its node."""
+    why: str
+
+
 FromSupervisor = Reserve | Release | Place | Signal
-FromRay = Connected | Waiting | News | Gone | Reserved
+FromRay = Connected | Waiting | News | Gone | Reserved | Unfit
+
+
+def shown(resources: Mapping[str, float]) -> str:
+    """Return resources in words: ``1 CPU, 2 large``."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount) or "nothing"
 
 
 def framed(message: FromSupervisor | FromRay) -> bytes:
