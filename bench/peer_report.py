@@ -1,9 +1,10 @@
 """Tables of ``bench/peers.py``'s result as Markdown: figures with their spread, ratios, and the project's goals.
 
-    python -m bench.peer_report bench/results/peers-mid.json
+    python -m bench.peer_report bench/results/peers-mid.json --accuracy bench/results/accuracy-smollm2.json
 
 A row's figure in a round is the median of that round's requests. The tables give the median over the rounds, and in
-brackets the least and the largest round.
+brackets the least and the largest round. With results of ``bench.accuracy``, each row also says how far its weight
+format is from float32, on the text model of those results.
 """
 
 import argparse
@@ -21,6 +22,8 @@ TITLES = {
     "tpot_ms": "time per token (ms)",
     "peak_mib": "peak memory (MiB)",
 }
+ACCURACY = {"kl_mean": "KL divergence", "top_1": "same token"}
+"""From float32's distributions: the mean, and the share of tokens with the same likeliest one."""
 GOAL_COLUMNS = ("Triptych", "figure", "÷ peer", "value", "goal", "met")
 FOUR_BITS = ("Q4_0", "Q4_K_M")
 REDUCED = ("float16", "bfloat16", "int8", "int4")
@@ -105,7 +108,7 @@ def goals(found: dict[str, Any], wanted: Sequence[Goal] = GOALS) -> list[dict[st
         best = _best(figures, peers, goal.figure)
         for name in _rows(found, "Triptych", goal.weights):
             ours = figures[name].get(goal.figure)
-            if ours is None or (goal.peer and best is None):
+            if ours is None or (goal.peer and best is None) or _is_impossible(goal.figure, ours["p50"]):
                 continue
             value = ours["p50"] / (figures[best][goal.figure]["p50"] if best else 1.0)
             met = value >= goal.bound if higher_is_better(goal.figure) else value <= goal.bound
@@ -120,6 +123,28 @@ def goals(found: dict[str, Any], wanted: Sequence[Goal] = GOALS) -> list[dict[st
                 }
             )
     return result
+
+
+def _is_impossible(figure: str, value: float) -> bool:
+    """Whether a figure shows that what it is divided by was measured too low."""
+    return figure == "read_share" and value > 1.0
+
+
+def with_accuracy(found: dict[str, Any], results: Sequence[Path]) -> dict[str, Any]:
+    """Return a result with what ``bench.accuracy`` wrote of text models; of formats in several files, the last counts.
+    Without files, the result itself."""
+    if not results:
+        return found
+    texts = [json.loads(path.read_text())["text"] for path in results]
+    formats = {name: figures for text in texts for name, figures in text["formats"].items()}
+    return found | {"accuracy": {"models": sorted({text["model"] for text in texts}), "formats": formats}}
+
+
+def accuracy_of(found: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Return the accuracy of a row's weight format; nothing if it wasn't measured."""
+    name = row["weights"] if row["engine"] == "Triptych" else f"{row['engine']} {row['weights']}"
+    measured: dict[str, float] = found.get("accuracy", {}).get("formats", {}).get(name, {})
+    return measured
 
 
 def _rows(found: dict[str, Any], engine: str, weights: Sequence[str]) -> list[str]:
@@ -171,13 +196,19 @@ def circumstances(found: dict[str, Any]) -> Iterator[str]:
 
 def _figures(found: dict[str, Any]) -> Iterator[str]:
     names, figures = served_figures(found), summary(found)
-    yield from header(["engine", "settings", *map(title, names), "prompt tokens"])
+    accuracies = ACCURACY if "accuracy" in found else {}
+    yield from header(["engine", "settings", *map(title, names), "prompt tokens", *accuracies.values()])
     for name, row in found["rows"].items():
         tokens = {run["figures"].get("prompt_tokens") for run in _measured(found, name)} - {None}
         cells = [spread(figures[name].get(figure)) for figure in names]
         counted = ", ".join(f"{count:g}" for count in sorted(tokens)) or "–"
-        yield f"| {row['engine']} | {code(row['settings'])} | {' | '.join(cells)} | {counted} |"
+        accuracy = accuracy_of(found, row)
+        cells += [counted, *(f"{accuracy[name]:g}" if name in accuracy else "–" for name in accuracies)]
+        yield f"| {row['engine']} | {code(row['settings'])} | {' | '.join(cells)} |"
     yield ""
+    if accuracies:
+        models = ", ".join(found["accuracy"]["models"])
+        yield f"- {' and '.join(accuracies.values())}: of the weight format, on {models}"
     for note in notes(found):
         yield f"- {note}"
     yield ""
@@ -195,6 +226,8 @@ def notes(found: dict[str, Any]) -> Iterator[str]:
         if "failed" in run:
             yield f"{where}: failed: {run['failed']}"
             continue
+        if _is_impossible("read_share", run["figures"].get("read_share", 0.0)):
+            yield f"{where}: weights were read faster than the bandwidth that was measured, so their share says nothing"
         if short := run["figures"]["short"]:
             yield f"{where}: {short} answers had another number of tokens than asked for"
         if errors := run["figures"]["errors"]:
@@ -285,7 +318,9 @@ def code(settings: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path, help="JSON that bench.peers wrote with --out")
-    print(markdown(json.loads(parser.parse_args().result.read_text())), end="")
+    parser.add_argument("--accuracy", type=Path, nargs="+", default=[], help="JSON that bench.accuracy wrote")
+    options = parser.parse_args()
+    print(markdown(with_accuracy(json.loads(options.result.read_text()), options.accuracy)), end="")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch
 
 from bench import peer_engines as engines
 from bench.language_limits import read_bandwidth
-from bench.peer_report import goals, markdown, summary
+from bench.peer_report import goals, markdown, summary, with_accuracy
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.layers.devices import stored_dtype
@@ -186,7 +186,7 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     assert task is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(ending, task.cancel)  # so that servers are ended
-    found = description(options)
+    found = with_accuracy(description(options), options.accuracy)
     found["versions"] = await engines.versions(options.vllm, options.llama_cpp, logs / "versions.log")
     all_rows = await rows(options, found["left_out"], logs / "convert.log")
     for note in found["left_out"]:
@@ -297,6 +297,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a row to start, and to be measured")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, alone and 8 at a time")
+    parser.add_argument(
+        "--accuracy", type=Path, nargs="+", default=[], help="JSON of bench.accuracy, for columns of the formats'"
+    )
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
     parser.add_argument("--markdown", type=Path, help="where to write it as Markdown")

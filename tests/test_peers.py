@@ -60,9 +60,9 @@ def result() -> dict[str, Any]:
     }
 
 
-def report(found: dict[str, Any], folder: Path) -> str:
+def report(found: dict[str, Any], folder: Path, *options: str) -> str:
     (folder / "found.json").write_text(json.dumps(found))
-    command = [sys.executable, "-m", "bench.peer_report", str(folder / "found.json")]
+    command = [sys.executable, "-m", "bench.peer_report", str(folder / "found.json"), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
@@ -90,6 +90,39 @@ def test_report(tmp_path: Path) -> None:
         "- `llama-server -m F16`",
     ):
         assert line in text.splitlines(), line
+
+
+def test_accuracy_stands_beside_speed(tmp_path: Path) -> None:
+    """Of a format in two files, that of the last counts; formats that weren't measured have none."""
+    files = []
+    for number, (model, formats) in enumerate(
+        [
+            ("first", {"bfloat16": {"kl_mean": 0.5, "top_1": 0.1}, "llama.cpp F16": {"kl_mean": 2e-06, "top_1": 0.99}}),
+            ("second", {"bfloat16": {"kl_mean": 0.0002, "top_1": 0.991}}),
+        ]
+    ):
+        files.append(str(tmp_path / f"{number}.json"))
+        Path(files[-1]).write_text(json.dumps({"text": {"model": model, "formats": formats}}))
+    lines = report(result(), tmp_path, "--accuracy", *files).splitlines()
+    assert "- KL divergence and same token: of the weight format, on first, second" in lines
+    rows = {
+        line.split(" | ")[1]: line.split(" | ")[-2:] for line in lines if line.startswith(("| Triptych", "| llama"))
+    }
+    assert rows["`--dtype bfloat16`"] == ["0.0002", "0.991 |"]
+    assert rows["`F16`"] == ["2e-06", "0.99 |"]
+    assert rows["`Q8_0`"] == ["–", "– |"]
+
+
+def test_an_impossible_share_of_the_bandwidth_meets_no_goal(tmp_path: Path) -> None:
+    found = result()
+    found["runs"][0]["figures"]["read_share"] = 1.4
+    lines = report(found, tmp_path).splitlines()
+    where = "Triptych --dtype bfloat16, round 1"
+    assert (
+        f"- {where}: weights were read faster than the bandwidth that was measured, so their share says nothing"
+        in lines
+    )
+    assert not any("÷ bandwidth | – |" in line for line in lines)
 
 
 def test_report_without_peers_or_pictures(tmp_path: Path) -> None:
