@@ -7,10 +7,13 @@
 The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
 With bf16, oneDNN is measured with rounding around it, as used without a compiler, and by itself.
 With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
-operations around it, as used without a compiler, and by itself.
+operations around it, as used without a compiler, and by itself. torchao's int8 is measured where it is installed, and
+PyTorch's own int4; both have activations in bfloat16.
 """
 
 import argparse
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.language_limits import decoder_shapes
-from bench.measuring import like_an_instance, median_seconds, medians_in_turns, report
+from bench.language_limits import decoder_shapes, read_bandwidth
+from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.layers import float_product, int4, int8, native
 from triptych.layers.float_product import FbgemmProduct, OneDnnBf16Product
 from triptych.layers.products import Product
@@ -31,6 +34,8 @@ from triptych.transfer_bench.measure import machine
 READ_BYTES = 2**28
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 345, 1024, 2048)
 ROUNDS = 9
+INT4_GROUP = 32
+"""Inputs that share a scale, as in ours."""
 
 Pack = Callable[[Tensor], Product]
 """Of a weight [outputs, inputs]."""
@@ -66,6 +71,29 @@ def onednn_bf16_alone(weight: Tensor) -> Product:
     return lambda given: multiply(activations[: len(given)], packed, None, "none", [], "")
 
 
+def torchao_int8(weight: Tensor) -> Product:
+    """With a scale per token and per output, compiled."""
+    quantization = importlib.import_module("torchao.quantization")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
+    linear.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
+    quantization.quantize_(linear, quantization.Int8DynamicActivationInt8WeightConfig())
+    multiply = torch.compile(linear, dynamic=True)
+    return lambda given: multiply(given.bfloat16())
+
+
+def pytorch_int4(weight: Tensor) -> Product:
+    """PyTorch's own product with int4 weights in groups, in its own layout."""
+    grouped = weight.unflatten(1, (-1, INT4_GROUP))
+    low, high = grouped.amin(2, keepdim=True), grouped.amax(2, keepdim=True)
+    scale = (high - low) / 15
+    values = ((grouped - low) / scale).round().clamp(0, 15).flatten(1).int()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+    # it computes (value - 8) scale + zero
+    scales_and_zeros = torch.cat([scale, low + 8 * scale], dim=2).transpose(0, 1).contiguous().bfloat16()
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return lambda given: multiply(given.bfloat16(), packed, INT4_GROUP, scales_and_zeros)
+
+
 KERNELS: dict[str, dict[str, Pack]] = {
     "fp16": {
         "ours": partial(float_product.half_product, bias=None),
@@ -91,8 +119,11 @@ KERNELS: dict[str, dict[str, Pack]] = {
     "int4": {
         "ours": partial(int4.int4_product, bias=None),
         "ours, int8": partial(int8.int8_product, bias=None),
+        "pytorch": pytorch_int4,
     },
 }
+if importlib.util.find_spec("torchao") is not None:  # no part of Triptych needs it
+    KERNELS["int8"]["torchao"] = torchao_int8
 BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 
 
@@ -139,13 +170,11 @@ def main() -> None:
     like_an_instance(options.threads)
     shapes = list(decoder_shapes(options.model).values())
     with torch.inference_mode():
-        weights = torch.randn(READ_BYTES // 4)
-        read = median_seconds(weights.sum, 9)
         found = {
             "machine": machine(),
             "options": {"model": str(options.model), "threads": options.threads},
             "shapes": shapes,
-            "read_gb_per_s": round(READ_BYTES / read / 1e9, 1),
+            "read_gb_per_s": round(read_bandwidth(options.threads), 1),
             "layer_ms": {
                 name: layer_ms(chosen, shapes, BYTES[name], options.tokens) for name, chosen in kernels.items()
             },
