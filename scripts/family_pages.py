@@ -99,6 +99,7 @@ PAGES = {
         ("glm4v", "glm46v", "glm4v_moe"),
         (
             "The processor's files decide how frames are sampled, not the model type.",
+            "`size` counts an image as two frames, as the processor does; `min_pixels` and `max_pixels` don't.",
             "GLM-4.1V and GLM-4.5V take `fps`; GLM-4.6V decides on its frames alone.",
             "Layers of multi-token prediction aren't loaded.",
         ),
@@ -126,6 +127,7 @@ PAGES = {
             "An image is reduced if a side exceeds `size.longest_edge`.",
             "Then each side is enlarged to whole embeddings, so the aspect ratio may change a little.",
             "`min_pixels` enlarges smaller images, `max_pixels` reduces larger ones.",
+            "A request's `size` has a `longest_edge` alone, up to the files' own.",
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
@@ -151,6 +153,7 @@ PAGES = {
             "An image is reduced if a side exceeds `size.longest_edge`.",
             "Then each side is enlarged to whole embeddings, so the aspect ratio may change a little.",
             "`min_pixels` enlarges smaller images, `max_pixels` reduces larger ones.",
+            "A request's `size` has a `longest_edge` alone, up to the files' own.",
             "Each row of embeddings ends with `[IMG_BREAK]`, the last with `[IMG_END]`.",
         ),
     ),
@@ -185,7 +188,8 @@ PAGES = {
         (
             "An image is resized to the longest edge before it is cut, so a small one costs as much as a large one.",
             "Bounds are those of the area of all tiles together, without the whole that follows them.",
-            "SmolVLM takes videos: each frame is one tile, after its time, so bounds are refused for them.",
+            "A request's `size` has a `longest_edge` alone, up to the files' own.",
+            "SmolVLM takes videos: each frame is one tile, after its time; bounds and `size` are refused for them.",
             "One frame a second is sampled, at most 64; of a longer video, the first and the last second are left out.",
             "A request's `num_frames` is the most, and its `fps` the rate.",
         ),

@@ -99,7 +99,8 @@ CHECKS = (
     Check(
         "`mm_processor_kwargs`",
         "each option changes a plan; the least and the largest values that the API takes are refused, or preprocessed "
-        "as planned; options of other models are refused by name; `detail: low` is never refused",
+        "as planned; options of other models are refused by name; `size` gives the processor's pixels; "
+        "`detail: low` is never refused",
         EDGE_TESTS,
         families.EDGE_MEDIA,
     ),

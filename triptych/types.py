@@ -85,10 +85,24 @@ class PixelBounds(msgspec.Struct, frozen=True):
 
     min_pixels: int = 0
     max_pixels: int = 0
+    longest_edge: int = 0
+    """Length in pixels of the longer side, for families that bound that instead of the area."""
 
 
 MODEL_BOUNDS = PixelBounds()
 """The model's own bounds."""
+
+
+class RequestedSize(msgspec.Struct, frozen=True):
+    """A request's ``size`` in pixels, under the names of transformers' processors. The family decides whether its edges
+    bound areas or sides. 0 stands for the model's own."""
+
+    shortest_edge: int = 0
+    longest_edge: int = 0
+
+
+MODEL_SIZE = RequestedSize()
+"""The model's own size."""
 
 
 class FrameSampling(msgspec.Struct, frozen=True):
@@ -123,6 +137,8 @@ class ItemContext(msgspec.Struct, frozen=True):
     """The request's ``mm_processor_kwargs`` that only some families have; all are in the planner's ``options``."""
     index: int = 0
     """The item's place among the request's items of the same modality."""
+    size: RequestedSize = MODEL_SIZE
+    """The request's, in place of ``bounds``; only if ``size`` is in the planner's ``options``."""
 
 
 NO_CONTEXT = ItemContext()

@@ -29,7 +29,7 @@ from tests.support.released import BASES, RELEASED
 from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
 from triptych.api.media_parts import MediaSettings, check_options
-from triptych.api.schemas import ImagePart, ImageURL, MediaOptions
+from triptych.api.schemas import ImagePart, ImageSize, ImageURL, MediaOptions
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, with_text_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import (
@@ -162,12 +162,12 @@ def bits(values: Any) -> int:
     return int(np.ascontiguousarray(values, np.float32).view(np.uint32).sum(dtype=np.uint64))
 
 
-def reference_bits(folder: Path, family: str, image: Image.Image) -> int:
+def reference_bits(folder: Path, family: str, image: Image.Image, seen: int | None = None, **options: Any) -> int:
+    """``seen`` is the side, in pixels, of what the tower sees of a tile, if not all."""
     if family == "minicpmv":
         processor = RELEASED[family].tiny(family).preprocessor or {}
         return sum(bits(pixels_of(piece, processor)) for piece in pieces_of(image, processor))
-    processed = image_processor(folder)([[image]], return_tensors="pt")
-    seen = FEWER_PIXELS.get(family)
+    processed = image_processor(folder)([[image]], return_tensors="pt", **options)
     return sum(bits(it[..., :seen, :seen] if seen else it) for name, it in processed.items() if "pixel_values" in name)
 
 
@@ -185,14 +185,15 @@ def test_pixels_of_huge_images(tmp_path: Path, huge: tuple[Image.Image, bytes], 
     write_settings(tmp_path, RELEASED[family].tiny(family))
     planner, preprocess = released_parts(family)
     found = sum(bits(part.patches) for part in preprocess(data, planner.plan(probe_image(data))))
-    assert found == reference_bits(tmp_path, family, image)
+    assert found == reference_bits(tmp_path, family, image, FEWER_PIXELS.get(family))
 
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "min_pixels": (1, 10**4, 10**6, 10**8),
     "max_pixels": (1, 100, 10**4, 10**8),
-    "size": tuple(
-        {"shortest_edge": least, "longest_edge": most} for least, most in ((1, 1), (10**6, 100), (3136, 10**5))
+    "size": (
+        *({"shortest_edge": least, "longest_edge": most} for least, most in ((1, 1), (10**6, 100), (3136, 10**5))),
+        *({"longest_edge": most} for most in (1, 100, 2**31)),
     ),
     "fps": (0.001, 1.0, 240.0),
     "num_frames": (1, 2, 2**16),
@@ -224,7 +225,13 @@ CLIP = VideoHeader("MP4", 96, 64, 120, 10.0)
 
 def context_of(**options: Any) -> ItemContext:
     settings = MediaSettings.from_options(MediaOptions(**options))
-    return ItemContext(settings.bounds, settings.sampling, options=settings.options, modalities=frozenset({"image"}))
+    return ItemContext(
+        settings.bounds,
+        settings.sampling,
+        options=settings.options,
+        modalities=frozenset({"image"}),
+        size=settings.size,
+    )
 
 
 def outcome(planner: Planner, header: MediaHeader, context: ItemContext) -> ItemPlan | str:
@@ -265,6 +272,45 @@ def test_options(family: str) -> None:
                 if isinstance(header, ImageHeader) and isinstance(found, ItemPlan):
                     check_made(preprocess, planner, header, context)
         assert effects, f"{name} has no effect"
+
+
+LONGER_SIDES = ("idefics3", "smolvlm", "llava+pixtral", "mistral3")
+"""Families whose ``size`` has the length of an image's longer side, by that of the tiny checkpoint."""
+EDGES = {True: ({"longest_edge": 80}, {"longest_edge": 100}, {"longest_edge": 139})} | {
+    False: tuple({"shortest_edge": least, "longest_edge": most} for least, most in ((3136, 10**4), (9000, 33_333)))
+}
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_size(tmp_path: Path, family: str) -> None:
+    """An image becomes what the reference's processor makes of it with that ``size``. It is refused by name where that
+    processor has another kind of size, and a shortest side where it has none."""
+    planner, preprocess = served_parts(family)
+    sides = family in LONGER_SIDES
+    if "size" not in planner.options:
+        with pytest.raises(InvalidRequest, match="the model doesn't take size"):
+            check_options(planner, MediaOptions(size=ImageSize(longest_edge=100)))
+        return
+    write_settings(tmp_path, tiny_of(family))
+    seen = 84 if family in ("idefics3", "smolvlm") else None  # six patches of 14 pixels, of 88
+    for size in EDGES[sides]:
+        context, made = context_of(size=size), set()
+        for width, height in ((200, 150), (64, 48), (90, 300)):
+            data = image_of((width, height))
+            plan = planner.plan(probe_image(data), context)
+            found = sum(bits(part.patches) for part in preprocess(data, plan))
+            assert found == reference_bits(tmp_path, family, picture(width, height, seed=1202), seen, size=size)
+            made.add(plan.rows == planner.plan(probe_image(data)).rows)
+        assert made != {True}, "the size has no effect"
+    header = ImageHeader("PNG", 200, 150)
+    if sides:
+        with pytest.raises(BadMediaSize, match="longest_edge 10000 exceeds the model's own"):
+            planner.plan(header, context_of(size={"longest_edge": 10_000}))
+        with pytest.raises(BadMediaSize, match="shortest_edge: the model has a longest_edge alone"):
+            planner.plan(header, context_of(size={"shortest_edge": 10, "longest_edge": 100}))
+    else:
+        most = context_of(size={"longest_edge": 10**4})
+        assert planner.plan(header, most).rows == planner.plan(header, context_of(size=EDGES[False][0])).rows
 
 
 def check_made(preprocess: Preprocessor, planner: Planner, header: ImageHeader, context: ItemContext) -> None:

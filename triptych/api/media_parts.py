@@ -25,12 +25,22 @@ from triptych.api.service import Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, Planner
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, Planner
 from triptych.prompt.media import together
 from triptych.prompt.prompt import PLURALS, media_param
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, FrameSampling, OptionValue, PixelBounds
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    MODEL_SIZE,
+    FrameSampling,
+    OptionValue,
+    PixelBounds,
+    RequestedSize,
+)
 
-FAMILY_OPTIONS = sorted(MediaOptions.model_fields.keys() - AREA_OPTIONS - FRAME_OPTIONS - {"use_audio_in_video"})
+FAMILY_OPTIONS = sorted(
+    MediaOptions.model_fields.keys() - AREA_OPTIONS - SIZE_OPTIONS - FRAME_OPTIONS - {"use_audio_in_video"}
+)
 """``mm_processor_kwargs`` that only some families have."""
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum area of an image with ``detail: low``, as in OpenAI's API."""
@@ -60,6 +70,8 @@ class MediaSettings:
     """Whether a video's audio track is used."""
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     """Those that only some families have."""
+    size: RequestedSize = MODEL_SIZE
+    """What images are resized to, in place of ``bounds``."""
 
     @classmethod
     def from_options(cls, options: MediaOptions | None) -> "MediaSettings":
@@ -71,16 +83,17 @@ class MediaSettings:
         if options.size and (options.min_pixels is not None or options.max_pixels is not None):
             raise InvalidRequest("size and min_pixels, max_pixels exclude each other", "mm_processor_kwargs.size")
         bounds = PixelBounds(options.min_pixels or 0, options.max_pixels or 0)
+        size = MODEL_SIZE
         if options.size:
-            bounds = PixelBounds(options.size.shortest_edge, options.size.longest_edge)
+            size = RequestedSize(options.size.shortest_edge or 0, options.size.longest_edge)
         sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
         own = {name: value for name in FAMILY_OPTIONS if (value := getattr(options, name)) is not None}
-        return cls(bounds, sampling, bool(options.use_audio_in_video), own)
+        return cls(bounds, sampling, bool(options.use_audio_in_video), own, size)
 
     def bounds_of(self, part: ImagePart, model_max_pixels: int) -> PixelBounds:
         """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger."""
         is_low = part.image_url is not None and part.image_url.detail == "low"
-        if not is_low or self.bounds.max_pixels or model_max_pixels <= LOW_DETAIL_PIXELS:
+        if not is_low or self.bounds.max_pixels or self.size != MODEL_SIZE or model_max_pixels <= LOW_DETAIL_PIXELS:
             return self.bounds
         return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
 
@@ -142,10 +155,11 @@ async def _fetch_part(
     fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
     if isinstance(part, ImagePart):
         bounds = settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)
-        return fetched | {"bounds": bounds, "options": settings.options}
+        return fetched | {"bounds": bounds, "size": settings.size, "options": settings.options}
     if isinstance(part, VideoPart | FramesPart):
         return fetched | {
             "bounds": settings.bounds,
+            "size": settings.size,
             "sampling": settings.sampling,
             "use_audio": settings.audio_in_video,
             "options": settings.options,

@@ -226,10 +226,12 @@ Scalar = Annotated[
 
 
 class ImageSize(StrictModel):
-    """Bounds of a resized image's area in pixels, under the names of transformers' processor."""
+    """What images are resized to, under the names of transformers' processors, whose meaning differs by family."""
 
-    shortest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
+    shortest_edge: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
+    """Minimum area in pixels; the model's own by default. Families with a longer side in place of an area have none."""
     longest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
+    """Maximum area in pixels, or the length in pixels of the longer side (Idefics3, SmolVLM, Pixtral, Mistral 3)."""
 
 
 class MediaOptions(StrictModel):
@@ -240,7 +242,7 @@ class MediaOptions(StrictModel):
     max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     """Maximum area that images and frames are resized to, within the model's own bounds."""
     size: ImageSize | None = None
-    """Both bounds, in place of ``min_pixels`` and ``max_pixels``."""
+    """As the model's own processor takes it, in place of ``min_pixels`` and ``max_pixels``."""
     fps: float | None = Field(None, ge=0.001, le=240.0)
     """Frames per second that are sampled from videos."""
     num_frames: int | None = Field(None, ge=1, le=2**16)

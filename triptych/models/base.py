@@ -15,8 +15,10 @@ from triptych.types import ItemContext, ItemPlan, MediaHeader, Placement
 
 VISION, AUDIO = "vision", "audio"
 """The names of a family's towers."""
-AREA_OPTIONS = frozenset(("min_pixels", "max_pixels", "size"))
+AREA_OPTIONS = frozenset(("min_pixels", "max_pixels"))
 """``mm_processor_kwargs`` that become ``ItemContext.bounds``."""
+SIZE_OPTIONS = frozenset(("size",))
+"""The one that becomes ``ItemContext.size``."""
 FRAME_OPTIONS = frozenset(("fps", "num_frames"))
 """``mm_processor_kwargs`` that become ``ItemContext.sampling``."""
 

@@ -34,14 +34,14 @@ from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, ItemContext, ItemPlan, MediaHeader, Placement, Span
+from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, MODEL_SIZE, ItemContext, ItemPlan, MediaHeader, Placement, Span
 
 Message = Mapping[str, Any]
 """A message: ``role``, and ``content``, which is a string, None, or a list of parts. Further keys go to the template.
 
 A text part is ``{"type": "text", "text": str}``. A media part has the type ``image``, ``video`` or ``audio``, and
-``data`` (bytes). It may have ``bounds`` (PixelBounds) and the family's ``options``, and a video ``sampling``
-(FrameSampling) and ``use_audio``.
+``data`` (bytes). It may have ``bounds`` (PixelBounds), ``size`` (RequestedSize) and the family's ``options``, and a
+video ``sampling`` (FrameSampling) and ``use_audio``.
 ``field`` is the part's field that the bytes came from, unless it is the URL."""
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
@@ -356,6 +356,7 @@ class PromptBuilder:
             modalities=among.modalities,
             options=part.get("options", {}),
             index=among.index,
+            size=part.get("size", MODEL_SIZE),
         )
         plan = self.planner.plan(header, context)
         counted.add_plan(plan)

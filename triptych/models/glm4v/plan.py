@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, MediaToken, ModelConfig
-from triptych.models.glm4v.geometry import GlmImageGeometry
+from triptych.models.base import AREA_OPTIONS, SIZE_OPTIONS, MediaToken, ModelConfig
+from triptych.models.glm4v.geometry import GlmImageGeometry, half_bounds
 from triptych.models.glm4v.video import Glm46Sampling, GlmSampling, GlmVideoGeometry, is_newer
 from triptych.models.shared.mrope import MediaPositions, grid_positions
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS, PatchPlanner, VisionCostModel
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import sampled_frames
-from triptych.types import ItemPlan, VideoHeader
+from triptych.types import MODEL_SIZE, ItemContext, ItemPlan, PixelBounds, VideoHeader
 
 MARKERS = tuple(f"{kind}_{part}_id" for kind in ("image", "video") for part in ("token", "start_token", "end_token"))
 """Settings with the ids of tokens that only the template may produce."""
@@ -55,9 +55,14 @@ class Glm4vPlanner(PatchPlanner):
         self.placeholder_tokens = {"image": image, "video": image}
         self._start, self._end = (setting(config, f"image_{part}_token_id", int) for part in ("start", "end"))
         self._is_newer = is_newer(config, preprocessor_config, video_config or {})
-        self.options = AREA_OPTIONS if self._is_newer else AREA_OPTIONS | {"fps"}
+        self.options = AREA_OPTIONS | SIZE_OPTIONS | (set() if self._is_newer else {"fps"})
         if self._is_newer:
             self._sampling = Glm46Sampling.from_config(video_config or {}, self._geometry.temporal_patch_size)
+
+    def _bounds(self, context: ItemContext, modality: str) -> PixelBounds:
+        """See ``PatchPlanner``; ``size`` bounds the pixels of all frames, and an image counts as two."""
+        bounds = super()._bounds(context, modality)
+        return half_bounds(bounds) if modality == "image" and context.size != MODEL_SIZE else bounds
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return an image's placeholder unchanged. A video gets one per temporal patch, each between an image's

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, VISION, MediaToken, ModelConfig
 from triptych.models.idefics3.config import image_token, text_config, vision_config
 from triptych.models.idefics3.tiles import EdgeTiles
 from triptych.models.idefics3.video import SmolSampling, described
+from triptych.models.shared.geometry import edge_bounds
 from triptych.models.shared.plain_planner import PlainPlanner, check_no_bounds
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
 from triptych.models.shared.video import frames_plan, sampled_frames
@@ -34,6 +35,8 @@ def _place(row: int, column: int) -> str:
 
 class Idefics3Planner(PlainPlanner):
     """``Planner`` of both families. Raises CheckpointError for a missing key or a value of the wrong type."""
+
+    options = AREA_OPTIONS | SIZE_OPTIONS
 
     def __init__(
         self,
@@ -58,7 +61,8 @@ class Idefics3Planner(PlainPlanner):
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """``bounds`` are those of the area of all tiles but the whole. Raises BadMediaSize for bounds that no whole
         tiles are within."""
-        canvas = self._tiles.within(context.bounds).canvas(header.width, header.height)
+        bounds = edge_bounds(context)
+        canvas = self._tiles.within(bounds).canvas(header.width, header.height)
         clip, rows, count = self._vision.clip, self._vision.rows, canvas.parts
         return ItemPlan(
             modality="image",
@@ -70,7 +74,7 @@ class Idefics3Planner(PlainPlanner):
             patches=count * clip.side**2,
             cost=count * clip.cost,
             parts=tuple(ItemPart(((part * rows, rows),), clip.side**2, clip.cost, VISION) for part in range(count)),
-            bounds=context.bounds,
+            bounds=bounds,
         )
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
@@ -94,7 +98,7 @@ class Idefics3Planner(PlainPlanner):
 class SmolVLMPlanner(Idefics3Planner):
     """``Planner`` of SmolVLM, which takes videos, too. Raises CheckpointError as ``Idefics3Planner`` does."""
 
-    options = AREA_OPTIONS | FRAME_OPTIONS
+    options = AREA_OPTIONS | SIZE_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {"video": VIDEO}
 
     def __init__(

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from triptych.errors import BadMediaSize, CheckpointError
-from triptych.models.shared.geometry import PREPROCESSOR_FILE, apply_bounds
+from triptych.models.shared.geometry import PREPROCESSOR_FILE, apply_bounds, bounded_edge
 from triptych.models.shared.settings import setting
 from triptych.types import PixelBounds
 
@@ -70,8 +70,8 @@ class EdgeTiles:
         return cls(tile_size, longest, splits, tile_size**2, (across * tile_size) ** 2)
 
     def within(self, bounds: PixelBounds) -> "EdgeTiles":
-        """See ``apply_bounds``."""
-        return apply_bounds(self, bounds, "image")
+        """See ``apply_bounds`` and ``bounded_edge``."""
+        return replace(apply_bounds(self, bounds, "image"), longest_edge=bounded_edge(self.longest_edge, bounds))
 
     def canvas(self, width: int, height: int) -> Canvas:
         """Return the largest canvas within the bounds: that of the model's longest edge or of fewer tiles. Raises

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from triptych.errors import BadMediaSize, CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.shared.settings import setting
-from triptych.types import MODEL_BOUNDS, PixelBounds
+from triptych.types import MODEL_BOUNDS, MODEL_SIZE, ItemContext, PixelBounds
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
@@ -51,6 +51,24 @@ def apply_bounds(own: G, bounds: PixelBounds, what: str) -> G:
     if min_pixels > max_pixels or max_pixels < own.factor**2:
         raise BadMediaSize(f"no {what} has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
     return replace(own, min_pixels=min_pixels, max_pixels=max_pixels)  # type: ignore[type-var]
+
+
+def edge_bounds(context: ItemContext) -> PixelBounds:
+    """Return a request's bounds, for families whose ``size`` has the length of the longer side. Raises BadMediaSize for
+    a ``shortest_edge``, which they don't have."""
+    if context.size == MODEL_SIZE:
+        return context.bounds
+    if context.size.shortest_edge:
+        raise BadMediaSize("size.shortest_edge: the model has a longest_edge alone, which is a side's length in pixels")
+    return PixelBounds(longest_edge=context.size.longest_edge)
+
+
+def bounded_edge(own: int, bounds: PixelBounds) -> int:
+    """Return the length of the longer side, which is ``own`` unless a request sets it. Raises BadMediaSize for more
+    than that, for which the service is sized."""
+    if bounds.longest_edge > own:
+        raise BadMediaSize(f"size.longest_edge {bounds.longest_edge} exceeds the model's own, {own}")
+    return bounds.longest_edge or own
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
 """How images are resized for Pixtral's tower, as ``PixtralImageProcessorPil`` in transformers does. Pure."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from triptych.errors import CheckpointError
-from triptych.models.shared.geometry import PREPROCESSOR_FILE, ImageGeometry, smart_resize
+from triptych.models.shared.geometry import (
+    PREPROCESSOR_FILE,
+    ImageGeometry,
+    apply_bounds,
+    bounded_edge,
+    smart_resize,
+)
 from triptych.models.shared.pixtral_config import MAX_SIDE, PixtralConfig
 from triptych.models.shared.settings import setting
+from triptych.types import PixelBounds
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,10 @@ class LongestEdgeGeometry(ImageGeometry):
             max_pixels=(math.ceil(longest / factor) * factor) ** 2,
             longest_edge=longest,
         )
+
+    def within(self, bounds: PixelBounds) -> Self:
+        """See ``apply_bounds`` and ``bounded_edge``."""
+        return replace(apply_bounds(self, bounds, "image"), longest_edge=bounded_edge(self.longest_edge, bounds))
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) after resizing: multiples of ``factor``. Within a request's bounds of the area, the

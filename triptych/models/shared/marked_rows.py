@@ -5,7 +5,8 @@ The reference is ``PixtralProcessor`` in transformers: a marker follows each row
 
 from collections.abc import Callable, Sequence
 
-from triptych.models.base import MediaToken
+from triptych.models.base import AREA_OPTIONS, SIZE_OPTIONS, MediaToken
+from triptych.models.shared.geometry import edge_bounds
 from triptych.models.shared.longest_edge import LongestEdgeGeometry
 from triptych.models.shared.pixtral_config import PixtralConfig
 from triptych.models.shared.plain_planner import PlainPlanner
@@ -18,6 +19,8 @@ ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"
 
 class MarkedRowsPlanner(PlainPlanner):
     """``Planner`` of images whose rows of embeddings have markers."""
+
+    options = AREA_OPTIONS | SIZE_OPTIONS
 
     def __init__(
         self,
@@ -41,9 +44,9 @@ class MarkedRowsPlanner(PlainPlanner):
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
         """Raises BadMediaSize for bounds that can't be met."""
-        geometry = self._geometry
-        resized = geometry.within(context.bounds).resized(header.height, header.width)
-        return patches_plan("image", header, resized, geometry, self._cost_model, bounds=context.bounds)
+        bounds, geometry = edge_bounds(context), self._geometry
+        resized = geometry.within(bounds).resized(header.height, header.width)
+        return patches_plan("image", header, resized, geometry, self._cost_model, bounds=bounds)
 
     def placeholder(self, plan: ItemPlan, spelling: Callable[[MediaToken], str]) -> str:
         """Return a placeholder for each row of embeddings, followed by its marker."""

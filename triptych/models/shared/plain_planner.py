@@ -14,6 +14,7 @@ from triptych.models.shared.planner import (
 from triptych.models.shared.video import sampled_frames
 from triptych.types import (
     MODEL_BOUNDS,
+    MODEL_SIZE,
     NO_CONTEXT,
     AudioHeader,
     ImageHeader,
@@ -26,9 +27,10 @@ from triptych.types import (
 
 
 def check_no_bounds(context: ItemContext) -> None:
-    """Raise UnsupportedMedia if a request bounds the area of a video whose frames the model resizes alike."""
-    if context.bounds != MODEL_BOUNDS:
-        raise UnsupportedMedia("the model resizes all frames alike: a video takes no min_pixels and max_pixels")
+    """Raise UnsupportedMedia if a request bounds the area, or sets the size, of a video whose frames the model resizes
+    alike."""
+    if (context.bounds, context.size) != (MODEL_BOUNDS, MODEL_SIZE):
+        raise UnsupportedMedia("the model resizes all frames alike: a video takes no size, min_pixels and max_pixels")
 
 
 class PlainPlanner:

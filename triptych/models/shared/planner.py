@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from triptych.errors import BadMediaSize, MediaTooLarge, PlanMismatch, UnsupportedMedia
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig, Positions
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, VISION, MediaToken, ModelConfig, Positions
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.mrope import MediaPositions, grid_positions, mrope_positions
 from triptych.models.shared.settings import setting
 from triptych.models.shared.video import VideoGeometry, VideoSampling, sampled_frames
 from triptych.types import (
     MODEL_SAMPLING,
+    MODEL_SIZE,
     NO_CONTEXT,
     AudioHeader,
     FrameSampling,
@@ -144,7 +145,7 @@ class PatchPlanner:
     """How the family resizes frames."""
     atomic_rows = 0
     audio_in_video = False
-    options = AREA_OPTIONS | FRAME_OPTIONS
+    options = AREA_OPTIONS | SIZE_OPTIONS | FRAME_OPTIONS
     template_texts: Mapping[str, str] = {}
     markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}
@@ -187,9 +188,14 @@ class PatchPlanner:
         kind = "video" if isinstance(header, VideoHeader) else "image"
         check_source_size(kind, header.width, header.height, self._max_source_pixels)
         if isinstance(header, VideoHeader):
-            plan = self._plan_video(header, context.bounds, context.sampling)
+            plan = self._plan_video(header, self._bounds(context, "video"), context.sampling)
             return self._with_sound(plan, context.sound) if context.sound else plan
-        return self._plan_image(header, context.bounds)
+        return self._plan_image(header, self._bounds(context, "image"))
+
+    def _bounds(self, context: ItemContext, modality: str) -> PixelBounds:
+        """Return the bounds of an item's area that a request asks for."""
+        size = context.size
+        return PixelBounds(size.shortest_edge, size.longest_edge) if size != MODEL_SIZE else context.bounds
 
     def _plan_image(self, header: ImageHeader, bounds: PixelBounds) -> ItemPlan:
         width, height = header.width, header.height
