@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_large_scores(kernel: compiled.PagedAttention) -> None:
 def test_output_depends_only_on_the_tokens_own_sequence(
     kernels: ctypes.CDLL, in_bf16: bool, option: str, cache_dtype: torch.dtype
 ) -> None:
-    """Bit-identical whatever the token's chunk, unless it is a single token, and whatever else is in the step."""
+    """Bit-identical whatever the token's chunk, also if it is alone there, and whatever else is in the step."""
     kernel = compiled.PagedAttention(kernels, in_bf16)
     shape, length = Shape(16, 8, 128, 16), 90
     options = make_options(shape).get(option, PLAIN)
@@ -242,14 +243,31 @@ def test_output_depends_only_on_the_tokens_own_sequence(
     whole = kernel(case.query, case.key, case.value, case.caches[0], case.value_cache, case.batch, options)[:length]
     ends = case.batch.ends
     is_cut = [ends is None or ends[at - 1] == at for at in range(1, length + 1)]
-    cuts = [cut + is_cut[cut - 1 :].index(True) for cut in (33, 50, 88)]  # spans are computed whole
-    for begin, end in itertools.pairwise([0, *cuts, length]):
+    cuts = {cut + is_cut[cut - 1 :].index(True) for cut in (1, 33, 50, 88, 89)}  # spans are computed whole
+    for begin, end in itertools.pairwise(sorted({0, *cuts, length})):
         part = slice(begin, end)
         some = None if ends is None else ends[part]
-        batch = AttentionBatch([end - begin], [end], case.batch.page_tables[:1], case.batch.slots[part], some)
+        own = case.batch.page_tables[:1], case.batch.slots[part]
+        batch = AttentionBatch([end - begin], [end], *own, some, decoding=[False])
         new = case.query[part], case.key[part], None if case.value is None else case.value[part]
         chunk = kernel(*new, case.caches[0], case.value_cache, batch, options)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
+
+
+@cache_dtypes
+def test_only_tokens_that_decode_have_sums_of_their_own(kernels: ctypes.CDLL, cache_dtype: torch.dtype) -> None:
+    """A batch that doesn't say what decodes is one whose single tokens do."""
+    kernel, shape = compiled.PagedAttention(kernels), Shape(16, 8, 128, 16)
+    case = make_case(shape, [1, 1], [90, 77], torch.float32, cache_dtype, CPU)
+
+    def attended(decoding: list[bool] | None) -> tuple[Tensor, ...]:
+        batch = replace(case.batch, decoding=decoding)
+        return kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], batch).unbind()
+
+    decodes, prompts, mixed = attended([True, True]), attended([False, False]), attended([False, True])
+    assert all(map(torch.equal, attended(None), decodes))
+    assert all(map(torch.equal, mixed, (prompts[0], decodes[1])))
+    assert not torch.equal(prompts[0], decodes[0])
 
 
 LONG = [1024, 3000, 1, 1025, 3072]
@@ -357,3 +375,9 @@ def test_leading_run(table: list[int], run: tuple[int, int]) -> None:
 def test_contradictory_batch(query_lens: list[int], kv_lens: list[int], num_tables: int, num_slots: int) -> None:
     with pytest.raises(ValueError, match="len"):
         AttentionBatch(query_lens, kv_lens, [torch.zeros(1)] * num_tables, torch.zeros(num_slots))
+
+
+@pytest.mark.parametrize("decoding", [[], [True]])
+def test_a_sequence_decodes_one_token(decoding: list[bool]) -> None:
+    with pytest.raises(ValueError, match="decode"):
+        AttentionBatch([2], [2], [torch.zeros(1)], torch.zeros(2), decoding=decoding)

@@ -95,7 +95,7 @@ class Runner:
         steps, so each call costs more than its work."""
         inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
-        ends = step_ends(chunks, inputs)
+        ends, decoding = step_ends(chunks, inputs), self.decoding(chunks)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
             tokens=torch.tensor(
@@ -115,6 +115,7 @@ class Runner:
                     page_tables=[one.page_tables[group] for one in inputs],
                     slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
                     ends=None if ends is None else ends - released_tokens(chunks, inputs, group),
+                    decoding=decoding,
                 )
                 for group in range(len(inputs[0].page_tables))
             ],
@@ -122,6 +123,11 @@ class Runner:
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
             choice=token_choice(chunks),
         )
+
+    def decoding(self, chunks: Sequence[Chunk]) -> list[bool] | None:
+        """Return ``AttentionBatch.decoding`` of a step. The last token of a prompt may be alone in its chunk, by what
+        else is in the step or in the prefix cache, and must have the same logits as in a longer one."""
+        return [chunk.length == 1 and chunk.start >= chunk.request.num_prompt for chunk in chunks]
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
         """Called while a step with these chunks runs, to prepare the next one. Does nothing on CPUs, since the step

@@ -41,8 +41,8 @@ class PagedAttention:
     """Attention over a paged KV cache on CPUs, by the compiled kernel."""
 
     def __init__(self, library: ctypes.CDLL, in_bf16: bool = False) -> None:
-        """``in_bf16`` lets several tokens of a sequence multiply in bfloat16, where the processor can; a single one
-        multiplies in float32."""
+        """``in_bf16`` lets tokens multiply in bfloat16, where the processor can; those that decode multiply in
+        float32."""
         self.library = library
         self._in_bf16 = in_bf16
         self._run = library.paged_attention

@@ -27,33 +27,35 @@ class PagedTables:
     page_starts: Tensor
     """[S]: where each sequence's table starts in ``pages``."""
     decodes: Tensor
-    """[D]: indices of the sequences with one new token; programs of negative ones do nothing."""
+    """[D]: indices of the sequences that decode, with one new token; programs of negative ones do nothing."""
     tiles: Tensor
-    """[N, 2]: index of a sequence with several new tokens, and the first of them in the tile. A tile of a sequence
-    without new tokens is empty."""
+    """[N, 2]: index of another sequence, and the first of its new tokens in the tile. A tile of a sequence without new
+    tokens is empty."""
     pages: Tensor
     """[entries]: the concatenated page tables."""
     ends: Tensor = field(default_factory=_nothing)
     """[T]: ``AttentionBatch.ends``; of no elements if each token attends up to itself."""
 
     @classmethod
-    def on_cpu(
+    def on_cpu(  # noqa: PLR0917 (a batch's fields)
         cls,
         query_lens: list[int],
         kv_lens: list[int],
         page_tables: list[Tensor],
         tile: int,
         ends: Tensor | None = None,
+        decoding: list[bool] | None = None,
     ) -> "PagedTables":
         """Build the tables from ``AttentionBatch``'s fields, in main memory, with ``tile`` tokens per tile."""
-        several = [index for index, query_len in enumerate(query_lens) if query_len > 1]
-        tiles = [(index, first) for index in several for first in range(0, query_lens[index], tile)]
+        decodes = decoding or [query_len == 1 for query_len in query_lens]
+        others = [index for index, decode in enumerate(decodes) if not decode]
+        tiles = [(index, first) for index in others for first in range(0, query_lens[index], tile)]
         return cls(
             query_starts=_starts(query_lens),
             query_lens=torch.tensor(query_lens, dtype=torch.int64),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int64),
             page_starts=_starts([len(table) for table in page_tables]),
-            decodes=torch.tensor([i for i, query_len in enumerate(query_lens) if query_len == 1], dtype=torch.int64),
+            decodes=torch.tensor([index for index, decode in enumerate(decodes) if decode], dtype=torch.int64),
             tiles=torch.tensor(tiles, dtype=torch.int64).reshape(-1, 2),
             pages=torch.cat([_nothing(), *page_tables]),
             ends=_nothing() if ends is None else ends,

@@ -7,10 +7,10 @@
  * its tiles multiply them; keys and values of segments, which are new and all tokens' of a sequence, are then rounded
  * once for all tiles.
  *
- * A tile of new tokens (a chunk of a prompt) reads its keys once for a group of query heads that share a kv head; a
- * single new token (decode) reads a span of keys, row by row, for all its heads. Each keeps a running maximum and sum of the softmax (Milakov and
- * Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own sequence and on whether it is its
- * sequence's only new token (single_token.c), but not on the rest of the step.
+ * A tile of new tokens (a chunk of a prompt, also of one token) reads its keys once for a group of query heads that share
+ * a kv head; a generated token (decode) reads a span of keys, row by row, for all its heads. Each keeps a running maximum
+ * and sum of the softmax (Milakov and Gimelshein, arXiv:1805.02867). A token's output depends, to the bit, on its own
+ * sequence and on whether it decodes (single_token.c), but not on its chunk or the rest of the step.
  * Built by native.py.
  */
 #include <omp.h>

@@ -1,5 +1,5 @@
-/* Attention from a sequence's only new token (decode). Its keys are divided into spans, which threads take; a span is read
- * row by row, for all its heads, so that memory is read in order. A group's query heads are processed in twos:
+/* Attention from a sequence's generated token (decode). Its keys are divided into spans, which threads take; a span is
+ * read row by row, for all its heads, so that memory is read in order. A group's query heads are processed in twos:
  * what is stored is converted once for both. In int8, whole numbers are multiplied, and scores and weights by the scales.
  */
 #include "kv_cache.h"
