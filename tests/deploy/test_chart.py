@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.kubernetes_manifests import CHART, HELM, manifests_of, values_files
+from scripts.kubernetes_manifests import CHART, HELM, ROOT, manifests_of, values_files
 from scripts.kubernetes_manifests import render as render_plain
-from tests.support.manifests import KUBERNETES, problems, read, schema_errors
+from tests.support.manifests import KUBERNETES, problems, read, schema_errors, workloads
 
 pytestmark = pytest.mark.slow
 
@@ -143,3 +143,42 @@ def test_the_plain_manifests_are_what_helm_makes(values: Path) -> None:
     made = manifests_of(values).read_text()
     assert made == render_plain(values)
     assert schema_errors(made, *KUBERNETES) == []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_each_workload_is_spread_and_has_a_disruption_budget(name: str, render: Render) -> None:
+    documents = read(render(*SETS[name]))
+    budgets = [one["spec"] for one in documents if one["kind"] == "PodDisruptionBudget"]
+    found = workloads(documents)
+    assert found
+    for workload in found:
+        of_it = [one for one in budgets if one["selector"]["matchLabels"].items() <= workload.labels.items()]
+        assert [one["maxUnavailable"] for one in of_it] == [1], workload.name
+        spread = workload.pod["topologySpreadConstraints"]
+        assert {one["topologyKey"] for one in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+        for one in spread:
+            selected = [
+                other.name for other in found if one["labelSelector"]["matchLabels"].items() <= other.labels.items()
+            ]
+            assert selected == [workload.name]
+
+
+def test_an_accelerator_is_asked_for_and_used_only_where_the_values_say_so(render: Render) -> None:
+    containers = {
+        one.name.rpartition("-")[2]: one.container
+        for one in workloads(read(render(CHART.parent / "examples" / "e-on-cpu.yaml")))
+    }
+    assert "--device=cuda" in containers["pd"]["args"]
+    assert containers["pd"]["resources"]["limits"] == {"memory": "48Gi", "nvidia.com/gpu": 1}
+    assert "--device=cpu" in containers["e"]["args"]
+    assert containers["e"]["resources"]["limits"] == {"memory": "12Gi"}
+    other = read(render(CHART.parent / "examples" / "e-on-cpu.yaml", 'roles.PD.gpuResource="amd.com/gpu"'))
+    (pd,) = [one for one in workloads(other) if one.name.endswith("-pd")]
+    assert pd.container["resources"]["limits"] == {"memory": "48Gi", "amd.com/gpu": 1}
+
+
+def test_the_dashboard_is_that_of_the_repository(render: Render) -> None:
+    """The chart has it by a symbolic link."""
+    documents = read(render(CHART.parent / "examples" / "frontends.yaml"))
+    (dashboard,) = [one["data"]["triptych.json"] for one in documents if one["metadata"]["name"].endswith("-dashboard")]
+    assert dashboard == (ROOT / "deploy" / "grafana" / "triptych.json").read_text().rstrip("\n")
