@@ -28,6 +28,11 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """What the documentation has for small, quiet clusters."""
+SHORT_HEALTH_CHECKS = HEALTH_CHECKS | {
+    "RAY_health_check_period_ms": "250",
+    "RAY_health_check_timeout_ms": "500",
+}
+"""What it has for links that never fail for a moment."""
 NICENESS = {"RAY_worker_niceness": "0"}
 """Ray's default is 15, which instances would have, too."""
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
