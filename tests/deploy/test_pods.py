@@ -1,5 +1,6 @@
 """The chart's pods, run as processes in network namespaces: started, deleted under load, scaled and upgraded."""
 
+import json
 import re
 import shutil
 import signal
@@ -8,6 +9,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -31,6 +33,7 @@ SETTINGS = (
     'roles.E.args=["--dtype","float32"]',
     'roles.PD.args=["--dtype","float32"]',
 )
+KEY = "key-of-the-clients-0123456789"
 Render = Callable[..., str]
 
 
@@ -183,3 +186,35 @@ def test_an_upgrade_of_the_chart_fails_no_request(service: Pods, render: Render,
     assert all(pod.container["image"].endswith(":0.2.0") for pod in service.running.values())
     assert not set(old.values()) & set(service.running.values())
     assert {code for pod in old.values() for code in pod.exit_codes[-1:]} == {0}
+
+
+def test_prefill_and_decode_in_pods_of_their_own_behind_api_keys(render: Render, cache: Path, tmp_path: Path) -> None:
+    """As 2E1P2D. Probes and instances need no key."""
+    role = {"threads": 1, "kvCacheMemory": "256MiB", "resources": {"limits": {"memory": "2Gi"}}}
+    roles = {"E": {"replicas": 2}, "PD": None, "P": role | {"replicas": 1}, "D": role | {"replicas": 2}}
+    settings = [
+        'fabric="nixl"',
+        "frontend.replicas=1",
+        'apiKeys.existing="triptych-keys"',
+        f"roles={json.dumps(roles)}",
+    ]
+    with pods(tmp_path, cache) as network:
+        network.secrets["keys"] = f"{KEY}\nkey-of-others-0123456789\n"
+        network.apply(read(render(DEMO, *settings)))
+        network.wait_until_ready()
+        assert [len(network.of(role)) for role in ("e", "p", "d", "pd")] == [2, 1, 2, 0]
+        with Load(network, KEY) as load:
+            time.sleep(5)
+        load.check()
+        (url,) = network.endpoints()
+        replies = [on(network.client, partial(_models, url, key)) for key in ("", "no key of this service", KEY)]
+        assert replies == [401, 401, 200]
+        for pod in network.of("frontend"):
+            assert KEY not in pod.log
+
+
+def _models(url: str, key: str) -> int:
+    """The status with which the list of models is answered."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(trust_env=False, timeout=20, headers=headers) as client:
+        return client.get(f"{url}/v1/models").status_code

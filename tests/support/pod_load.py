@@ -16,6 +16,8 @@ class Load:
     connections, as clients of a Service do, and opens one only when its last was closed."""
 
     service: Pods
+    key: str = ""
+    """The API key of the clients, if they have one."""
     answers: Counter[tuple[int, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     _ending: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +50,8 @@ class Load:
                 self.problems.append("no frontend receives connections")
                 return
             url = urls[(number + sum(self.answers.values())) % len(urls)]
-            with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
                 self._ask_there(client, number, body)
 
     def _ask_there(self, client: httpx.Client, number: int, body: dict[str, object]) -> None:
