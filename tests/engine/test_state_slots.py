@@ -111,6 +111,16 @@ def test_steps_end_early_only_where_snapshots_can_be_taken(snapshots: int, lengt
     assert not engine.scheduler
 
 
+def test_slots_are_used_while_requests_run() -> None:
+    engine = Engine(20, 3, 2)
+    for name in ("a", "b"):
+        engine.add(name, list(range(5)), max_tokens=3)
+    engine.step()
+    assert engine.states.slots.num_used == 2
+    engine.run()
+    assert (engine.states.slots.num_used, engine.states.snapshots.num_cached) == (0, 1)
+
+
 def test_a_hit_needs_pages_and_a_snapshot() -> None:
     engine, tokens = Engine(20, 2, 4, interval=12), list(range(30))
     engine.add("cold", tokens)

@@ -1,5 +1,6 @@
 """Models whose layers keep state answer as transformers does, whatever is reused, preempted or lost."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,29 +10,24 @@ from torch import Tensor
 
 from tests.parity.conftest import Model
 from tests.support.backbones import BACKBONES
-from tests.support.disturbed import check_lost_instances, check_preemption, served
+from tests.support.disturbed import LONG_TEXTS, START, check_lost_instances, check_preemption, served
 from tests.support.harness import FLOAT32, Messages, Running
-from tests.support.image_cases import Case, picture
+from tests.support.image_cases import CASES, Case, picture
 from tests.support.tiny import make_tiny
 from triptych.config import RankSizes
 from triptych.engine.loop import EngineLoop
 from triptych.layers.decoder import AfterLayer, ForwardBatch
+from triptych.messages.stats import InstanceStats
 from triptych.prompt.prompt import PromptBuilder
 
 PAGE = FLOAT32.page_size
-START = "The quick brown fox jumps over the lazy dog. " * 3
-CASES = [
-    Case("long", (START + "Pack my box with five dozen liquor jugs. What?",)),
-    Case("with the same beginning", (START + "How vexingly quick daft zebras jump! Who?",)),
-    Case("short", ("Why?",)),
-]
-REQUESTS = [case.messages for case in CASES]
+REQUESTS = [case.messages for case in LONG_TEXTS]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.set_num_threads(1)
-    return Model(make_tiny(tmp_path_factory.mktemp("states"), BACKBONES["qwen3_5"], seed=4), CASES)
+    return Model(make_tiny(tmp_path_factory.mktemp("states"), BACKBONES["qwen3_5"], seed=4), LONG_TEXTS)
 
 
 async def hits(service: Running, messages: Messages, expected: list[int] | None = None) -> int:
@@ -97,8 +93,14 @@ def test_every_turn_of_a_conversation_finds_the_last_one(model: Model) -> None:
 
 def test_snapshots_are_evicted_apart_from_pages(model: Model) -> None:
     async def ask(service: Running) -> None:
+        (loop,) = service.engine_loops()
         found = [await hits(service, REQUESTS[case], model.answers[case]) for case in (0, 1, 0, 0)]
         assert found == [0, 0, 0, whole(model, 0)]
+        loop.add_stats(stats := InstanceStats())
+        assert stats.language is not None
+        slots = stats.language.state_slots, stats.language.state_slots_used
+        snapshots = stats.language.state_snapshots, stats.language.state_snapshots_cached
+        assert (slots, snapshots) == ((FLOAT32.max_num_seqs, 0), (1, 1))
 
     served(model, "1PD", replace(FLOAT32, state_snapshots=1), ask)
 
@@ -164,3 +166,46 @@ def test_unequal_numbers_of_ranks(model: Model) -> None:
     for sizes in ("P=2,D=1", "P=1,D=2"):
         engine = replace(FLOAT32, tensor_parallel_size=RankSizes.parse(sizes), max_num_batched_tokens=64)
         served(model, "1P1D", engine, ask)
+
+
+@pytest.mark.slow
+def test_every_turn_with_one_more_image_finds_the_last_one(tmp_path: Path) -> None:
+    async def ask(service: Running) -> None:
+        turns: Messages = []
+        last = 0
+        for number in range(4):
+            turns += Case("", (picture(96 + 32 * number, 160, 30 + number), f"And number {number}?")).messages
+            found = await hits(service, turns)
+            assert found >= last, f"turn {number}"
+            last = (len(service.frontend.service.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
+            turns.append({"role": "assistant", "content": [{"type": "text", "text": "Yes."}]})
+
+    engine = replace(FLOAT32, max_num_batched_tokens=64, state_snapshots=3)
+    served(Model(make_tiny(tmp_path, "qwen3_5", seed=4), []), "1E1PD", engine, ask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+def test_a_prompt_shorter_than_a_page(model: Model, topology: str) -> None:
+    """Cold and, as far as there is something to find, warm; beside a prompt of several pages."""
+    assert len(model.prompts[2].tokens) < 64 < len(model.prompts[0].tokens)
+
+    async def ask(service: Running) -> None:
+        assert [await hits(service, REQUESTS[2], model.answers[2]) for _ in range(2)] == [0, 0]
+        assert await service.answers(2 * REQUESTS) == 2 * model.answers
+
+    served(model, topology, replace(FLOAT32, page_size=64), ask)
+
+
+@pytest.mark.slow
+def test_a_large_image_again_with_one_snapshot_and_few_pages(tmp_path: Path) -> None:
+    large = Model(make_tiny(tmp_path, "qwen3_5", seed=4), [case for case in CASES if case.name == "large image"])
+    pages = len(large.prompts[0].tokens) + 32 + PAGE
+
+    async def ask(service: Running) -> None:
+        async with asyncio.timeout(60):
+            found = [await hits(service, large.cases[0].messages, large.answers[0]) for _ in range(2)]
+        assert found == [0, whole(large, 0)]
+
+    engine = replace(FLOAT32, max_num_batched_tokens=24, state_snapshots=1, kv_cache_tokens=pages)
+    served(large, "1E1PD", engine, ask)

@@ -79,3 +79,15 @@ def test_work_in_flight_counts_until_it_is_done_queued_or_not() -> None:
     for stream in streams:
         harness.router.lifecycle.cancel(stream.request)
     assert stages(harness, "outstanding") == {"encode": 0, "prefill": 0, "decode": 0}
+
+
+def test_slots_and_snapshots_of_states_are_reported() -> None:
+    harness = RouterHarness(PD0, PD1)
+    for address, used in ((PD0, 3), (PD1, 0)):
+        stats = LanguageStats(0, 0, 0, [], 0, 0, 0, 0, 0, 8, used, 4, 2)
+        harness.router.handle(Heartbeat(address, InstanceStats(language=stats)))
+    text = generate_latest(harness.router.metrics.registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, expected in (("state_slots", [8, 8]), ("state_slots_used", [3, 0]), ("state_snapshots_cached", [2, 2])):
+        found = {one.labels["engine"]: one.value for one in families[f"triptych:{name}"].samples}
+        assert [found[name] for name in ("pd0", "pd1")] == expected

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, Messages, Running, at_stake, running, together
+from tests.support.image_cases import Case
 from triptych.config import EngineConfig
+
+START = "The quick brown fox jumps over the lazy dog. " * 3
+LONG_TEXTS = [
+    Case("long", (START + "Pack my box with five dozen liquor jugs. What?",)),
+    Case("with the same beginning", (START + "How vexingly quick daft zebras jump! Who?",)),
+    Case("short", ("Why?",)),
+]
 
 
 def served(model: Model, topology: str, engine: EngineConfig, ask: Callable[[Running], Awaitable[object]]) -> None:
