@@ -1,15 +1,15 @@
-"""Backbones beside transformers and llama.cpp: time to the first token of a prompt of 1,024 tokens, time per token, and
-peak memory, of random checkpoints with about 0.5 billion parameters each.
+"""Backbones beside transformers, vLLM and llama.cpp: time to the first token of a prompt of 1,024 tokens,
+time per token, and peak memory, of random checkpoints with about 0.5 billion parameters each.
 
     scripts/setup-peers /tmp/peers
     python -m bench.backbones /tmp/backbones --tokenizer /tmp/peers/tokenizer --llama-cpp /tmp/peers/llama.cpp \\
-        --out bench/results/backbones.json --markdown backbones.md
+        --vllm /tmp/peers/vllm --out bench/results/backbones.json --markdown backbones.md
 
 The checkpoints are made in the folder, with their GGUF files beside; those that are there already stay
 (``--prepare`` makes them and ends). All engines of a backbone run side by side, idle but for one, and answer one
 request each in turn, so that changes in the machine's speed affect all of them. Rounds begin with different engines;
-the first round warms up. Requests and figures are those of ``bench/peers.py``: Triptych and llama.cpp are served,
-transformers runs in process. Backbones that this version doesn't serve are left out.
+the first round warms up. Requests and figures are those of ``bench/peers.py``: Triptych, vLLM and llama.cpp are
+served, transformers runs in process. Backbones that this version doesn't serve are left out.
 """
 
 import argparse
@@ -81,6 +81,12 @@ async def rows(options: argparse.Namespace, folder: Path, left_out: list[str], l
     """All engines that serve the folder. Says in ``left_out`` which don't, and why."""
     found = [engines.triptych(folder, "1PD", f"--dtype {dtype}") for dtype in DTYPES]
     found += [engines.transformers(dtype) for dtype in DTYPES]
+    try:
+        if not options.vllm:
+            raise engines.MissingPeer("--vllm isn't given")
+        found.append(engines.vllm(options.vllm, folder, "bfloat16", 1))
+    except engines.MissingPeer as missing:
+        left_out.append(f"vLLM is left out: {missing}")
     try:
         if not options.llama_cpp:
             raise engines.MissingPeer("--llama-cpp isn't given")
@@ -164,7 +170,7 @@ async def compare(options: argparse.Namespace, logs: Path) -> dict[str, Any]:
     assert task is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(ending, task.cancel)  # so that servers are ended
-    versions = await engines.versions(None, options.llama_cpp, logs / "versions.log")
+    versions = await engines.versions(options.vllm, options.llama_cpp, logs / "versions.log")
     result: dict[str, Any] = {"versions": versions, "left_out": [], "backbones": {}}
     for name in prepared(options, result["left_out"]):
         if options.prepare:
@@ -240,6 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="DIR", help="has bin/llama-server, bin/llama-quantize and convert"
     )
+    parser.add_argument("--vllm", type=Path, metavar="ENV", help="an environment with vLLM's CPU build")
     parser.add_argument("--prepare", action="store_true", help="make what is missing in the folder, and end")
     parser.add_argument("--tiny", action="store_true", help="make tiny checkpoints, to try this script")
     parser.add_argument("--rounds", type=int, default=3)

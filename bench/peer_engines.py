@@ -158,7 +158,10 @@ async def make_gguf(folder: Path, model: Path, files: Path, formats: Sequence[st
     by ``llama-quantize``. A text model has no file for its towers. Raises MissingPeer."""
     files.mkdir(parents=True, exist_ok=True)
     made = max(path.stat().st_mtime for path in model.iterdir())
-    towers = ["mmproj"] if "vision_config" in load_config(model) else []
+    config = load_config(model)
+    towers = ["mmproj"] if "vision_config" in config else []
+    # without it, the converter fails on checkpoints of Qwen3.5 that have no layers for multi-token prediction
+    without = ["--no-mtp"] if config["model_type"] == "qwen3_5_text" else []
     for name in dict.fromkeys((*towers, "F16", *formats)):
         target = gguf(files, name)
         if target.exists() and target.stat().st_mtime >= made:
@@ -166,7 +169,7 @@ async def make_gguf(folder: Path, model: Path, files: Path, formats: Sequence[st
         partial = files / f"{name}.partial.gguf"
         command: list[str | Path]
         if name in {"mmproj", "F16"}:
-            command = [folder / "convert", model, partial, *(["--mmproj"] if name == "mmproj" else [])]
+            command = [folder / "convert", model, partial, *(["--mmproj"] if name == "mmproj" else without)]
         else:
             command = [folder / "bin/llama-quantize", gguf(files, "F16"), partial, name]
         await output_of(command, log)
