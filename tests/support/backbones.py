@@ -335,3 +335,23 @@ BACKBONES: dict[str, Tiny] = {
         **EXPERTS | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     ),
 }
+
+MORE_BACKBONES: dict[str, Tiny] = BACKBONES | {
+    "qwen2": _tiny("Qwen2", "qwen2", rope_theta=1e6),
+    "qwen3": _tiny("Qwen3", "qwen3", head_dim=20),
+    "qwen3_moe": _tiny(
+        "Qwen3Moe",
+        "qwen3_moe",
+        head_dim=20,
+        num_hidden_layers=4,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        mlp_only_layers=[2],
+        norm_topk_prob=True,
+    ),
+    "phi3-windows": replace(
+        BACKBONES["phi3"], config=BACKBONES["phi3"].config | {"sliding_window": 40, "rope_scaling": None}
+    ),
+}
+"""Those of the slow suite: also Qwen's, which families with towers have, and Phi-3 as its first version has it."""

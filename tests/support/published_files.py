@@ -1,13 +1,14 @@
 """Tiny checkpoints as published, of families whose published files differ from transformers' in more than names."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.support.backbones import BACKBONES
 from tests.support.random_checkpoint import write_json
@@ -54,27 +55,43 @@ LLAMA_LIKE_INTERNLM2 = replace(
 """A Llama that computes what InternLM2 does."""
 
 
+INTERNLM2_CONFIG = {
+    name: it for name, it in LLAMA_LIKE_INTERNLM2.config.items() if name not in {"attention_bias", "mlp_bias"}
+} | {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": True}
+"""The same as InternLM2."""
+
+
+def as_internlm2(weights: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """Return the weights of ``LLAMA_LIKE_INTERNLM2`` as InternLM2 has them: those whose names begin with ``prefix``."""
+    found, heads = dict(weights), INTERNLM2_CONFIG["num_key_value_heads"]
+    for layer in range(INTERNLM2_CONFIG["num_hidden_layers"]):
+        stem = f"{prefix}model.layers.{layer}"
+        for kind in ("weight", "bias"):
+            parts = [found.pop(f"{stem}.self_attn.{name}_proj.{kind}").unflatten(0, (heads, -1)) for name in "qkv"]
+            found[f"{stem}.attention.wqkv.{kind}"] = torch.cat(parts, dim=1).flatten(0, 1)
+    renamed = {}
+    for name, weight in found.items():
+        new = name
+        for llama, internlm2 in INTERNLM2_NAMES if name.startswith(prefix) else ():
+            new = new.replace(llama, internlm2)
+        renamed[new] = weight
+    return renamed
+
+
+def make_internlm2(folder: Path, seed: int = 1) -> Path:
+    """Writes ``LLAMA_LIKE_INTERNLM2`` as InternLM2, and returns the folder."""
+    file = make_tiny(folder, LLAMA_LIKE_INTERNLM2, seed=seed) / "model.safetensors"
+    save_file(as_internlm2(load_file(file)), file, metadata={"format": "pt"})
+    write_json(folder / "config.json", INTERNLM2_CONFIG)
+    return folder
+
+
 def make_internvl_over_internlm2(folder: Path, seed: int = 1) -> Path:
     """Writes the original files of the tiny ``internvl`` over ``LLAMA_LIKE_INTERNLM2``, with that as InternLM2, and
     returns the folder."""
-    text = LLAMA_LIKE_INTERNLM2.config
-    settings = {name: it for name, it in text.items() if name not in {"attention_bias", "mlp_bias"}}
-    settings |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": True}
-    make_original_internvl(folder, seed, LLAMA_LIKE_INTERNLM2, llm_config=settings)
-    weights = load_file(folder / "model.safetensors")
-    heads = text["num_key_value_heads"]
-    for layer in range(text["num_hidden_layers"]):
-        stem = f"language_model.model.layers.{layer}"
-        for kind in ("weight", "bias"):
-            parts = [weights.pop(f"{stem}.self_attn.{name}_proj.{kind}").unflatten(0, (heads, -1)) for name in "qkv"]
-            weights[f"{stem}.attention.wqkv.{kind}"] = torch.cat(parts, dim=1).flatten(0, 1)
-    renamed = {}
-    for name, weight in weights.items():
-        new = name
-        for llama, internlm2 in INTERNLM2_NAMES if name.startswith("language_model.") else ():
-            new = new.replace(llama, internlm2)
-        renamed[new] = weight
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    make_original_internvl(folder, seed, LLAMA_LIKE_INTERNLM2, llm_config=INTERNLM2_CONFIG)
+    file = folder / "model.safetensors"
+    save_file(as_internlm2(load_file(file), "language_model."), file, metadata={"format": "pt"})
     return folder
 
 
