@@ -4,7 +4,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -111,11 +111,32 @@ def wait_for_spares(command: Command, condition: Callable[[SparePlace], object])
     return status(command).spares
 
 
-def spare_server(cluster: RayCluster) -> psutil.Process:
-    """The only process that forks instances and has none."""
-    family = [one for raylet in cluster.raylets for one in psutil.Process(raylet).children(recursive=True)]
-    [found] = [one for one in family if "triptych.server.fork_server" in one.cmdline() and not one.children()]
+def fork_servers(cluster: RayCluster) -> list[psutil.Process]:
+    """The processes that fork instances."""
+    found = []
+    for one in [one for raylet in cluster.raylets for one in psutil.Process(raylet).children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            if "triptych.server.fork_server" in one.cmdline():
+                found.append(one)
     return found
+
+
+def spare_server(cluster: RayCluster) -> psutil.Process:
+    """The only one of these that has no instance."""
+    [found] = [one for one in fork_servers(cluster) if not one.children()]
+    return found
+
+
+@pytest.mark.slow
+def test_an_instance_sees_the_gpu_that_ray_has_given_it(folder: Path) -> None:
+    """The node says that it has two, and has none: it is seen what the instance is told, and that it looks for one."""
+    node = NODE | {"GPU": 2.0}
+    flags = ("--topology", "1EPD", "--device", "cuda")
+    with ray_cluster([node]) as cluster, service(cluster, folder, *flags) as command:
+        wait_for(lambda: fork_servers(cluster), 60, command)
+        [server] = fork_servers(cluster)
+        assert server.environ()["CUDA_VISIBLE_DEVICES"] in {"0", "1"}
+        command.wait_for_line("--device cuda: PyTorch .* finds no GPU")
 
 
 @pytest.mark.slow

@@ -96,8 +96,9 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     raylets = []
     for resources in json.loads(sys.argv[1]):
-        cpus = resources.pop("CPU", 0)
-        node = cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=MEMORY, wait=False)
+        cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
+        given = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources}
+        node = cluster.add_node(**given, object_store_memory=MEMORY, wait=False)
         raylets += [info.process.pid for info in node.all_processes["raylet"]]
     cluster.wait_for_nodes()
     ours = [info.process.pid for infos in cluster.head_node.all_processes.values() for info in infos]
