@@ -8,7 +8,8 @@ A request has one picture of 448 × 448 pixels and 128 characters of text, each 
 are asked through HTTP. Their timelines say which stage worked when: an instant in which several did counts for the one
 that comes first in ``STAGES``, and an instant in which none did is "between stages". The stages' parts are measured in
 this process, with the same code and threads: products and attention by themselves, on the same shapes, and the rest of
-the layers as what remains. Prints tables in Markdown.
+the layers as what remains. Where one call runs a decoder's layers, they are measured one by one, and a row of its own
+says what the call changes. Prints tables in Markdown.
 """
 
 import argparse
@@ -60,8 +61,12 @@ CLIENT = "client, HTTP, parsing, first chunk of the answer"
 SPECIAL_TOKENS = 16
 """Tokens of a prompt besides its rows and characters."""
 
+IN_ONE_CALL = "layers in one call instead of one by one"
+LEAST_SHARE = -0.05
+"""Of the whole: a part below it is no noise but an error of measurement."""
+
 Table = dict[str, float]
-"""Milliseconds by part, medians."""
+"""Milliseconds by part."""
 
 
 # ── the whole request ────────────────────────────────────────────────────────────────────────────────────────────
@@ -111,6 +116,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
 
     @contextmanager
     def on(self, modules: dict[str, list[nn.Module]]) -> Iterator[None]:
@@ -128,18 +134,24 @@ class Stopwatch:
                 handle.remove()
 
     def _ended(self, name: str, began: list[float], *_: Any) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began.pop()
 
 
 def measured(work: Callable[[], object], modules: dict[str, list[nn.Module]], rounds: int) -> Table:
-    """Return the median time of ``work``, as "all", and those of modules that it calls, in milliseconds."""
+    """Return the time of ``work`` in its median round, as "all", and those of modules in that round, in milliseconds.
+    Raises SystemExit unless ``work`` calls each of the modules once."""
     found: list[Table] = []
     for _ in range(1 + rounds):
         watch, began = Stopwatch(), time.perf_counter()
         with watch.on(modules):
             work()
         found.append(watch.seconds | {"all": time.perf_counter() - began})
-    return {name: 1e3 * statistics.median(one[name] for one in found[1:]) for name in found[0]}
+        for name, some in modules.items():
+            if (calls := watch.calls.get(name, 0)) != len(some):
+                raise SystemExit(f"{name}: {calls} calls of {len(some)} modules, so their time can't be told")
+    median = sorted(found[1:], key=lambda one: one["all"])[rounds // 2]
+    return {name: 1e3 * seconds for name, seconds in median.items()}
 
 
 def products_ms(linears: list[nn.Module], tokens: int, rounds: int) -> float:
@@ -194,6 +206,8 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         attention=[attention],
         num_largest=[1],
     )
+    [served] = measured(lambda: decoder(batch, cache), {}, rounds).values()
+    decoder.run_layers = None  # so that each layer is called
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)
     layer, mixer = layers[0], layers[0].mixer
     assert isinstance(mixer, Attention)
@@ -209,7 +223,9 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         "products of layers": products * (len(layers) - 1) + first,
         "attention of layers": alone * len(layers),
     }
-    return _divided(found, shares)
+    parts = _divided(found, shares)
+    one_by_one = parts.pop("all")
+    return parts | {IN_ONE_CALL: round(served - one_by_one, 2), "all": round(served, 2)}
 
 
 def _divided(found: Table, shares: Table) -> Table:
@@ -218,6 +234,13 @@ def _divided(found: Table, shares: Table) -> Table:
     rest = {"norms, rotation, activations and sums of layers": layers - sum(shares.values())}
     others = {"the rest": whole - layers - sum(found.values())}
     return {name: round(ms, 2) for name, ms in (shares | rest | found | others | {"all": whole}).items()}
+
+
+def check(parts: Table) -> None:
+    """Raise SystemExit if a part is clearly negative."""
+    for name, ms in parts.items():
+        if name != IN_ONE_CALL and ms < LEAST_SHARE * parts["all"]:
+            raise SystemExit(f"{name}: {ms} of {parts['all']} ms; other work may disturb the measurement")
 
 
 def in_preprocess(model: ModelBundle, rounds: int) -> tuple[Table, EncoderInput]:
@@ -282,6 +305,8 @@ def main() -> None:
         found["encode"], rows = in_encode(model, part, options.rounds)
         text = Load().text_length + SPECIAL_TOKENS
         found["prefill"] = in_prefill(model, rows, text, options.rounds)
+    for stage in ("preprocess", "encode", "prefill"):
+        check(found[stage])
     report(found, options.out)
     print(f"\n{markdown(found)}")
 
