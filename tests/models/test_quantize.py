@@ -2,6 +2,8 @@
 damaged ones are refused by name."""
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from triptych.config import EngineConfig
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import weight_format
+from triptych.layers.grouped_weight import loaded_weight
 from triptych.layers.linear import PackedLinear
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.products import CompiledProduct, WeightKind
@@ -33,6 +36,24 @@ WIDE = replace(DENSE, layers=2, intermediate=128, deepstack=(0,))
 WHOLE = {"intermediate_size": 160, "head_dim": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 """Whole groups."""
 LAYER = "model.language_model.layers.1"
+VLLM = os.environ.get("TRIPTYCH_TEST_VLLM", "")
+DECOMPRESS = """
+import json, sys
+from pathlib import Path
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file, save_file
+
+folder, out = map(Path, sys.argv[1:])
+config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+[scheme] = config.config_groups.values()
+compressor, found = BaseCompressor.get_value_from_registry(config.format), {}
+tensors = load_file(folder / "model.safetensors")
+for name in [name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")]:
+    own = {"weight" + key.removeprefix(name): value for key, value in tensors.items() if key.startswith(name)}
+    found[name] = compressor.decompress(own, scheme)["weight"].contiguous()
+save_file(found, out)
+"""
 
 
 @dataclass
@@ -105,6 +126,27 @@ def test_asymmetric_weights_are_loaded(tmp_path: Path, quantization: GroupQuanti
     expected = activations @ weight.T
     assert (down(activations) - expected).norm() < 0.1 * expected.norm()
     assert len(load_file(target / "model.safetensors")[f"{LAYER}.mlp.down_proj.weight_zero_point"]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="TRIPTYCH_TEST_VLLM doesn't say where vLLM's command is")
+@pytest.mark.parametrize("quantization", [SYMMETRIC, GroupQuantization(64, has_zeros=True)], ids=str)
+def test_the_published_library_decodes_the_same_weights(tmp_path: Path, quantization: GroupQuantization) -> None:
+    """compressed-tensors, of vLLM's environment, by the copy's own ``config.json``."""
+    source = make_checkpoint(tmp_path / "source", sizes=WIDE)
+    target, decoded = quantized(source, quantization), tmp_path / "decoded.safetensors"
+    python = Path(VLLM).with_name("python")
+    subprocess.run([python, "-c", DECOMPRESS, target, decoded], check=True, timeout=120)
+    theirs, stored = load_file(decoded), load_file(target / "model.safetensors")
+    originals = load_file(source / "model.safetensors")
+    assert len(theirs) == 7 * WIDE.layers
+    for name, weight in theirs.items():
+        own = {key.removeprefix(name.removesuffix("weight")): stored[key] for key in stored if key.startswith(name)}
+        original = originals[name]
+        assert torch.equal(
+            weight, loaded_weight(own, (original.shape[0], original.shape[1]), quantization).dequantized()
+        )
+        assert (weight - original).norm() < 0.1 * original.norm()
 
 
 def test_ranks_have_parts_of_the_whole(folder: Path, tmp_path: Path) -> None:

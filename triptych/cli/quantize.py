@@ -1,4 +1,4 @@
-"""``triptych quantize``: writes a copy of a model with 4-bit weights, which loads in seconds."""
+"""``triptych quantize``: writes a copy of a model with 4-bit weights, which needn't be quantized at each start."""
 
 import argparse
 from pathlib import Path
