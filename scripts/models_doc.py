@@ -73,6 +73,13 @@ CHECKS = (
         columns=("plan", "pixels"),
     ),
     Check(
+        "plans of clips of Qwen2-Audio",
+        "as many embeddings as the processor counts, of random lengths and sample rates",
+        "tests/models/test_qwen2_audio.py",
+        {"qwen2_audio"},
+        columns=("plan",),
+    ),
+    Check(
         "media of model types that share their code",
         "plans, patches and embeddings equal bit by bit to those of the other type, of images, videos (but for "
         "GLM-4.6V) and audio",
@@ -435,7 +442,8 @@ def page() -> str:
         "## What is checked, and how",
         "",
         "The reference is Transformers in float32 or, where it has no class, an implementation in the tests: of "
-        "Kimi-VL, of MiniCPM-V 2.6 and 4.5, and of the processors of DeepSeek-OCR and Phi-4-multimodal.",
+        "CogVLM2, of InternLM2, of Kimi-VL, of MiniCPM-V 2.6 and 4.5, and of the processors of DeepSeek-OCR and "
+        "Phi-4-multimodal.",
         "Checkpoints are tiny and random, with every special feature of a family switched on.",
         "Of released weights, SmolLM2-135M-Instruct (`llama`) and Gemma-3-270M (`gemma3_text`) have been compared: 64 "
         "greedy tokens after each of 50 prompts are equal in float32, in `1PD` and `1P1D` "

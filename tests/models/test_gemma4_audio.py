@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import assert_close
+from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.sounds import sound, tone
 from tests.support.tiny import GEMMA4, GEMMA4_AUDIO, GEMMA_IDS, make_tiny
@@ -141,7 +141,7 @@ def heard(frames: int, bands: int = 20) -> EncoderInput:
     ],
 )
 def test_rows(tmp_path: Path, settings: dict[str, Any], bands: int) -> None:
-    """Within 2e-5, at values up to 7; in batches with images, and beside longer clips, whose rest is silence there."""
+    """In batches with images, and beside longer clips, whose rest is silence there."""
     folder = make_tiny(tmp_path, GEMMA, config={"audio_config": GEMMA4_AUDIO | settings})
     tower = load_adapter(folder).load_encoder(Checkpoint(folder), FP32, CPU)
     model = cast(Any, load_reference(folder, torch.float32)).model
@@ -153,7 +153,7 @@ def test_rows(tmp_path: Path, settings: dict[str, Any], bands: int) -> None:
         padded = torch.from_numpy(np.pad(clip.patches, ((0, 3), (0, 0))))
         with torch.inference_mode():
             made = model.get_audio_features(padded[None], (torch.arange(len(padded)) < len(clip.patches))[None])
-        assert_close(rows, made.pooler_output[made.attention_mask], 2e-5)
+        assert_rows(rows, made.pooler_output[made.attention_mask])
 
 
 @pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.06), ("int8", 0.1), ("int4", 0.6)])
