@@ -182,9 +182,8 @@ class PromptBuilder:
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
         media = list(self._plan_media(messages))
-        plans = [one.plan for one in media]
         longest = min(self.context_length, context_length or self.context_length)
-        _check_length(sum(plan.rows for plan in plans), longest, "messages", "more than ")
+        _check_length(sum(one.plan.rows for one in media), longest, "messages", "more than ")
         shown = self._shown
         text = self.template.render(
             [shown(message) for message in messages],
@@ -192,6 +191,8 @@ class PromptBuilder:
             continue_final_message,
             **template_variables,
         )
+        media = self._as_placed(text, media)
+        plans = [one.plan for one in media]
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing
         adds_special = self._family.takes_media and not self.template.starts_sequence(text)
         rendered = self._encode(self._with_placeholders(text, media), longest, "messages", adds_special)
@@ -367,21 +368,26 @@ class PromptBuilder:
         modalities = {plan.modality for plan in plans}
         return next((lora for modality, lora in self.planner.loras.items() if modality in modalities), "")
 
-    def _with_placeholders(self, text: str, media: Sequence[_UnplacedItem]) -> str:
-        """Replace each item's placeholder in the rendered template by its label and its planned text. Raises
-        InvalidRequest if the template omits items, and InternalError if it places them otherwise."""
-        places = list(self._placeholder.finditer(text))
-        placed = [self._modalities[place[0]] for place in places]
+    def _as_placed(self, text: str, media: Sequence[_UnplacedItem]) -> list[_UnplacedItem]:
+        """Return the items in the order of the rendered template, which may place a modality before another. Raises
+        InvalidRequest if the template omits items, and InternalError if it places more."""
+        placed = [self._modalities[place[0]] for place in self._placeholder.finditer(text)]
         if len(placed) < len(media):
             # some templates place media only in certain messages, such as those of users
             raise InvalidRequest(
                 f"the model's chat template has a place for {len(placed)} of {len(media)} items", "messages"
             )
-        if placed != [one.plan.modality for one in media]:
-            raise InternalError(f"the chat template placed {len(placed)} items of {len(media)}, or in another order")
+        if Counter(placed) != Counter(one.plan.modality for one in media):
+            raise InternalError(f"the chat template placed {len(placed)} items of {len(media)}, or of other modalities")
+        waiting = {kind: iter([one for one in media if one.plan.modality == kind]) for kind in set(placed)}
+        return [next(waiting[kind]) for kind in placed]
+
+    def _with_placeholders(self, text: str, media: Sequence[_UnplacedItem]) -> str:
+        """Replace each item's placeholder in the rendered template by its label and its planned text; ``media`` are in
+        the template's order."""
         pieces = []
         copied = 0
-        for place, one in zip(places, media, strict=True):
+        for place, one in zip(self._placeholder.finditer(text), media, strict=True):
             placeholder = self.planner.placeholder(one.plan, self._spelling)
             pieces += [text[copied : place.start()], one.label, placeholder]
             copied = place.end()
