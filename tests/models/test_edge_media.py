@@ -20,7 +20,7 @@ from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.clips import clip
 from tests.support.equal_embeddings import check_equal
 from tests.support.families import EDGE_MEDIA, RELEASED_EDGES, SAME_MEDIA
-from tests.support.image_cases import picture, png
+from tests.support.image_cases import HUGE, picture, png, thin_sizes
 from tests.support.minicpm import MiniCPMReference, make_minicpm, pieces_of, pixels_of
 from tests.support.minicpm import config_of as minicpm_config
 from tests.support.published_files import ORIGINALS
@@ -52,16 +52,6 @@ from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, Medi
 MINICPM_VERSION = 4.5
 FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
 """Tiles of 384 pixels have 27 patches of 14 per side: the towers see none of the last six pixels."""
-THIN = {
-    # its published code refuses images that become less than ten pixels high or wide
-    **dict.fromkeys(("phi4_multimodal", "phi4mm"), ((400, 10), (10, 400))),
-    # the reference fails for an image of which a side rounds to nothing
-    **dict.fromkeys(("llava+pixtral", "mistral3"), ((560, 4), (4, 560))),
-    # whose tower takes as long for one as all others together
-    "deepseek_ocr2": ((3, 600),),
-}
-"""Sizes of thin images of families that have others than the rest."""
-HUGE = (6000, 5000)
 
 
 def tiny_of(family: str) -> Tiny:
@@ -131,7 +121,7 @@ def make_checkpoint(folder: Path, family: str) -> Path:
 def test_thin_images(tmp_path: Path, family: str) -> None:
     """Of the largest ratio that is taken. Plan, pixels and tower together make the reference's embeddings."""
     folder = make_checkpoint(tmp_path / "model", family)
-    for size in THIN.get(family, ((600, 3), (3, 600))):
+    for size in thin_sizes(family):
         image = picture(*size, seed=1200)
         plan, rows = rows_of(folder, family, image)
         check_equal(rows, plan, reference_rows(folder, family, image))

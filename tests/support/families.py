@@ -35,6 +35,8 @@ SAME_MEDIA = {
 original files."""
 RELEASED_EDGES = [name for name in EDGE_MEDIA if name in RELEASED]
 """The same with the settings of released checkpoints: huge images."""
+ANSWERED_EDGES = [name for name in ANSWERED_IMAGES if name.startswith(("qwen", "glm"))]
+"""Answers about thin and huge images are compared."""
 ONE_IMAGE = ("cogvlm2",)
 """Families that take one image per request."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
@@ -44,6 +46,8 @@ ANSWERED_BACKBONES = (
 )
 """Backbones whose answers are compared in every run. The others differ from Qwen's by what the tests of ``layers``
 compare, and are left to the slow suite."""
+ONE_INSTANCE = ("qwen2_vl",)
+"""Of those with images, the ones that answer in ``1EPD`` in every run; the others do in the slow suite."""
 SLOW_ANSWERS = ("qwen3_5_moe", "glm4v_moe", "kimi_k25", "deepseek_ocr2", "idefics3", "llava+pixtral")
 """Answers are compared in the slow suite only: the tower is that of another model, and a mixture one of
 ``BACKBONES``. DeepSeek-OCR-2 takes images of at least 4,096 patches."""

@@ -61,3 +61,19 @@ TEXTS = [
     Case("several parts", ("First this.", "Then that, in a part of its own.")),
     Case("long", ("The quick brown fox jumps over the lazy dog. " * 5,)),
 ]
+
+THIN: dict[str, tuple[tuple[int, int], ...]] = {
+    # its published code refuses images that become less than ten pixels high or wide
+    **dict.fromkeys(("phi4_multimodal", "phi4mm"), ((400, 10), (10, 400))),
+    # the reference fails for an image of which a side rounds to nothing
+    **dict.fromkeys(("llava+pixtral", "mistral3"), ((560, 4), (4, 560))),
+    # whose tower takes as long for one as all others together
+    "deepseek_ocr2": ((3, 600),),
+}
+"""Sizes of thin images of families that have others than the rest."""
+HUGE = (6000, 5000)
+
+
+def thin_sizes(family: str) -> tuple[tuple[int, int], ...]:
+    """Sizes of images whose sides differ as much as the family, and its reference, take."""
+    return THIN.get(family, ((600, 3), (3, 600)))

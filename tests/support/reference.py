@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -91,6 +90,6 @@ class Reference:
             inputs |= media_types(self.model, tokens == image)
         if images:
             processor = image_processor(self.folder)
-            processed = processor([[np.asarray(image.convert("RGB")) for image in images]], return_tensors="pt")
+            processed = processor([[image.convert("RGB") for image in images]], return_tensors="pt")
             inputs |= {name: value for name, value in processed.items() if name not in UNUSED}
         return inputs
