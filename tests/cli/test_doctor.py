@@ -15,7 +15,7 @@ from tests.support.checkpoints import load_adapter, make_checkpoint
 from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
 from tests.support.published_files import make_original_internvl, make_published_phi4
-from tests.support.tiny import HEARING, make_tiny
+from tests.support.tiny import HEARING, SHARED, make_tiny
 from triptych.checkpoint.quantization import GroupQuantization
 from triptych.cli import main
 from triptych.layers import devices, native
@@ -106,14 +106,14 @@ def made(folder: Path, family: str) -> Path:
     """A checkpoint of a family, in transformers' files or in the published ones."""
     if family in PUBLISHED_FILES:
         return PUBLISHED_FILES[family](folder)
-    return make_tiny(folder, family)
+    return make_tiny(folder, *SHARED[family]) if family in SHARED else make_tiny(folder, family)
 
 
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(name, marks=[] if name == "internvl" else [pytest.mark.slow])
-        for name in (*ANSWERED_IMAGES, *HEARING, *PUBLISHED_FILES)
+        for name in (*ANSWERED_IMAGES, *HEARING, *SHARED, *PUBLISHED_FILES)
     ],
 )
 def test_a_folder_with_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str) -> None:

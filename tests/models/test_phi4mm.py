@@ -52,14 +52,15 @@ def reference_of(width: int, height: int) -> dict[str, torch.Tensor]:
     return Phi4Pixels(PROCESSOR)([[np.asarray(picture(width, height, 1))]])
 
 
-def test_plans_of_the_released_model() -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(3000, marks=pytest.mark.slow)])
+def test_plans_of_the_released_model(count: int) -> None:
     planner, source, counted = (
         Phi4MMPlanner({"model_type": "phi4_multimodal", **CONTEXT}, {}),
         0,
         0,
     )
     sizes = random.Random(1)
-    while counted < 400:
+    while counted < count:
         width, height = (int(2 ** sizes.uniform(3, 12.5)) for _ in range(2))
         try:
             plan = planner.plan(ImageHeader("PNG", width, height))
@@ -70,7 +71,7 @@ def test_plans_of_the_released_model() -> None:
         assert plan.rows == num_tokens(width, height)
         assert plan.parts[0].payload == grid(width, height, 448, 36)
         assert plan.is_whole
-    assert source < 40
+    assert source < count / 10
 
 
 @pytest.mark.parametrize(("width", "height", "rows"), [(448, 448, 545), (1344, 896, 1841), (10, 10, 545)])

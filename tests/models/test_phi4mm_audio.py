@@ -1,5 +1,6 @@
 """Audio of Phi-4-multimodal: features, plans and rows as in transformers, for a clip by itself."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from triptych.models.phi4mm.audio import LogFilterbank, audio_settings
 from triptych.models.phi4mm.plan import Phi4MMPlanner
 from triptych.models.phi4mm.preprocess import Phi4MMPreprocessor
 from triptych.prompt.probe_audio import probe_audio
-from triptych.types import ItemContext, ItemPlan
+from triptych.types import AudioHeader, ItemContext, ItemPlan
 
 PROCESSOR: dict[str, Any] = PHI4.preprocessor or {}
 MODES = {"speech": frozenset(("audio",)), "vision": frozenset(("audio", "image"))}
@@ -41,6 +42,16 @@ def test_features(samples: int) -> None:
     features = LogFilterbank(80)(heard)
     assert_close(torch.from_numpy(features), expected["audio_input_features"][0], 1e-4)
     assert plan_of(sound("wav", heard[None])).rows == int(expected["audio_embed_sizes"][0])
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(3000, marks=pytest.mark.slow)])
+def test_the_extractor_counts_as_many(count: int) -> None:
+    extractor, source = Phi4MultimodalFeatureExtractor(), random.Random(count)
+    planner, silence = Phi4MMPlanner(PHI4.config, PROCESSOR), np.zeros(160_000, np.float32)
+    for _ in range(count):
+        samples = int(400 * 400 ** source.random())
+        counted = extractor(silence[:samples], sampling_rate=16_000, return_tensors="pt")["audio_embed_sizes"]
+        assert planner.plan(AudioHeader("WAV", 16_000, 1, samples)).rows == int(counted[0])
 
 
 def test_short_clips_are_refused() -> None:

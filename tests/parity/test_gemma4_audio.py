@@ -12,7 +12,7 @@ import torch
 from tests.support.audio_cases import CASES
 from tests.support.checkpoints import load_reference
 from tests.support.harness import FLOAT32
-from tests.support.stage_loops import first_logits
+from tests.support.stage_loops import answer_of_two_encoders, first_logits
 from tests.support.tiny import make_tiny
 from tests.support.video_cases import MORE, RUNS, Model, answered
 
@@ -30,6 +30,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 def test_as_the_reference(model: Model, topology: str, chunk: int, pool: dict[str, Any]) -> None:
     engine = replace(FLOAT32, max_num_batched_tokens=chunk, **pool)
     assert answered(model, topology, engine) == model.answers
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_lost_in_the_middle_of_a_clip(model: Model) -> None:
+    name = "several windows"
+    number = list(CASES).index(name)
+    [item] = model.prompts[number].items
+    assert answer_of_two_encoders(model.folder, CASES[name], item.plan.rows) == model.answers[number]
 
 
 def test_first_token_logits(model: Model) -> None:

@@ -173,6 +173,13 @@ def test_an_encoder_that_is_lost_in_the_middle_of_an_image(model: Model) -> None
     assert answer_of_two_encoders(model.folder, MESSAGES[number], item.plan.rows) == model.answers[number]
 
 
+@pytest.mark.slow
+def test_an_encoder_that_is_lost_in_the_middle_of_a_clip(model: Model) -> None:
+    number = LORAS.index("speech")
+    [item] = PromptBuilder(model.folder).build(MESSAGES[number]).items
+    assert answer_of_two_encoders(model.folder, MESSAGES[number], item.plan.rows) == model.answers[number]
+
+
 async def lose(service: Running) -> None:
     names = [instance.name for instance in service.instances if instance.role.has_decoder]
     loops = dict(zip(names, service.engine_loops(), strict=True))

@@ -17,7 +17,7 @@ from tests.support.harness import FLOAT32, Messages, running
 from tests.support.published_files import ORIGINALS, make_of_type
 from tests.support.serving import served
 from tests.support.stage_loops import answer_of_two_encoders, count_parts
-from tests.support.tiny import make_tiny
+from tests.support.tiny import TINY, make_tiny
 from tests.support.video_cases import MORE, RUNS, SMALL, Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
 from triptych.prompt.tokenizer import Tokenizer
@@ -88,6 +88,33 @@ def test_model_types_whose_videos_are_another_ones(tmp_path: Path, model_type: s
         reference = Model(make_tiny(tmp_path / "saved", SAME_MEDIA[model_type], seed=4), cases)
     assert any(item.plan.modality == "video" for item in model.prompts[0].items)
     assert answered(model, topology) == reference.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+def test_glm_4_6v_as_published(tmp_path: Path, topology: str) -> None:
+    """Of GLM-4.5V's model type, with GLM-4.6V's processors: these decide on the frames and on the texts after them."""
+    tiny = TINY["glm4v_moe"]
+    cases = cases_of("glm4v")
+    del cases["three a second"]
+    own, other = (
+        Model(make_tiny(tmp_path / name, replace(tiny, preprocessor=image, video_preprocessor=video), seed=4), cases)
+        for name, image, video in (
+            ("4.6", named(tiny.preprocessor, "Image"), named(tiny.video_preprocessor, "Video")),
+            ("4.5", tiny.preprocessor, tiny.video_preprocessor),
+        )
+    )
+    assert own.prompts[0].tokens != other.prompts[0].tokens
+    assert answered(own, topology) == own.answers
+
+
+def named(settings: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    """A processor's file with the names of GLM-4.6V's."""
+    return (
+        (settings or {})
+        | {"processor_class": "Glm46VProcessor"}
+        | {f"{kind.lower()}_processor_type": f"Glm46V{kind}Processor"}
+    )
 
 
 @pytest.mark.slow
