@@ -144,6 +144,7 @@ PAGES = {
             "E2B and E4B take audio, at most 30 seconds a clip; an embedding stands for 40 ms.",
             "The sound of videos isn't used, as in the reference.",
             "Without `vision_config`, a checkpoint is a text model.",
+            "Gemma 4 12B (`gemma4_unified`), which has no encoder, isn't served: its model type is refused as unknown.",
         ),
     ),
     "mistral3": Page(
