@@ -27,6 +27,8 @@ WRITTEN_IMAGES = {"cogvlm2", "kimi_vl", "deepseek_vl_v2", "phi4_multimodal"}
 """Families whose images are compared with those of implementations in the tests."""
 ANSWERED_FAMILIES = {*TINY, "qwen3_vl", *OWN_TOWERS, *HEARING}.difference(families.SLOW_ANSWERS)
 """Families whose answers are compared in every run."""
+ONE_INSTANCE = {*families.ONE_INSTANCE, *families.TEXT_ALONE, *HEARING, *OMNI, "qwen3_vl"}
+"""Families that answer in one instance in every run, OMNI's about audio."""
 FIRST_LOGITS = {*families.REPRESENTATIVE, *families.TEXT_ALONE, *HEARING, "qwen3_vl"}
 """Families whose first logits are compared in every run, after a transfer of embeddings if they take media."""
 ANSWERED = {BACKBONES[name].config["model_type"] for name in families.ANSWERED_BACKBONES}
@@ -180,13 +182,13 @@ CHECKS = (
         "answers of one instance",
         "the same tokens from `1EPD`, and from `1E1PD` with whole prompts",
         "tests/parity",
-        ANSWERED_FAMILIES - {*OWN_TOWERS},
+        ONE_INSTANCE,
     ),
     Check(
         "answers of one instance of other models",
         "the same" + SLOW,
         "tests/parity/test_families.py",
-        ANSWERED_FAMILIES & {*OWN_TOWERS},
+        ANSWERED_FAMILIES - ONE_INSTANCE,
         in_ci=False,
     ),
     Check(
@@ -239,6 +241,13 @@ CHECKS = (
         columns=("logits", "answers", "split", "split P/D"),
     ),
     Check(
+        "answers about thin and huge images",
+        "32 greedy tokens equal with each stage on its own, whole and in chunks of 7" + SLOW,
+        "tests/parity/test_edge_images.py",
+        families.ANSWERED_EDGES,
+        in_ci=False,
+    ),
+    Check(
         "answers from original files",
         "equal to those of Transformers' files, in one instance and with each stage on its own; over Qwen3, Qwen3-MoE, "
         "gpt-oss and InternLM2 (as a Llama that computes the same) from `1E1PD`, with first logits within 1e-4",
@@ -287,7 +296,7 @@ CHECKS = (
         "tests/parity",
         {
             *(*families.VIDEO_ANSWERS, *families.FRAME_TILES, *families.FRAME_PARTS, *HEARING, *OMNI),
-            *("qwen3_vl", "kimi_k25", "minicpmv"),
+            *("qwen3_vl", "kimi_k25", "minicpmv", "phi4mm"),
         },
         columns=("recovery",),
         in_ci=False,

@@ -63,8 +63,14 @@ def is_compiled(layer: TowerLayer) -> tuple[bool, bool]:
     return layer.compiled_attend is not None, layer.compiled_finish is not None
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("weights", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        pytest.param(name, one, marks=[] if one == "float32" or name == "qwen2_5_vl" else pytest.mark.slow)
+        for name in FAMILIES
+        for one in ("float32", "float16", "bfloat16")
+    ],
+)
 def test_compiled_layers_are_bit_identical(folders: dict[str, Path], name: str, weights: str) -> None:
     """Families differ in norms, activations, gates and windows."""
     tower, layers = load(folders[name], WEIGHT_FORMATS[weights])

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.families import ANSWERED_IMAGES, REPRESENTATIVE, SLOW_ANSWERS
+from tests.support.families import ANSWERED_IMAGES, ONE_INSTANCE, REPRESENTATIVE, SLOW_ANSWERS
 from tests.support.image_cases import CASES, Case
 from tests.support.reference import Reference
-from tests.support.tiny import OWN_TOWERS
 from triptych.prompt.prompt import PlannedPrompt, PromptBuilder
 
 
@@ -53,7 +52,9 @@ DENSE_ALONE = (
 )
 """What these show doesn't depend on a layer's MLP: mixtures of experts are left to the slow suite."""
 
-WITH_FEWER = tuple(f"[{name}-{topology}]" for name in OWN_TOWERS for topology in ("1EPD", "1E1PD"))
+WITH_FEWER = tuple(
+    f"[{name}-{topology}]" for name in ANSWERED_IMAGES if name not in ONE_INSTANCE for topology in ("1EPD", "1E1PD")
+)
 """Left to the slow suite: in every run, the same models answer in 1E1P1D, and in 1E1PD in chunks."""
 OF_REPRESENTATIVE = ("test_an_encoder_that_is_lost", "test_first_token_logits")
 OTHERS = tuple(f"[{name}]" for name in ANSWERED_IMAGES if name not in REPRESENTATIVE)

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     asyncio.set_event_loop(None)
 
 
-@pytest.mark.parametrize("topology", ["1EPD", pytest.param("1E1PD", marks=slow), "1E1P1D"])
+@pytest.mark.parametrize("topology", ["1EPD", *(pytest.param(one, marks=slow) for one in ("1E1PD", "1E1P1D"))])
 def test_topologies(model: Hears, topology: str) -> None:
     assert answered(model, topology) == model.answers
 

@@ -70,11 +70,14 @@ def check_lost_encoder(model: Model, reference: Model) -> None:
     assert answer == reference.answers[number]
 
 
-@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+@pytest.mark.parametrize(
+    ("topology", "chunk"),
+    [("1PD", 4096), ("1P1D", 7), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("1PD", 7), ("1P1D", 4096)))],
+)
 @pytest.mark.parametrize("family", TEXT_ALONE)
-def test_text_alone(models: dict[str, Model], family: str, topology: str) -> None:
-    assert answered(models[family], topology) == models[family].answers
-    assert answered(models[family], topology, replace(FLOAT32, max_num_batched_tokens=7)) == models[family].answers
+def test_text_alone(models: dict[str, Model], family: str, topology: str, chunk: int) -> None:
+    engine = replace(FLOAT32, max_num_batched_tokens=chunk)
+    assert answered(models[family], topology, engine) == models[family].answers
 
 
 @pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])

@@ -57,8 +57,9 @@ def test_preemption_and_rows_from_another_instance(model: Model) -> None:
 @pytest.mark.parametrize(
     ("model", "topology", "sizes"),
     [
-        ("dense", "1E1P1D", "P=1,D=2"),
-        ("moe", "1E1P1D", "2"),
+        ("moe", "1E1P1D", "P=1,D=2"),
+        pytest.param("dense", "1E1P1D", "P=1,D=2", marks=pytest.mark.slow),
+        pytest.param("moe", "1E1P1D", "2", marks=pytest.mark.slow),
         # the tiny model has 2 kv heads, so that ranks share them
         pytest.param("dense", "1EP1D", "EP=2", marks=pytest.mark.slow),
         pytest.param("dense", "1E1P1D", "P=4,D=2", marks=pytest.mark.slow),

@@ -140,5 +140,6 @@ def test_preempted_requests_start_again(model: Model, topology: str) -> None:
     check_preemption(model, topology, REQUESTS)
 
 
+@pytest.mark.slow
 def test_lost_instances_are_replaced(model: Model) -> None:
     check_lost_instances(model, REQUESTS)

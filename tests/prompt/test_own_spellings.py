@@ -185,7 +185,9 @@ OWN = {
         image="<|endoftext10|>", audio="<|endoftext11|>", around=("<|user|>", "<|im_end|><|assistant|>"), lines=True
     ),
     "minicpmv": Own(
-        image="<image_id>{}</image_id><image><unk></image><slice><unk></slice><slice><unk></slice>", lines=True, own_template=True
+        image="<image_id>{}</image_id><image><unk></image><slice><unk></slice><slice><unk></slice>",
+        lines=True,
+        own_template=True,
     ),
 }
 

@@ -202,8 +202,7 @@ WHOLE, CHUNKS = 4096, 7
 ONE_BLOCK = {"receive_blocks": 1, "receive_block_rows": 8, "kv_receive_blocks": 4}
 
 RUNS = [
-    ("1E1PD", CHUNKS, ONE_BLOCK),
-    ("1E1P1D", WHOLE, ONE_BLOCK),
+    ("1E1P1D", CHUNKS, ONE_BLOCK),
 ]
 
 MORE = [
