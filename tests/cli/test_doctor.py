@@ -31,7 +31,7 @@ PUBLISHED_FILES: dict[str, Callable[[Path], Path]] = {
     "minicpmv": partial(make_minicpm, version=4.5),
 }
 """Families whose checkpoints are made otherwise than ``TINY``'s."""
-UNREAD = ("llava", "llava_next", "llava_onevision", "phi4_multimodal", "phi4mm", "qwen2_5_omni")
+UNREAD = ("llava", "llava_next", "llava_onevision", "phi4_multimodal", "phi4mm", "qwen2_5_omni", "qwen2_5_omni_thinker")
 """Families whose towers have tensors that nothing reads: layers after the one whose states are used, or embeddings."""
 
 

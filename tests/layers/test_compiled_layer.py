@@ -105,7 +105,7 @@ def answers(decoder: Decoder, cache_dtype: torch.dtype) -> list[Tensor]:
     return [*found, *pool.cache.tensors]
 
 
-FORMATS = [
+WITH_CACHES = [
     ("float16", torch.float16),
     ("float32", torch.float32),
     ("bfloat16", torch.float16),
@@ -121,9 +121,11 @@ compared in float16."""
 @pytest.mark.parametrize(
     ("name", "weights", "cache_dtype"),
     [
-        pytest.param(name, *one, marks=[] if one in FORMATS[: 5 if name in IN_ALL_FORMATS else 1] else pytest.mark.slow)
+        pytest.param(
+            name, *one, marks=[] if one in WITH_CACHES[: 5 if name in IN_ALL_FORMATS else 1] else pytest.mark.slow
+        )
         for name in (*PLAIN, "qwen2 window")
-        for one in FORMATS
+        for one in WITH_CACHES
     ],
 )
 def test_compiled_layer_is_bit_identical(
