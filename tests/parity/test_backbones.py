@@ -84,7 +84,7 @@ def test_blocks_and_ranks(models: Models, name: str) -> None:
     """A receive pool of one block; and two ranks."""
     block = replace(FLOAT32, kv_receive_blocks=1, receive_block_rows=8)
     assert answered(models[name], "1P1D", block) == models[name].answers
-    if text_section(BACKBONES[name].config)["num_key_value_heads"] % 2 == 0:
+    if text_section(MORE_BACKBONES[name].config)["num_key_value_heads"] % 2 == 0:
         ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
         assert answered(models[name], "1PD", ranks) == models[name].answers
 
