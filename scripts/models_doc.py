@@ -244,7 +244,7 @@ CHECKS = (
         "answers about thin and huge images",
         "32 greedy tokens equal with each stage on its own, whole and in chunks of 7" + SLOW,
         "tests/parity/test_edge_images.py",
-        families.ANSWERED_EDGES,
+        families.ANSWERED_IMAGES,
         in_ci=False,
     ),
     Check(

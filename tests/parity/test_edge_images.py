@@ -1,4 +1,4 @@
-"""Families answer about thin and huge images as transformers does."""
+"""Every family answers about thin and huge images as transformers does."""
 
 import asyncio
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from tests.parity.conftest import Model
-from tests.support.families import ANSWERED_EDGES, ONE_IMAGE
+from tests.support.families import ANSWERED_IMAGES, ONE_IMAGE
 from tests.support.harness import FLOAT32, running
 from tests.support.image_cases import HUGE, Case, picture, thin_sizes
 from tests.support.tiny import make_tiny
@@ -21,7 +21,7 @@ def huge() -> Image.Image:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ANSWERED_EDGES)
+@pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_thin_and_huge_images(tmp_path: Path, huge: Image.Image, family: str) -> None:
     """With each stage on its own, whole and in chunks of 7."""
     torch.set_num_threads(1)

@@ -35,10 +35,6 @@ SAME_MEDIA = {
 original files."""
 RELEASED_EDGES = [name for name in EDGE_MEDIA if name in RELEASED]
 """The same with the settings of released checkpoints: huge images."""
-ANSWERED_EDGES = [
-    name for name in ANSWERED_IMAGES if name.startswith(("qwen", "glm", "llava", "mistral3", "gemma3", "kimi"))
-]
-"""Answers about thin and huge images are compared."""
 ONE_IMAGE = ("cogvlm2",)
 """Families that take one image per request."""
 BACKBONE_TYPES = {tiny.config["model_type"] for tiny in BACKBONES.values()}
