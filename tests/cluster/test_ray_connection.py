@@ -34,11 +34,15 @@ from triptych.cluster.on_ray.messages import (
     Reserve,
     Reserved,
     Unfit,
+    Waiting,
 )
 from triptych.cluster.service_folder import RayPlace
 from triptych.cluster.supervision import Ended
 from triptych.config import EngineConfig, InstanceSpec, RankSizes
+from triptych.messages.codec import decode, encode
+from triptych.messages.operations import LaunchedInstance, LauncherReport, LaunchState, SparePlace
 from triptych.topology import Role
+from triptych.types import Address
 
 HOST = Host("host-e0-0", {"CPU": 1.0}, b"")
 PLACE = Place("e0-0", HOST, b"")
@@ -49,9 +53,11 @@ class Method:
     """A method of an actor, with what it returns or raises."""
 
     result: str | Exception
+    delay: float = 0.0
+    """Seconds until then."""
 
     async def remote(self, *_: object, after: float = 0.0) -> str:
-        await asyncio.sleep(after)
+        await asyncio.sleep(self.delay + after)
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
@@ -134,6 +140,32 @@ def test_an_actor_that_fails_otherwise_has_failed() -> None:
     ended = asyncio.run(ended_with(gone))
     assert ended.code > 0
     assert not ended.lost
+
+
+async def said_of_waiting() -> str:
+    """Return what an instance is said to wait for that Ray doesn't place."""
+    actor = Actor()
+    actor.begin = Method("", delay=60)
+    async with connection_to(actor) as (connection, reader):
+        connection.take(PLACE)
+        message = await anext(messages.received(reader, FromRay))
+    assert isinstance(message, Waiting)
+    return message.why
+
+
+def test_what_an_instance_waits_for_fits_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = "0123456789abcdef" * 2
+    free = {f"node_of_{number:064}": 1.0 for number in range(200)}
+    free |= {"CPU": 2.0, f"CPU_group_{group}": 1.0, f"CPU_group_0_{group}": 1.0, f"bundle_group_{group}": 1000.0}
+    monkeypatch.setattr("triptych.cluster.on_ray.driver.WAITING_AFTER", 0.0)
+    monkeypatch.setattr(ray, "available_resources", lambda: free)
+    why = asyncio.run(said_of_waiting())
+    assert why.startswith(f"it asks for 1 CPU; free on all nodes: 2 CPU, 1 node_of_{0:064}, ")
+    assert "_group_" not in why
+    instance = LaunchedInstance("e0", Role.E, LaunchState.STARTING, pending=why)
+    spares = [SparePlace(messages.shown(free), pending=why)]
+    report = LauncherReport(Address("tcp://10.0.0.1:1"), [instance], spares=spares)
+    assert decode(encode(report)) == report
 
 
 def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None:

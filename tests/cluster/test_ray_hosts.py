@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from triptych.cluster.on_ray.hosts import KEPT_SECONDS, RETRY_SECONDS, UNFIT_SECONDS, RayHost, RayHosts
+from triptych.cluster.on_ray.hosts import (
+    KEPT_SECONDS,
+    MAX_SPARE_PLACES,
+    RETRY_SECONDS,
+    UNFIT_SECONDS,
+    RayHost,
+    RayHosts,
+)
 from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, Release, Reserve, Reserved, Unfit, Waiting
 from triptych.messages.operations import SparePlace
 
@@ -310,6 +317,13 @@ def test_spares_are_shown_with_their_nodes_and_what_they_wait_for() -> None:
     cluster.start("e0", GPU)
     cluster.start("e1", GPU)
     assert cluster.hosts.spare_places() == shown[1:], "e1 has the other one"
+
+
+def test_many_spares_are_not_all_shown() -> None:
+    cluster = Cluster(spares=MAX_SPARE_PLACES + 1)
+    cluster.start("e0", node="a")
+    assert len(cluster.reserved()) == MAX_SPARE_PLACES + 1
+    assert len(cluster.hosts.spare_places()) == MAX_SPARE_PLACES
 
 
 def test_a_spare_where_no_instance_can_run_is_named_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:

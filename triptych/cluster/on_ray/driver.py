@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -60,6 +61,8 @@ REACH_SECONDS = 5.0
 """Seconds in which the cluster's address must accept a connection."""
 CALLS_AT_ONCE = 8
 """Threads of an actor: one waits for news, the others take signals."""
+_OF_PLACEMENT_GROUP = re.compile(r"_group_(\d+_)?[0-9a-f]{16,}$")
+"""Ends of Ray's own names of resources that are reserved for one."""
 
 
 class RayConnection:
@@ -300,7 +303,8 @@ def _first_line(error: Exception) -> str:
 def _asked(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources that an instance may ask for, without Ray's own."""
     hidden = ("memory", "object_store_memory", "node:")
-    return {name: amount for name, amount in resources.items() if not name.startswith(hidden)}
+    shown = [name for name in resources if not (name.startswith(hidden) or _OF_PLACEMENT_GROUP.search(name))]
+    return {name: resources[name] for name in shown}
 
 
 async def serve(connect: Connect) -> None:

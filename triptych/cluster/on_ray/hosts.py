@@ -34,6 +34,8 @@ RETRY_SECONDS = 10.0
 whose place isn't kept in which its node is avoided: the node may be lost, or not be able to run one."""
 UNFIT_SECONDS = 60.0
 """Seconds after a node was found where no instance can run in which no spare is asked for: Ray may choose it again."""
+MAX_SPARE_PLACES = 100
+"""Spare places that are shown: reports of them are sent twice a second."""
 
 
 class Hosted(Protocol):
@@ -196,10 +198,10 @@ class RayHosts:
                 self._next_spare = self._clock() + RETRY_SECONDS
 
     def spare_places(self) -> list[SparePlace]:
-        """Return the actors that wait for any instance."""
+        """Return the actors that wait for any instance, at most ``MAX_SPARE_PLACES``."""
         now = self._clock()
         idle = [one for one in self if one.process is None and one.is_current and one.kept_until <= now]
-        return [SparePlace(shown(one.host.resources), one.node, one.pending) for one in idle]
+        return [SparePlace(shown(one.host.resources), one.node, one.pending) for one in idle[:MAX_SPARE_PLACES]]
 
     def _idle(self, like: Host) -> list[RayHost]:
         return [one for one in self if one.process is None and one.host.resources == like.resources]

@@ -12,6 +12,8 @@ from triptych.messages.identity import ModelIdentity
 
 MAX_MESSAGE = 2**24
 """Bytes of the longest message."""
+MAX_SHOWN = 500
+"""Characters of resources in words: two of these and some words fit in the text of a report."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -163,8 +165,9 @@ FromRay = Connected | Waiting | News | Gone | Reserved | Unfit
 
 
 def shown(resources: Mapping[str, float]) -> str:
-    """Return resources in words: ``1 CPU, 2 large``."""
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount) or "nothing"
+    """Return resources in words: ``1 CPU, 2 large``. Many are cut."""
+    words = ", ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount) or "nothing"
+    return words if len(words) <= MAX_SHOWN else f"{words[:MAX_SHOWN]}…"
 
 
 def framed(message: FromSupervisor | FromRay) -> bytes:
