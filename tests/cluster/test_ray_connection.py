@@ -23,6 +23,7 @@ from triptych.cluster.on_ray.driver import RayConnection
 from triptych.cluster.on_ray.hosts import RayHost
 from triptych.cluster.on_ray.launcher import RayLauncher, RemoteProcess
 from triptych.cluster.on_ray.messages import (
+    Checking,
     Connected,
     FromRay,
     FromSupervisor,
@@ -187,20 +188,25 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     assert connection.killed == [HOST.name]
 
 
-async def said_of_spare(unfit: str) -> FromRay:
-    """Return what is said first of an actor without an instance."""
+async def said_of_spare(unfit: str) -> list[FromRay]:
+    """Return what is said of an actor without an instance, until its place counts or doesn't."""
+    said: list[FromRay] = []
     async with connection_to(Actor(unfit=unfit)) as (connection, reader):
         connection.take(Reserve(HOST))
-        message: FromRay = await anext(messages.received(reader, FromRay))
+        received = messages.received(reader, FromRay)
+        while not said or isinstance(said[-1], Waiting | Checking):
+            said.append(await anext(received))
         connection.take(Release(HOST.name))
         await connection.finish()
-    return message
+    return said
 
 
 def test_a_spare_place_is_checked_before_it_counts() -> None:
-    assert asyncio.run(said_of_spare("")) == Reserved(HOST.name, "10.0.0.3")
+    node = "10.0.0.3"
+    checking = Checking(HOST.name, node)
+    assert asyncio.run(said_of_spare("")) == [checking, Reserved(HOST.name, node)]
     why = "Triptych 0.2 is installed"
-    assert asyncio.run(said_of_spare(why)) == Unfit(HOST.name, "10.0.0.3", why)
+    assert asyncio.run(said_of_spare(why)) == [checking, Unfit(HOST.name, node, why)]
 
 
 class Launcher(RayLauncher):

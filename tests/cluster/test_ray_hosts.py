@@ -12,7 +12,17 @@ from triptych.cluster.on_ray.hosts import (
     RayHost,
     RayHosts,
 )
-from triptych.cluster.on_ray.messages import FromSupervisor, Gone, Host, Release, Reserve, Reserved, Unfit, Waiting
+from triptych.cluster.on_ray.messages import (
+    Checking,
+    FromSupervisor,
+    Gone,
+    Host,
+    Release,
+    Reserve,
+    Reserved,
+    Unfit,
+    Waiting,
+)
 from triptych.messages.operations import SparePlace
 
 CPU = {"CPU": 1.0}
@@ -56,7 +66,7 @@ class Cluster:
         self.hosts.end(host.host.name, keep=keep)
         self.hosts.balance()
 
-    def take(self, message: Waiting | Reserved | Unfit | Gone) -> None:
+    def take(self, message: Waiting | Checking | Reserved | Unfit | Gone) -> None:
         self.hosts.take(message)
         self.hosts.balance()
 
@@ -324,6 +334,20 @@ def test_many_spares_are_not_all_shown() -> None:
     cluster.start("e0", node="a")
     assert len(cluster.reserved()) == MAX_SPARE_PLACES + 1
     assert len(cluster.hosts.spare_places()) == MAX_SPARE_PLACES
+
+
+def test_a_spare_is_shown_as_being_checked(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(spares=1)
+    cluster.start("e0", node="a")
+    [spare] = cluster.reserved()
+    cluster.take(Waiting(spare.name, "it asks for more than there is"))
+    caplog.clear()
+    cluster.take(Checking(spare.name, "b"))
+    says = "b is checked for the version and the model"
+    assert cluster.hosts.spare_places() == [SparePlace("1 CPU", pending=says)]
+    assert caplog.text == "", "it waits for nothing"
+    cluster.take(Reserved(spare.name, "b"))
+    assert cluster.hosts.spare_places() == [SparePlace("1 CPU", "b")]
 
 
 def test_a_spare_where_no_instance_can_run_is_named_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:

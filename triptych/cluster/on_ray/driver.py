@@ -18,6 +18,7 @@ import msgspec
 from triptych import exit_codes
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.messages import (
+    Checking,
     Connect,
     Connected,
     FromRay,
@@ -177,6 +178,8 @@ class RayConnection:
                 try:
                     node = await actor.node.remote(after=ASK_SECONDS if known else 0.0)
                     self._placed.add(host.name)
+                    if not known:
+                        self._send(Checking(host.name, node))  # which may take minutes
                     why = "" if known else await actor.unfit.remote()
                 except ray.exceptions.ActorUnavailableError:  # its node may come back
                     self._placed.add(host.name)
@@ -268,6 +271,8 @@ class RayConnection:
         await asyncio.sleep(WAITING_AFTER)
         while host.resources and host.name not in self._placed:  # what asks for nothing fits
             free = await asyncio.to_thread(ray.available_resources)
+            if host.name in self._placed:  # meanwhile
+                return
             asked = f"it asks for {messages.shown(host.resources)}; free on all nodes: {messages.shown(_asked(free))}"
             self._send(Waiting(key, asked))
             await asyncio.sleep(WAITING_INTERVAL)

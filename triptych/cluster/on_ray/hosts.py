@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from triptych.cluster.on_ray.messages import (
+    Checking,
     FromSupervisor,
     Gone,
     Host,
@@ -174,7 +175,7 @@ class RayHosts:
                     self._hosts[spare.name] = RayHost(spare, example.encodes)
                     self._send(Reserve(spare))
 
-    def take(self, message: Waiting | Reserved | Unfit | Gone | News) -> None:
+    def take(self, message: Waiting | Checking | Reserved | Unfit | Gone | News) -> None:
         """Take what is said of an actor, or of an instance that has ended."""
         host = self._hosts.get(message.key)
         if host is None or host.process is not None:  # it was released, or has got an instance
@@ -184,6 +185,8 @@ class RayHosts:
                 if not host.pending:
                     log.warning("a spare place isn't free yet: %s", why)
                 host.pending = why
+            case Checking(node=node):
+                host.pending = f"{node} is checked for the version and the model"
             case Reserved(node=node):
                 if not host.node:
                     log.info("a spare place waits on %s", node)

@@ -25,6 +25,7 @@ from triptych.cluster.local import STOP_GRACE
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.hosts import RayHost, RayHosts
 from triptych.cluster.on_ray.messages import (
+    Checking,
     Connect,
     Connected,
     FromRay,
@@ -380,7 +381,7 @@ class RayLauncher:
                 self._hosts.ask_again(set(message.hosts) - set(self._found.values()))
             else:
                 self._connected.set_result(message)
-        elif isinstance(message, Reserved | Unfit) or (known := self._processes.get(message.key)) is None:
+        elif isinstance(message, Checking | Reserved | Unfit) or (known := self._processes.get(message.key)) is None:
             self._hosts.take(message)
         else:
             known.take(message)

@@ -141,6 +141,15 @@ class Gone(Struct, frozen=True, tag=True):
     """Whether Ray ended it because its node's memory was used up."""
 
 
+class Checking(Struct, frozen=True, tag=True):
+    """Ray process → supervisor: it is seen whether instances can run where an actor without one has its place."""
+
+    key: str
+    """The actor's name."""
+    node: str
+    """Address of its node."""
+
+
 class Reserved(Struct, frozen=True, tag=True):
     """Ray process → supervisor: an actor without an instance has its place."""
 
@@ -161,7 +170,7 @@ class Unfit(Struct, frozen=True, tag=True):
 
 
 FromSupervisor = Reserve | Release | Place | Signal
-FromRay = Connected | Waiting | News | Gone | Reserved | Unfit
+FromRay = Connected | Waiting | News | Gone | Checking | Reserved | Unfit
 
 
 def shown(resources: Mapping[str, float]) -> str:
