@@ -67,7 +67,7 @@ class Method:
 class Actor:
     """An actor whose methods fail, or one without an instance on a node that is unfit for the given reason."""
 
-    def __init__(self, error: Exception | None = None, unfit: str = "") -> None:
+    def __init__(self, error: Exception | None = None, unfit: str | Exception = "") -> None:
         self.begin = self.node = Method(error or "10.0.0.3")
         self.unfit = Method(unfit)
 
@@ -188,25 +188,36 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     assert connection.killed == [HOST.name]
 
 
-async def said_of_spare(unfit: str) -> list[FromRay]:
-    """Return what is said of an actor without an instance, until its place counts or doesn't."""
+async def said_of_spare(unfit: str | Exception) -> tuple[list[FromRay], list[str]]:
+    """Return what is said of an actor without an instance, until its place counts or doesn't, and the actors that are
+    killed until then."""
     said: list[FromRay] = []
     async with connection_to(Actor(unfit=unfit)) as (connection, reader):
         connection.take(Reserve(HOST))
         received = messages.received(reader, FromRay)
         while not said or isinstance(said[-1], Waiting | Checking):
             said.append(await anext(received))
+        killed = list(connection.killed)
         connection.take(Release(HOST.name))
         await connection.finish()
-    return said
+    return said, killed
 
 
 def test_a_spare_place_is_checked_before_it_counts() -> None:
     node = "10.0.0.3"
     checking = Checking(HOST.name, node)
-    assert asyncio.run(said_of_spare("")) == [checking, Reserved(HOST.name, node)]
+    assert asyncio.run(said_of_spare("")) == ([checking, Reserved(HOST.name, node)], [])
     why = "Triptych 0.2 is installed"
-    assert asyncio.run(said_of_spare(why)) == [checking, Unfit(HOST.name, node, why)]
+    assert asyncio.run(said_of_spare(why)) == ([checking, Unfit(HOST.name, node, why)], [])
+
+
+def test_an_actor_that_cannot_be_checked_is_ended() -> None:
+    said, killed = asyncio.run(said_of_spare(ray.exceptions.RayError("its check failed")))
+    assert said[-1] == Gone(HOST.name, "its check failed")
+    assert killed == [HOST.name]
+    said, killed = asyncio.run(said_of_spare(ray.exceptions.ActorDiedError()))
+    assert isinstance(said[-1], Gone)
+    assert killed == [], "it has ended"
 
 
 class Launcher(RayLauncher):

@@ -192,6 +192,8 @@ class RayConnection:
                     known = True
                     self._send(Reserved(host.name, node))
         except ray.exceptions.RayError as error:
+            if not isinstance(error, ray.exceptions.RayActorError):  # its method failed, and it lives
+                await self._release(host.name)
             self._forget(host.name)
             self._send(Gone(host.name, _why(error)))
         finally:
