@@ -188,12 +188,12 @@ def test_an_actor_that_is_released_while_it_is_created_is_killed_after() -> None
     assert connection.killed == [HOST.name]
 
 
-async def said_of_spare(unfit: str | Exception) -> tuple[list[FromRay], list[str]]:
+async def said_of_spare(unfit: str | Exception, fit_node: str = "") -> tuple[list[FromRay], list[str]]:
     """Return what is said of an actor without an instance, until its place counts or doesn't, and the actors that are
     killed until then."""
     said: list[FromRay] = []
     async with connection_to(Actor(unfit=unfit)) as (connection, reader):
-        connection.take(Reserve(HOST))
+        connection.take(Reserve(HOST, fit_node))
         received = messages.received(reader, FromRay)
         while not said or isinstance(said[-1], Waiting | Checking):
             said.append(await anext(received))
@@ -209,6 +209,14 @@ def test_a_spare_place_is_checked_before_it_counts() -> None:
     assert asyncio.run(said_of_spare("")) == ([checking, Reserved(HOST.name, node)], [])
     why = "Triptych 0.2 is installed"
     assert asyncio.run(said_of_spare(why)) == ([checking, Unfit(HOST.name, node, why)], [])
+
+
+def test_a_place_is_not_checked_again_where_an_instance_was_ready() -> None:
+    """The actor's example may be of a model that isn't served any more."""
+    why = "no such folder"
+    assert asyncio.run(said_of_spare(why, "10.0.0.3")) == ([Reserved(HOST.name, "10.0.0.3")], [])
+    said, _ = asyncio.run(said_of_spare(why, "10.0.0.4"))
+    assert said[-1] == Unfit(HOST.name, "10.0.0.3", why), "Ray has started another actor of its name"
 
 
 def test_an_actor_that_cannot_be_checked_is_ended() -> None:

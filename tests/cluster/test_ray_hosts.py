@@ -53,10 +53,12 @@ class Cluster:
     def __post_init__(self) -> None:
         self.hosts = RayHosts(self.spares, self.sent.append, lambda: self.now)
 
-    def start(self, name: str, resources: dict[str, float] = CPU, node: str = "") -> tuple[RayHost, Instance]:
+    def start(
+        self, name: str, resources: dict[str, float] = CPU, node: str = "", model: str = ""
+    ) -> tuple[RayHost, Instance]:
         """Start an instance, on its node if that is known at once."""
         self.number += 1
-        new = RayHost(Host(f"host-{self.number}", resources, name.encode()), encodes=name.startswith("e"))
+        new = RayHost(Host(f"host-{self.number}", resources, (name + model).encode()), name.startswith("e"), model)
         host, instance = self.hosts.choose(name, new), Instance(name, node)
         self.hosts.begin(host, instance)
         self.hosts.balance()
@@ -86,7 +88,7 @@ def test_the_next_instance_is_where_it_was() -> None:
     pd0, _ = cluster.start("pd0", node="b")
     for host in (e0, pd0):
         cluster.end(host, keep=True)
-    assert cluster.asked() == [Reserve(e0.host), Reserve(pd0.host)]  # so that they are watched, and stay
+    assert cluster.asked() == [Reserve(e0.host, "a"), Reserve(pd0.host, "b")]  # so that they are watched, and stay
     assert cluster.start("pd0")[0] is pd0
     assert cluster.start("e0")[0] is e0
     assert cluster.asked() == []
@@ -174,7 +176,7 @@ def test_a_place_that_is_kept_is_no_spare_to_give_up() -> None:
     cluster.end(e0, keep=True)
     pd0.pending = "it asks for 1 CPU, 1 GPU"
     cluster.hosts.balance()
-    assert cluster.asked() == [Reserve(e0.host)]
+    assert cluster.asked() == [Reserve(e0.host, "a")]
 
 
 def test_a_spare_with_a_place_comes_before_one_that_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +246,7 @@ def test_a_place_that_is_kept_counts_beside_the_spares() -> None:
     e0, _ = cluster.start("e0", node="a")
     [spare] = cluster.reserved()
     cluster.end(e0, keep=True)
-    assert cluster.asked() == [Reserve(e0.host)]
+    assert cluster.asked() == [Reserve(e0.host, "a")]
     assert cluster.start("e0")[0] is e0
     assert [host.host for host in cluster.hosts if host.process is None] == [spare]
 
@@ -292,6 +294,22 @@ def test_spares_are_like_instances_of_current_code() -> None:
     assert spare.example == b"e1"
 
 
+def test_spares_of_a_model_that_no_instance_has_any_more_are_replaced() -> None:
+    cluster = Cluster(spares=2)
+    old, _ = cluster.start("e0", node="a")
+    cluster.hosts.renew()
+    cluster.asked()
+    new, _ = cluster.start("pd0", node="b", model="new")
+    assert new.host.example == b"pd0new", "it is checked for the model that it has"
+    assert [one.example for one in cluster.reserved()] == [b"pd0new"]
+    [former] = [one.host for one in cluster.hosts if one.process is None and one.model != "new"]
+    cluster.end(old, keep=False)
+    *released, reserve = cluster.asked()
+    assert released == [Release(old.host.name), Release(former.name)]
+    assert isinstance(reserve, Reserve)
+    assert reserve.host.example == b"pd0new"
+
+
 def test_another_process_is_asked_for_all() -> None:
     cluster = Cluster(spares=1)
     _, e0 = cluster.start("e0", node="a")
@@ -299,6 +317,9 @@ def test_another_process_is_asked_for_all() -> None:
     cluster.hosts.ask_again([])
     assert e0.asked_again == 1
     assert cluster.asked() == [Reserve(spare)]
+    cluster.take(Reserved(spare.name, "b"))
+    cluster.hosts.ask_again([])
+    assert cluster.asked() == [Reserve(spare, "b")], "it needs no other check"
 
 
 def test_an_actor_that_was_released_without_a_connection_is_released_again() -> None:

@@ -97,7 +97,7 @@ class RayConnection:
                 self._stop_attending(host.name)
                 self._begin(self._follow(message))
             case Reserve(host):
-                self._attending[host.name] = self._begin(self._attend(host))
+                self._attending[host.name] = self._begin(self._attend(message))
             case Release(name):
                 self._stop_attending(name)
                 self._releasing.add(task := self._begin(self._release(name)))
@@ -163,9 +163,10 @@ class RayConnection:
             watching.cancel()
             self._places.pop(key, None)
 
-    async def _attend(self, host: Host) -> None:
+    async def _attend(self, reserve: Reserve) -> None:
         """Start an actor without an instance, or find it, and report whether it has a place that is fit for instances
         until it has ended."""
+        host = reserve.host
         try:
             actor = await self._reach(host, new=True)
             self._placed.discard(host.name)  # until it answers: Ray may have started another actor of its name
@@ -178,9 +179,10 @@ class RayConnection:
                 try:
                     node = await actor.node.remote(after=ASK_SECONDS if known else 0.0)
                     self._placed.add(host.name)
-                    if not known:
+                    is_fit = known or node == reserve.fit_node
+                    if not is_fit:
                         self._send(Checking(host.name, node))  # which may take minutes
-                    why = "" if known else await actor.unfit.remote()
+                    why = "" if is_fit else await actor.unfit.remote()
                 except ray.exceptions.ActorUnavailableError:  # its node may come back
                     self._placed.add(host.name)
                     await asyncio.sleep(UNAVAILABLE_DELAY)

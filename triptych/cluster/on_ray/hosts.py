@@ -59,6 +59,8 @@ class RayHost:
     host: Host
     encodes: bool
     """Whether it has imported what encode instances do."""
+    model: str = ""
+    """Folder of the model that its example has."""
     process: Hosted | None = None
     """The instance that it has."""
     node: str = ""
@@ -113,8 +115,9 @@ class RayHosts:
             )
 
         chosen = max((one for one in self._idle(new.host) if one.is_current), key=rank, default=new)
-        if new.encodes >= chosen.encodes:  # it imports what this one needs, and so do spares that are like it
-            chosen.encodes = new.encodes
+        # it imports what this one needs, and so do spares that are like it
+        if new.encodes >= chosen.encodes or new.model != chosen.model:
+            chosen.encodes, chosen.model = new.encodes, new.model
             chosen.host = msgspec.structs.replace(chosen.host, example=new.host.example)
         return chosen
 
@@ -129,7 +132,7 @@ class RayHosts:
         process, host.process = host.process, None
         if process is not None and keep and host.is_current:
             host.node, host.former, host.kept_until = process.node, process.name, self._clock() + KEPT_SECONDS
-            self._send(Reserve(host.host))
+            self._send(Reserve(host.host, host.node))
         else:
             if process is not None and process.node:
                 self._doubted[process.node] = self._clock() + RETRY_SECONDS
@@ -148,7 +151,7 @@ class RayHosts:
             self._send(Release(name))
         for host in self:
             if host.process is None:
-                self._send(Reserve(host.host))
+                self._send(Reserve(host.host, host.node))
             else:
                 host.process.ask_again()
 
@@ -162,8 +165,10 @@ class RayHosts:
         # instances do serves all
         examples = sorted(running, key=lambda one: (one.is_current, one.encodes), reverse=True)
         self._needed |= {_key_of(one.host): now + KEPT_SECONDS for one in examples}
+        models = {one.model for one in running}  # two during a rollout, and none while the only instance comes back
         for host in [one for one in self if one.process is None and one.kept_until <= now]:
-            is_needed = host.is_current and self._needed.get(_key_of(host.host), 0.0) > now
+            is_like_one = host.is_current and (host.model in models or not models)
+            is_needed = is_like_one and self._needed.get(_key_of(host.host), 0.0) > now
             if pending and is_needed:
                 log.warning("a spare place is given up: instance %s has no place", pending)
             if pending or not is_needed or self._free(host.host) > self.spares:
@@ -172,7 +177,7 @@ class RayHosts:
             for example in examples:
                 while self._free(example.host) < self.spares:
                     spare = msgspec.structs.replace(example.host, name=f"spare-{secrets.token_hex(4)}")
-                    self._hosts[spare.name] = RayHost(spare, example.encodes)
+                    self._hosts[spare.name] = RayHost(spare, example.encodes, example.model)
                     self._send(Reserve(spare))
 
     def take(self, message: Waiting | Checking | Reserved | Unfit | Gone | News) -> None:

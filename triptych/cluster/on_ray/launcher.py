@@ -300,7 +300,8 @@ class RayLauncher:
         example = msgspec.msgpack.encode(msgspec.structs.replace(assignment, secret=b""))
         key = _key_of(spec.name, incarnation)
         found = self._found.pop(key, "")
-        host = RayHost(Host(found or f"host-{key}", self._asked(instance), example), instance.role.encodes)
+        placed = Host(found or f"host-{key}", self._asked(instance), example)
+        host = RayHost(placed, instance.role.encodes, instance.model)
         if not found:
             host = self._hosts.choose(spec.name, host)
         place = Place(key, host.host, msgspec.msgpack.encode(assignment), seen=-1 if found else 0, heard=bool(found))

@@ -60,6 +60,9 @@ class Reserve(Struct, frozen=True, tag=True):
     """Supervisor → Ray process: keep this actor, which has no instance; start it unless it exists."""
 
     host: Host
+    fit_node: str = ""
+    """Address of the node where it was checked, or had an instance that was ready: it isn't checked there again. Its
+    example may be of a model that isn't served any more."""
 
 
 class Release(Struct, frozen=True, tag=True):
