@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.support.commands import FAST, Command, one_line_error, picture_answer, triptych, wait_for
 from tests.support.on_ray import NODE, control_flags, is_whole, launched, pid_of, status
@@ -128,6 +129,7 @@ def spare_server(cluster: RayCluster) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the instance would find a GPU")
 def test_an_instance_sees_the_gpu_that_ray_has_given_it(folder: Path) -> None:
     """The node says that it has two, and has none: it is seen what the instance is told, and that it looks for one."""
     node = NODE | {"GPU": 2.0}
