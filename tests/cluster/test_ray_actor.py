@@ -3,19 +3,24 @@
 import asyncio
 import os
 import stat
+import threading
 from asyncio.subprocess import PIPE
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("ray", reason="Ray isn't installed: pip install 'triptych[ray]'")
+
+import ray
 
 import triptych
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print, SpawnedProcess
 from triptych.cluster.launcher import LocalLauncher
-from triptych.cluster.on_ray.actor import KEPT_LINES, HostedInstance, unfit_for
+from triptych.cluster.on_ray import actor
+from triptych.cluster.on_ray.actor import KEPT_LINES, HostActor, HostedInstance, unfit_for
 from triptych.cluster.on_ray.messages import News, PlacedInstance
 from triptych.config import InstanceSpec
 from triptych.messages.identity import ModelIdentity
@@ -97,6 +102,28 @@ def test_the_oldest_of_too_many_lines_are_dropped_for_a_supervisor_that_does_not
     lines, news = told(run(placed(folder), ShellLauncher(f"seq {number}")))
     assert lines == [str(one) for one in range(1001, number + 1)]
     assert news.seen == number
+
+
+def test_an_actor_does_not_end_while_its_node_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashing a checkpoint takes longer than an actor lives without a question."""
+    ended, while_checked = threading.Event(), list[bool]()
+
+    def check(*_: object) -> None:
+        monkeypatch.setattr(actor, "REMEMBERED_SECONDS", 0.0)
+        while_checked.append(ended.wait(0.2))
+
+    def end(_: int) -> None:
+        ended.set()
+        threading.Event().wait()  # it doesn't return
+
+    monkeypatch.setattr(actor, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(actor, "_check", check)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(LocalLauncher, "prepare", lambda *_: None)  # nothing is started
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: NODE)
+    assert HostActor(msgspec.msgpack.encode(placed(folder))).unfit() == ""
+    assert while_checked == [False]
+    assert ended.wait(10), "nothing asks for it"
 
 
 def test_a_node_is_fit_only_with_the_version_and_the_model_of_the_service(folder: Path, other_folder: Path) -> None:
