@@ -43,6 +43,7 @@ def test_a_service_on_two_nodes(folder: Path) -> None:
         service(cluster, folder, "--ray-resources", "E=encoder:1,PD=decoder:1") as command,
     ):
         url = command.wait_until_ready()
+        assert "instances compute on CPUs: --device cuda asks Ray for GPUs, and --device auto doesn't" in command.text
         assert picture_answer(url, "tiny")
         instances = [pid_of(command, "e0"), pid_of(command, "pd0")]
         assert [cluster.raylet_of(pid) for pid in instances] == cluster.raylets

@@ -134,12 +134,18 @@ async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Na
     place = RayPlace(ray_address(arguments.on), resources, spares)
     if not arguments.detach:
         async with RayLauncher(place, _print_line) as launcher:
-            return await _supervise(replace(config, cluster=launcher.cluster(config.cluster)), topology, launcher)
+            return await _supervise(_on_ray(config, launcher), topology, launcher)
     with ServiceFolder(arguments.name or config.frontend.http.served_model_name) as folder:
         folder.create(place)
         async with RayLauncher(place, _print_line, folder=folder) as launcher:
-            config = replace(config, cluster=launcher.cluster(config.cluster))
-            return await _supervise(config, topology, launcher, folder)
+            return await _supervise(_on_ray(config, launcher), topology, launcher, folder)
+
+
+def _on_ray(config: ServeConfig, launcher: RayLauncher) -> ServeConfig:
+    """Return the settings with the addresses and the secret of the Ray cluster that the launcher has reached."""
+    if config.engine.device == "auto":
+        log.info("instances compute on CPUs: --device cuda asks Ray for GPUs, and --device auto doesn't")
+    return replace(config, cluster=launcher.cluster(config.cluster))
 
 
 def _attach(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,8 @@ class EngineConfig(Settings):
 
     device: str = setting(
         "auto",
-        "device that an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu",
+        "device that an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu; on "
+        "Ray, auto is cpu",
     )
     dtype: str = setting(
         "auto",
