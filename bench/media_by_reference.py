@@ -196,7 +196,7 @@ class Frontend:
     async def encode(self, key: str, data: bytes, plan: ItemPlan) -> tuple[float, bool]:
         """Have an item encoded for a request. Returns the seconds until its rows exist, and if they were cached."""
         spans = Placement((Span(0, plan.rows),))
-        item = PlannedItem(key, data, plan, spans, "messages[0]")
+        item = PlannedItem(key, data, plan, spans, "messages[0]", 0)
         tokens = [0] * plan.rows + [1]
         prompt = PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens))), len(tokens)), (item,))
         stream = self.router.lifecycle.submit(RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=1), [])

@@ -19,7 +19,7 @@ def record(
 ) -> RequestRecord:
     """An answered request of eleven tokens, unless ``first`` is None, the seconds to the first of them."""
     made = RequestRecord(id, "POST", client="key deadbeef", began=began, handler=CHAT, status=200)
-    choice = made.begin_choice(100, 2)
+    choice = made.begin_choice(100, [1, 0])
     if first is not None:
         choice.first_token, choice.last_token = began + first, began + first + 10 * each
         choice.num_tokens, choice.num_reused, choice.finish_reason = 11, 40, "stop"
@@ -49,6 +49,14 @@ def test_what_is_shown_of_a_request() -> None:
     assert view.slowest == "decode"
     assert view.client == client_name("key deadbeef") != client_name("key deadbee")
     assert "deadbeef" not in view.client and view.client.startswith("key ")
+
+
+def test_items_have_the_requests_numbers() -> None:
+    """``record``'s template places them in another order."""
+    [choice] = record().generations
+    choice.add([Interval("encode", BEGAN, BEGAN + 0.1)], "e0", 0)
+    choice.add([Interval("transfer", BEGAN, BEGAN + 0.1, item) for item in (1, 0)], "pd0")
+    assert [one.item for one in choice.intervals] == [1, 0, 1]
 
 
 def test_requests_in_flight_come_first_and_the_ended_ones_are_bounded() -> None:

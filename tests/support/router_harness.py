@@ -45,6 +45,7 @@ def prompt(*costs: float) -> PlannedPrompt:
             plan_of(2, cost=cost),
             Placement((Span(2 * n, 2),)),
             f"messages[{n}]",
+            n,
         )
         for n, cost in enumerate(costs)
     )

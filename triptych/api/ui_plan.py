@@ -7,8 +7,9 @@ from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
 
 def prompt_plan(prompt: PlannedPrompt, planner: Planner) -> PromptPlan:
-    """Return the plan's sizes and costs, without content. ``planner`` is the model's."""
-    return PromptPlan(len(prompt.tokens), [_item(item.plan, planner) for item in prompt.items])
+    """Return the plan's sizes and costs, without content; items in the request's order. ``planner`` is the model's."""
+    items = sorted(prompt.items, key=lambda item: item.number)
+    return PromptPlan(len(prompt.tokens), [_item(item.plan, planner) for item in items])
 
 
 def _item(plan: ItemPlan, planner: Planner) -> ItemPreview:

@@ -241,3 +241,4 @@ class PromptPlan(Struct, frozen=True):
     num_tokens: int
     """Of the whole prompt, those of its items included."""
     items: list[ItemPreview]
+    """In the request's order."""

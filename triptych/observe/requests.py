@@ -1,7 +1,7 @@
 """Records of HTTP requests, made while they are answered: the only source of metrics, log lines and traces."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -20,7 +20,8 @@ class ChoiceRecord:
 
     num_prompt: int
     """Prompt tokens."""
-    num_items: int
+    numbers: Sequence[int]
+    """Of the prompt's items, in its order: their places in the request."""
     arrived: float
     """When the HTTP request arrived."""
     counted: bool
@@ -38,11 +39,17 @@ class ChoiceRecord:
     """Name of the error, if it failed."""
     intervals: list[Interval] = field(default_factory=list)
 
+    @property
+    def num_items(self) -> int:
+        return len(self.numbers)
+
     def add(self, intervals: Iterable[Interval], engine: str, item: int | None = None) -> None:
-        """Add an instance's intervals, for one item or for the whole request. An interval may name another instance."""
+        """Add an instance's intervals, for one item or for the whole request. An interval may name another instance.
+        Items are given by their places in the prompt."""
         for one in intervals:
-            of = one.item if item is None else item
-            self.intervals.append(msgspec.structs.replace(one, engine=one.engine or engine, item=of))
+            index = one.item if item is None else item
+            number = None if index is None else self.numbers[index]
+            self.intervals.append(msgspec.structs.replace(one, engine=one.engine or engine, item=number))
 
 
 @dataclass(eq=False)
@@ -96,8 +103,8 @@ class RequestRecord:
         """Call ``release`` when the request ends."""
         self.ending.callback(release)
 
-    def begin_choice(self, num_prompt: int, num_items: int) -> ChoiceRecord:
+    def begin_choice(self, num_prompt: int, numbers: Sequence[int]) -> ChoiceRecord:
         """Create the record of a new choice."""
-        choice = ChoiceRecord(num_prompt, num_items, self.began, self.counted, submitted=time.time())
+        choice = ChoiceRecord(num_prompt, numbers, self.began, self.counted, submitted=time.time())
         self.generations.append(choice)
         return choice

@@ -61,6 +61,8 @@ class PlannedItem:
     placement: Placement
     param: str
     """The request's field that it came from, for errors found later."""
+    number: int
+    """Its place among the request's items, from 0."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class PlannedPrompt:
     positions: Positions
     """Of all tokens."""
     items: tuple[PlannedItem, ...] = ()
+    """In the order of their placements, which is the template's and may not be the request's."""
     reasoning: Reasoning = Reasoning.NONE
     """Whether the answer begins with reasoning."""
     lora: str = ""
@@ -87,6 +90,7 @@ class _UnplacedItem:
     label: str
     """See ``Planner.label``."""
     param: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class PromptBuilder:
             tokens=tokens,
             positions=self.planner.positions(num_tokens, placements, plans),
             items=tuple(
-                PlannedItem(self._key(one.data, one.plan), one.data, one.plan, placement, one.param)
+                PlannedItem(self._key(one.data, one.plan), one.data, one.plan, placement, one.param, one.number)
                 for one, placement in zip(media, placements, strict=True)
             ),
             reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
@@ -334,8 +338,8 @@ class PromptBuilder:
                 except MediaError as error:
                     error.param = param
                     raise
+                yield _UnplacedItem(part["data"], plan, label, param, planned.total())
                 planned[modality] += 1
-                yield _UnplacedItem(part["data"], plan, label, param)
 
     def _plan(self, part: Mapping[str, Any], counted: MediaBudget, among: Among) -> tuple[ItemPlan, str]:
         """Return an item's plan and its label."""

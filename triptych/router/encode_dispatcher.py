@@ -42,7 +42,7 @@ class EncodeTask:
 
     request: RequestId
     index: int
-    """The item's index in its request."""
+    """The item's index in its prompt."""
     item: PlannedItem
     transfer: TransferId
     consumer: Address

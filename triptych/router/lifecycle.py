@@ -125,7 +125,8 @@ class RequestLifecycle:
             client=client,
             lora=prompt.lora,
         )
-        stream = TokenStream(request, record.begin_choice(len(prompt.tokens), len(prompt.items)), read)
+        choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
+        stream = TokenStream(request, choice, read)
         self._metrics.admitted(stream.record)
         now = self._clock()
         state = RequestState(
