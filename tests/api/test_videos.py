@@ -35,6 +35,8 @@ def test_a_request_sets_the_number_of_frames(service: Served) -> None:
     assert prompt_tokens(service, part, mm_processor_kwargs={"num_frames": 4}) < halved
     smaller = prompt_tokens(service, part, mm_processor_kwargs={"max_pixels": 16 * 32 * 32, "min_pixels": 1})
     assert smaller < all_of_it
+    size = {"shortest_edge": 1, "longest_edge": 16 * 32 * 32}
+    assert prompt_tokens(service, part, mm_processor_kwargs={"size": size}) == smaller
     assert service.text([part, text_part("x")], mm_processor_kwargs={"fps": 1}, max_tokens=24) != service.text(
         [part, text_part("x")], max_tokens=24
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -47,7 +48,7 @@ from triptych.models.registry import FAMILIES, family_of, resolve
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_video import probe_video
-from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, MediaHeader, VideoHeader
+from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, MediaHeader, PixelBounds, VideoHeader
 
 MINICPM_VERSION = 4.5
 FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
@@ -274,7 +275,7 @@ EDGES = {True: ({"longest_edge": 80}, {"longest_edge": 100}, {"longest_edge": 13
 @pytest.mark.parametrize("family", EDGE_MEDIA)
 def test_size(tmp_path: Path, family: str) -> None:
     """An image becomes what the reference's processor makes of it with that ``size``. It is refused by name where that
-    processor has another kind of size, and a shortest side where it has none."""
+    processor has another kind of size, and a shortest side where it has none. ``detail: low`` adds nothing to it."""
     planner, preprocess = served_parts(family)
     sides = family in LONGER_SIDES
     if "size" not in planner.options:
@@ -283,6 +284,7 @@ def test_size(tmp_path: Path, family: str) -> None:
         return
     write_settings(tmp_path, tiny_of(family))
     seen = 84 if family in ("idefics3", "smolvlm") else None  # six patches of 14 pixels, of 88
+    header = ImageHeader("PNG", 200, 150)
     for size in EDGES[sides]:
         context, made = context_of(size=size), set()
         for width, height in ((200, 150), (64, 48), (90, 300)):
@@ -292,7 +294,8 @@ def test_size(tmp_path: Path, family: str) -> None:
             assert found == reference_bits(tmp_path, family, picture(width, height, seed=1202), seen, size=size)
             made.add(plan.rows == planner.plan(probe_image(data)).rows)
         assert made != {True}, "the size has no effect"
-    header = ImageHeader("PNG", 200, 150)
+        low = msgspec.structs.replace(context, bounds=PixelBounds(max_pixels=5000))
+        assert planner.plan(header, low) == planner.plan(header, context), "`detail: low` changes the image"
     if sides:
         with pytest.raises(BadMediaSize, match="longest_edge 10000 exceeds the model's own"):
             planner.plan(header, context_of(size={"longest_edge": 10_000}))
@@ -301,6 +304,28 @@ def test_size(tmp_path: Path, family: str) -> None:
     else:
         most = context_of(size={"longest_edge": 10**4})
         assert planner.plan(header, most).rows == planner.plan(header, context_of(size=EDGES[False][0])).rows
+
+
+SIZED_VIDEOS = [
+    name
+    for name in EDGE_MEDIA
+    if "video" in FAMILIES[name].modalities and "size" in resolve(FAMILIES[name].planner).options
+]
+
+
+@pytest.mark.parametrize("family", SIZED_VIDEOS)
+def test_size_of_videos(family: str) -> None:
+    """Its edges are ``min_pixels`` and ``max_pixels`` of a video; a side's length is refused."""
+    planner, _ = served_parts(family)
+    if family in LONGER_SIDES:
+        with pytest.raises(UnsupportedMedia, match="a video takes no size"):
+            planner.plan(CLIP, context_of(size=EDGES[True][0]))
+        return
+    for size in EDGES[False]:
+        plan = planner.plan(CLIP, context_of(size=size))
+        bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        assert plan == planner.plan(CLIP, context_of(**bounds))
+        assert plan.grid != planner.plan(CLIP).grid, "the size has no effect"
 
 
 def check_made(preprocess: Preprocessor, planner: Planner, header: ImageHeader, context: ItemContext) -> None:

@@ -71,7 +71,7 @@ class MediaSettings:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
     """Those that only some families have."""
     size: RequestedSize = MODEL_SIZE
-    """What images are resized to, in place of ``bounds``."""
+    """What media are resized to, in place of ``bounds``."""
 
     @classmethod
     def from_options(cls, options: MediaOptions | None) -> "MediaSettings":
@@ -91,9 +91,10 @@ class MediaSettings:
         return cls(bounds, sampling, bool(options.use_audio_in_video), own, size)
 
     def bounds_of(self, part: ImagePart, model_max_pixels: int) -> PixelBounds:
-        """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger."""
+        """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger.
+        ``size`` is used in place of either."""
         is_low = part.image_url is not None and part.image_url.detail == "low"
-        if not is_low or self.bounds.max_pixels or self.size != MODEL_SIZE or model_max_pixels <= LOW_DETAIL_PIXELS:
+        if not is_low or self.bounds.max_pixels or model_max_pixels <= LOW_DETAIL_PIXELS:
             return self.bounds
         return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
 
