@@ -47,7 +47,7 @@ def apply_bounds(own: G, bounds: PixelBounds, what: str) -> G:
     max_pixels = bounds.max_pixels or own.max_pixels
     min_pixels = bounds.min_pixels or min(own.min_pixels, max_pixels)
     if max_pixels > own.max_pixels:
-        raise BadMediaSize(f"max_pixels {max_pixels} exceeds the model's own, {own.max_pixels}")
+        raise BadMediaSize(f"an area of at most {max_pixels} pixels exceeds the model's own, {own.max_pixels}")
     if min_pixels > max_pixels or max_pixels < own.factor**2:
         raise BadMediaSize(f"no {what} has at least {min_pixels} and at most {max_pixels} pixels once it is resized")
     return replace(own, min_pixels=min_pixels, max_pixels=max_pixels)  # type: ignore[type-var]
