@@ -100,6 +100,8 @@ PAGES = {
         (
             "The processor's files decide how frames are sampled, not the model type.",
             "`size` counts an image as two frames, as the processor does; `min_pixels` and `max_pixels` don't.",
+            "Errors about an image's area count one frame.",
+            "Even edges of `size` bound exactly as in the processor; odd ones are tightened by one pixel.",
             "GLM-4.1V and GLM-4.5V take `fps`; GLM-4.6V decides on its frames alone.",
             "Layers of multi-token prediction aren't loaded.",
         ),

@@ -11,7 +11,8 @@ DEFAULT_SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
 
 
 def half_bounds(bounds: PixelBounds) -> PixelBounds:
-    """Return the bounds of an image's area, given those of its two frames."""
+    """Return the bounds of an image's area, given those of its two frames. Odd ones are tightened by a pixel:
+    the processor resizes to areas within them, too, but by a scale that is a little different."""
     return PixelBounds(-(-bounds.min_pixels // 2), max(bounds.max_pixels // 2, 1))
 
 
