@@ -40,7 +40,7 @@ def types_of(tinies: Mapping[str, Tiny], setting: str) -> set[str]:
 
 
 WINDOWED = types_of(BACKBONES, "sliding_window")
-MORE_TYPES = types_of(MORE_BACKBONES, "hidden_size")
+MORE_TYPES = {tiny.config["model_type"] for tiny in MORE_BACKBONES.values()}
 TWO_RANKS = {
     tiny.config["model_type"]
     for tiny in MORE_BACKBONES.values()
