@@ -33,6 +33,8 @@ from triptych.models.shared.encoder import MultiTowerEncoder
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_vl", *WITH_IMAGES]
+IN_HALVES = ("qwen3_vl", "qwen2_5_vl")
+"""Compared in half precision in every run: layer norms and GELU, and RMS norms with gates."""
 GRIDS = [(1, 4, 6), (1, 2, 2), (1, 18, 10)]
 """An image of a whole window and a part of one, one smaller than a window, one of many windows."""
 
@@ -66,7 +68,7 @@ def is_compiled(layer: TowerLayer) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        pytest.param(name, one, marks=[] if one == "float32" or name == "qwen2_5_vl" else pytest.mark.slow)
+        pytest.param(name, one, marks=[] if one == "float32" or name in IN_HALVES else pytest.mark.slow)
         for name in FAMILIES
         for one in ("float32", "float16", "bfloat16")
     ],
