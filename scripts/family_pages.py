@@ -254,6 +254,7 @@ PAGES = {
             "have: `Question: … Answer:`.",
             "It knows no system messages, which are refused.",
             "A `chat_template.jinja` in the folder replaces it; it writes `<|image|>` for an image.",
+            "Positions aren't scaled, as in the published code: a config with `rope_scaling` is refused.",
             "CogVLM and CogVLM2-Video aren't served.",
             "The tower follows descriptions and ports of the published code; no published weights were loaded.",
             "Transformers has no class for CogVLM2, so tests compare it with an implementation of their own.",

@@ -153,6 +153,7 @@ def test_a_config_without_model_type(tmp_path: Path) -> None:
         ({"num_multi_query_heads": 3}, "don't divide"),
         ({"template_version": "base"}, "template_version 'base'"),
         ({"hidden_act": "relu"}, "hidden_act"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is not served"),
         ({"vision_config": {"num_positions": 5}}, "num_positions must be 37"),
         ({"vision_config": {"image_size": 70}}, "even number of patches"),
         ({"vision_config": {"image_size": 10**6}}, "even number of patches"),
@@ -166,7 +167,7 @@ def test_a_config_without_model_type(tmp_path: Path) -> None:
 def test_bad_configs(settings: dict[str, Any], message: str) -> None:
     config = deepcopy(CONFIG)
     for name, value in settings.items():
-        config[name] = config[name] | value if isinstance(value, dict) else value
+        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
     with pytest.raises(CheckpointError, match=message):
         CogVLM2(config)
         CogVLM2Planner(config, {})
