@@ -446,6 +446,9 @@ def page() -> str:
         "`longrope` has a second set above `original_max_position_embeddings`.",
         "`dynamic` has a base for each length above `max_position_embeddings`, and a context of `factor` times that.",
         "A chat without `max_tokens` ends at the original length if its prompt is shorter.",
+        "If its prompt is longer, `dynamic` takes the base of the service's whole context: name `max_tokens` for "
+        "the one that fits.",
+        "Neither is served in three axes (M-RoPE).",
         "Quantized checkpoints are refused at the start, except for "
         "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
         "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",

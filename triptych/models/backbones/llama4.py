@@ -69,7 +69,9 @@ def _mixers(text: TextConfig) -> tuple[AttentionSpec, AttentionSpec]:
     if has_norm and not isinstance(rope.scaling, None | LinearScaling | Llama3Scaling | DynamicScaling):
         # Queries and keys are normalised after their rotation, which we do before. That is the same only if the
         # rotation keeps their size.
-        raise CheckpointError("config.json: use_qk_norm is served with rope types default, linear and llama3 only")
+        raise CheckpointError(
+            "config.json: use_qk_norm is served with rope types default, linear, llama3 and dynamic only"
+        )
     rotated = replace(heads, qk_norm=has_norm, qk_norm_weights=False)
     return rotated, replace(heads, rope=NO_POSITIONS, query_scaling=scaling)
 
