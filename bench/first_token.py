@@ -194,7 +194,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
     tokens, config = len(rows) + text, decoder.config
     pages = -(-tokens // model.page_size)
     cache = KVTensors.allocate(config.cache_specs(cache_format(model.kv_dtype)), [pages], model.page_size, model.device)
-    attention = AttentionBatch([tokens], [tokens], [torch.arange(pages)], torch.arange(tokens))
+    attention = AttentionBatch([tokens], [tokens], [torch.arange(pages)], torch.arange(tokens), generated=[False])
     layers = [one for one in decoder.layers if isinstance(one, DecoderLayer)]
     head: list[nn.Module] = [one for one in decoder.modules() if isinstance(one, LMHead)]
     batch = ForwardBatch(
@@ -206,6 +206,7 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         attention=[attention],
         num_largest=[1],
     )
+    in_one_call = decoder.run_layers is not None and decoder.run_layers.takes(cache)
     [served] = measured(lambda: decoder(batch, cache), {}, rounds).values()
     decoder.run_layers = None  # so that each layer is called
     found = measured(lambda: decoder(batch, cache), {"layers": list(layers), "head": head}, rounds)
@@ -224,6 +225,8 @@ def in_prefill(model: ModelBundle, rows: Tensor, text: int, rounds: int) -> Tabl
         "attention of layers": alone * len(layers),
     }
     parts = _divided(found, shares)
+    if not in_one_call:
+        return parts
     one_by_one = parts.pop("all")
     return parts | {IN_ONE_CALL: round(served - one_by_one, 2), "all": round(served, 2)}
 

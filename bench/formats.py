@@ -135,7 +135,11 @@ class Model:
             media_index=torch.arange(len(rows)),
             media_embeddings=rows,
             logits_index=torch.arange(len(rows), count),
-            attention=[AttentionBatch([count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count))],
+            attention=[
+                AttentionBatch(
+                    [count], [count], [torch.arange(-(-count // PAGE_SIZE))], torch.arange(count), generated=[False]
+                )
+            ],
         )
         return self.decoder(batch, self.new_cache(cache_dtype)).log_softmax(dim=1)
 

@@ -66,7 +66,8 @@ class Scorer:
             media_index=excerpt.media_index,
             media_embeddings=rows,
             logits_index=excerpt.scored,
-            attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))] * groups,
+            attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count), generated=[False])]
+            * groups,
         )
         cache = self._bundle.make_cache(SINGLE_RANK, [pages] * groups, "").whole
         return self._decoder(batch, cache).log_softmax(dim=1)

@@ -33,13 +33,13 @@ class Recorded(SingleRank):
 @pytest.mark.parametrize("released", [[0], [0, 3]])
 @pytest.mark.parametrize("loras", [None, [0, 0, 0, None], [None, None, None, 1]])
 @pytest.mark.parametrize("spans", [False, True])
-@pytest.mark.parametrize("decoding", [None, [False, True]])
+@pytest.mark.parametrize("generated", [None, [False, True]])
 def test_a_step_arrives_as_it_was_sent(
     num_media: int,
     released: list[int],
     loras: list[int | None] | None,
     spans: bool,
-    decoding: list[bool] | None,
+    generated: list[bool] | None,
 ) -> None:
     """With one group of layers, and with another whose page tables begin later; with ends of keys, and without."""
     attention = [
@@ -49,7 +49,7 @@ def test_a_step_arrives_as_it_was_sent(
             [torch.arange(5), torch.arange(pages, 4)],
             torch.arange(4) + pages,
             torch.tensor([9, 9, 9, 8]) - pages if spans else None,
-            decoding,
+            generated,
         )
         for pages in released
     ]
@@ -74,6 +74,6 @@ def test_a_step_arrives_as_it_was_sent(
         assert (mine.query_lens, mine.kv_lens) == (theirs.query_lens, theirs.kv_lens)
         assert [one.tolist() for one in mine.page_tables] == [one.tolist() for one in theirs.page_tables]
         assert torch.equal(mine.slots, theirs.slots)
-        assert mine.decoding == theirs.decoding
+        assert mine.generated == theirs.generated
         assert (mine.ends is None) == (theirs.ends is None)
         assert mine.ends is None or theirs.ends is None or torch.equal(mine.ends, theirs.ends)

@@ -89,7 +89,7 @@ def test_the_compiled_kernel(
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("shape", [*SHAPES, *WIDE], ids=str)
 def test_the_compiled_kernel_in_bf16(kernels: ctypes.CDLL, shape: Shape, batch: str, cache_dtype: torch.dtype) -> None:
-    """As near as rounded operands allow; in float32 for single tokens and on processors without bfloat16."""
+    """As near as rounded operands allow; in float32 for decodes and on processors without bfloat16."""
     case = make_case(shape, *BATCHES[batch], torch.float32, cache_dtype, CPU)
     check(case, compiled.PagedAttention(kernels, in_bf16=True), TOLERANCES[torch.bfloat16])
     brief, whole = (
@@ -248,7 +248,7 @@ def test_output_depends_only_on_the_tokens_own_sequence(
         part = slice(begin, end)
         some = None if ends is None else ends[part]
         own = case.batch.page_tables[:1], case.batch.slots[part]
-        batch = AttentionBatch([end - begin], [end], *own, some, decoding=[False])
+        batch = AttentionBatch([end - begin], [end], *own, some, generated=[False])
         new = case.query[part], case.key[part], None if case.value is None else case.value[part]
         chunk = kernel(*new, case.caches[0], case.value_cache, batch, options)
         torch.testing.assert_close(chunk, whole[part], atol=0, rtol=0)
@@ -260,8 +260,8 @@ def test_only_tokens_that_decode_have_sums_of_their_own(kernels: ctypes.CDLL, ca
     kernel, shape = compiled.PagedAttention(kernels), Shape(16, 8, 128, 16)
     case = make_case(shape, [1, 1], [90, 77], torch.float32, cache_dtype, CPU)
 
-    def attended(decoding: list[bool] | None) -> tuple[Tensor, ...]:
-        batch = replace(case.batch, decoding=decoding)
+    def attended(generated: list[bool] | None) -> tuple[Tensor, ...]:
+        batch = replace(case.batch, generated=generated)
         return kernel(case.query, case.key, case.value, case.caches[0], case.caches[1], batch).unbind()
 
     decodes, prompts, mixed = attended([True, True]), attended([False, False]), attended([False, True])
@@ -377,7 +377,7 @@ def test_contradictory_batch(query_lens: list[int], kv_lens: list[int], num_tabl
         AttentionBatch(query_lens, kv_lens, [torch.zeros(1)] * num_tables, torch.zeros(num_slots))
 
 
-@pytest.mark.parametrize("decoding", [[], [True]])
-def test_a_sequence_decodes_one_token(decoding: list[bool]) -> None:
+@pytest.mark.parametrize("generated", [[], [True]])
+def test_a_sequence_decodes_one_token(generated: list[bool]) -> None:
     with pytest.raises(ValueError, match="decode"):
-        AttentionBatch([2], [2], [torch.zeros(1)], torch.zeros(2), decoding=decoding)
+        AttentionBatch([2], [2], [torch.zeros(1)], torch.zeros(2), generated=generated)

@@ -83,6 +83,20 @@ def test_answers_are_those_of_the_cpu(
     assert recorder.num_replayed == (generating.num_steps if with_graphs else 0)
 
 
+def test_a_prompts_last_token_is_not_generated(plain: Decoder) -> None:
+    """Also if it is alone in its chunk. Two generated tokens are computed together after a preemption."""
+    one = request("one", [5, 6, 7], SAMPLINGS[0])
+    one.tokens += [8, 9]
+    one.tables = [PageTable(pages=[0, 1])]
+    chunks = [Chunk(one, 0, 2), Chunk(one, 2, 1), Chunk(one, 3, 1), Chunk(one, 3, 2)]
+    media = MediaEmbeddings(torch.empty(0, dtype=torch.int64), torch.empty(0, plain.config.hidden_size))
+    cache = cache_of(plain)
+    [attention] = Runner(plain, cache, PAGE_SIZE).batch(chunks, media).attention
+    assert attention.generated == [False, False, True, False]
+    on_gpu = GpuRunner(forward_of(plain, cache, None), cache, PAGE_SIZE, CPU)
+    assert on_gpu.batch(chunks, media).attention[0].generated is None
+
+
 @pytest.mark.parametrize("budget", [pytest.param(5, marks=pytest.mark.slow), 12])
 def test_prompt_logprobs_are_those_of_the_cpu(
     checkpoint_folder: Callable[..., Path], plain: Decoder, budget: int

@@ -46,7 +46,7 @@ class GpuRunner(Runner):
         """Number of requests whose next inputs are prepared."""
         return len(self._prepared)
 
-    def decoding(self, chunks: Sequence[Chunk]) -> None:
+    def generated(self, chunks: Sequence[Chunk]) -> None:
         """Kernels and graphs go by the number of new tokens alone: on GPUs, products depend on the batch anyway."""
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:

@@ -95,7 +95,7 @@ class Runner:
         steps, so each call costs more than its work."""
         inputs = [self.chunk_inputs(chunk) for chunk in chunks]
         starts = accumulate((chunk.length for chunk in chunks), initial=0)
-        ends, decoding = step_ends(chunks, inputs), self.decoding(chunks)
+        ends, generated = step_ends(chunks, inputs), self.generated(chunks)
         wanted = [start + token for start, chunk in zip(starts, chunks, strict=False) for token in chunk.wanted]
         return ForwardBatch(
             tokens=torch.tensor(
@@ -115,7 +115,7 @@ class Runner:
                     page_tables=[one.page_tables[group] for one in inputs],
                     slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
                     ends=None if ends is None else ends - released_tokens(chunks, inputs, group),
-                    decoding=decoding,
+                    generated=generated,
                 )
                 for group in range(len(inputs[0].page_tables))
             ],
@@ -124,9 +124,9 @@ class Runner:
             choice=token_choice(chunks),
         )
 
-    def decoding(self, chunks: Sequence[Chunk]) -> list[bool] | None:
-        """Return ``AttentionBatch.decoding`` of a step. The last token of a prompt may be alone in its chunk, by what
-        else is in the step or in the prefix cache, and must have the same logits as in a longer one."""
+    def generated(self, chunks: Sequence[Chunk]) -> list[bool] | None:
+        """Return ``AttentionBatch.generated`` of a step. A prompt's last token may be alone in its chunk, by what else
+        is in the step or cached. Its logits must not depend on that."""
         return [chunk.length == 1 and chunk.start >= chunk.request.num_prompt for chunk in chunks]
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:

@@ -26,13 +26,13 @@ def send_step(batch: ForwardBatch, group: Group, row_dtype: torch.dtype) -> None
     sizes = [len(batch.tokens), len(batch.media_index), len(batch.logits_index), len(query_lens), len(attention)]
     has_states, has_choice = batch.state is not None, batch.choice is not None
     ends = [one.ends for one in attention if one.ends is not None]
-    decoding = attention[0].decoding
-    has = [has_states, has_choice, len(ends) > 0, decoding is not None]
+    generated = attention[0].generated
+    has = [has_states, has_choice, len(ends) > 0, generated is not None]
     group.broadcast(torch.tensor([*sizes, sum(table_lens), *has]))
     states = [] if batch.state is None else [*batch.state.delta.slots, *batch.state.starts]
     numbers = [] if batch.choice is None else batch.choice.numbers
     choice = [_OWN if number is None else number for number in numbers]
-    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *choice, *(decoding or [])])
+    lens = torch.tensor([*query_lens, *kv_lens, *table_lens, *states, *choice, *(generated or [])])
     positions = batch.positions.flatten().view(torch.int64)  # the same bits
     slots = [one.slots for one in attention]
     integers = (batch.tokens, positions, batch.media_index, batch.logits_index, lens, *slots, *ends, *tables)
@@ -45,14 +45,14 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
     """Return the step that rank 0 broadcasts, on the CPU. Called on the other ranks; blocks until there is one.
     ``embedding_width`` and ``row_dtype`` describe media rows."""
     header = _receive(group, _HEADER).tolist()
-    tokens, media, logits, requests, num_groups, pages, has_state, has_choice, has_ends, has_decoding = header
+    tokens, media, logits, requests, num_groups, pages, has_state, has_choice, has_ends, has_generated = header
     lens, by_group = num_groups * requests, num_groups * tokens
     states = requests * has_state
-    lists = [requests, lens, lens, states, states, has_choice * tokens, has_decoding * requests]
+    lists = [requests, lens, lens, states, states, has_choice * tokens, has_generated * requests]
     sizes = [tokens, 3 * tokens, media, logits, *lists, by_group, has_ends * by_group, pages]
     integers = torch.split(_receive(group, sum(sizes)), sizes)
     token_ids, positions, media_index, logits_index, query_lens, kv_lens, table_lens, *rest = integers
-    state_slots, starts, choice, decoding, slots, ends, tables = rest
+    state_slots, starts, choice, generated, slots, ends, tables = rest
     page_tables = torch.split(tables, table_lens.tolist())
     rows = torch.empty(media, embedding_width, dtype=row_dtype)
     return ForwardBatch(
@@ -68,7 +68,7 @@ def receive_step(group: Group, embedding_width: int, row_dtype: torch.dtype) -> 
                 page_tables=list(page_tables[one * requests : (one + 1) * requests]),
                 slots=slots[one * tokens : (one + 1) * tokens],
                 ends=ends[one * tokens : (one + 1) * tokens] if has_ends else None,
-                decoding=list(map(bool, decoding.tolist())) if has_decoding else None,
+                generated=list(map(bool, generated.tolist())) if has_generated else None,
             )
             for one in range(num_groups)
         ],

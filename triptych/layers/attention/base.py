@@ -47,10 +47,9 @@ class AttentionBatch:
     ends: Tensor | None = None
     """int64 [T], in host memory: where the keys end that a new token attends to in layers that read spans whole
     (``AttentionOptions.spans``), never descending within a sequence. None: each token attends up to itself."""
-    decoding: list[bool] | None = None
-    """[S]: which sequences have one new token that was generated. Compiled kernels attend from it with other sums than
-    from a prompt's tokens, however few these are, so that no token depends on how its prompt is divided. None: all
-    sequences with one new token."""
+    generated: list[bool] | None = None
+    """[S]: which sequences have one new token that was generated. Compiled kernels sum differently for these. A
+    prompt's token has the same sums in a chunk of any length. None: all sequences with one new token."""
     tables: PagedTables | None = None
     """Lengths and page tables if they are on the device already; otherwise ``paged`` uploads them."""
     _masks: dict[tuple[int, Window | None, bool], Tensor] = field(
@@ -69,10 +68,10 @@ class AttentionBatch:
             raise ValueError(f"query lengths add up to {sum(self.query_lens)}, but there are {len(self.slots)} slots")
         if self.ends is not None and len(self.ends) != len(self.slots):
             raise ValueError(f"{len(self.ends)} ends of keys for {len(self.slots)} new tokens")
-        if self.decoding is not None and len(self.decoding) != len(self.query_lens):
-            raise ValueError(f"{len(self.decoding)} flags of decodes for {len(self.query_lens)} query lengths")
-        if any(flag and length != 1 for flag, length in zip(self.decoding or [], self.query_lens, strict=False)):
-            raise ValueError(f"sequences of query lengths {self.query_lens} can't decode as {self.decoding} say")
+        if self.generated is not None and len(self.generated) != len(self.query_lens):
+            raise ValueError(f"{len(self.generated)} flags of decodes for {len(self.query_lens)} query lengths")
+        if any(flag and length != 1 for flag, length in zip(self.generated or [], self.query_lens, strict=False)):
+            raise ValueError(f"sequences of query lengths {self.query_lens} can't decode as {self.generated} say")
         if any(query_len > kv_len for query_len, kv_len in zip(self.query_lens, self.kv_lens, strict=True)):
             raise ValueError(f"query lengths {self.query_lens} exceed kv lengths {self.kv_lens}")
 
@@ -128,7 +127,7 @@ class AttentionBatch:
             return self.tables
         if tile not in self._paged:
             lengths = self.query_lens, self.kv_lens
-            on_cpu = PagedTables.on_cpu(*lengths, self.page_tables, tile, self.ends, self.decoding)
+            on_cpu = PagedTables.on_cpu(*lengths, self.page_tables, tile, self.ends, self.generated)
             self._paged[tile] = PagedTables(*to_device(on_cpu.tensors(), self.slots.device))
         return self._paged[tile]
 
@@ -142,7 +141,7 @@ class AttentionBatch:
             kv_lens=[self.kv_lens[one] - ends[one] + index + 1 for one, index in zip(sequences, indices, strict=True)],
             page_tables=[self.page_tables[one] for one in sequences],
             slots=self.slots[indices],
-            decoding=None if self.decoding is None else [self.decoding[one] for one in sequences],
+            generated=None if self.generated is None else [self.generated[one] for one in sequences],
         )
 
     @property

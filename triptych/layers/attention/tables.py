@@ -44,10 +44,10 @@ class PagedTables:
         page_tables: list[Tensor],
         tile: int,
         ends: Tensor | None = None,
-        decoding: list[bool] | None = None,
+        generated: list[bool] | None = None,
     ) -> "PagedTables":
         """Build the tables from ``AttentionBatch``'s fields, in main memory, with ``tile`` tokens per tile."""
-        decodes = decoding or [query_len == 1 for query_len in query_lens]
+        decodes = generated or [query_len == 1 for query_len in query_lens]
         others = [index for index, decode in enumerate(decodes) if not decode]
         tiles = [(index, first) for index in others for first in range(0, query_lens[index], tile)]
         return cls(

@@ -1,4 +1,4 @@
-/* Attention from single new tokens (decode): see single_token.c. */
+/* Attention from generated tokens (decode): see single_token.c. */
 #pragma once
 #include "attention.h"
 
