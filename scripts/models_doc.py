@@ -246,7 +246,7 @@ CHECKS = (
         "answers about thin and huge images",
         "32 greedy tokens equal with each stage on its own, whole and in chunks of 7" + SLOW,
         "tests/parity/test_edge_images.py",
-        families.ANSWERED_IMAGES,
+        families.EDGE_ANSWERS,
         in_ci=False,
     ),
     Check(

@@ -23,6 +23,8 @@ towers' rows, their backbones' logits and their answers."""
 EDGE_MEDIA = [*ANSWERED_IMAGES, "qwen3_vl", "minicpmv", "internvl_chat", "phi4mm"]
 """Thin and huge images, options and bad media are tried: every implementation of a planner and a preprocessor, and
 those files whose settings are read otherwise."""
+EDGE_ANSWERS = [*ANSWERED_IMAGES, "qwen3_vl"]
+"""Answers about thin and huge images are compared, in the slow suite."""
 SAME_MEDIA = {
     "qwen3_5_moe": "qwen3_5",
     "glm4v_moe": "glm4v",
