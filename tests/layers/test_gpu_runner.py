@@ -97,7 +97,8 @@ def test_a_prompts_last_token_is_not_generated(plain: Decoder) -> None:
     assert on_gpu.batch(chunks, media).attention[0].generated is None
 
 
-@pytest.mark.parametrize("budget", [pytest.param(5, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [5, 12])
 def test_prompt_logprobs_are_those_of_the_cpu(
     checkpoint_folder: Callable[..., Path], plain: Decoder, budget: int
 ) -> None:

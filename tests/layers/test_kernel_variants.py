@@ -5,6 +5,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,14 @@ ERRORS = {float_product: 1e-6, half_product: 2**-11, bf16_product: 2**-7, int8_p
 """Largest relative error of outputs, from rounding of both operands."""
 
 
-@pytest.fixture(params=usable_variants(), ids=lambda variant: variant.name)
+def variants() -> list[Any]:
+    """The first one and the last one in every run, since compiling each takes long; all in the slow suite."""
+    usable = usable_variants()
+    others = [pytest.param(one, marks=pytest.mark.slow) for one in usable[1:-1]]
+    return [*usable[:1], *others, *usable[1:][-1:]]
+
+
+@pytest.fixture(params=variants(), ids=lambda variant: variant.name)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     given: Variant = request.param
     library = load_variant(given)
