@@ -43,7 +43,7 @@ def hidden_states(decoder: Decoder, count: int) -> Tensor:
         media_index=torch.empty(0, dtype=torch.int64),
         media_embeddings=torch.empty(0, config.hidden_size * (1 + config.num_deepstack_layers)),
         logits_index=torch.arange(count),
-        attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count))],
+        attention=[AttentionBatch([count], [count], [torch.arange(pages)], torch.arange(count), generated=[False])],
     )
     given: list[Tensor] = []
     hook = decoder.head.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))

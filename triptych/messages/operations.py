@@ -58,9 +58,9 @@ class SparePlace(Struct, frozen=True):
     asks: Text
     """The resources that it holds, or asks for: those of the instances that it is for."""
     node: Text = ""
-    """Its machine; empty while it has none."""
+    """Its machine; empty until that is known to be fit."""
     pending: Text = ""
-    """Why it has no machine yet; empty if it has one, or doesn't wait for long."""
+    """What it waits for: a machine, or the check of the one that it has; empty if for nothing, or not for long."""
 
 
 class LauncherReport(Struct, frozen=True, tag=True):

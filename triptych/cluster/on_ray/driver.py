@@ -195,7 +195,7 @@ class RayConnection:
                     self._send(Reserved(host.name, node))
         except ray.exceptions.RayError as error:
             if not isinstance(error, ray.exceptions.RayActorError):  # its method failed, and it lives
-                await self._release(host.name)
+                await asyncio.to_thread(self._kill, host.name)
             self._forget(host.name)
             self._send(Gone(host.name, _why(error)))
         finally:

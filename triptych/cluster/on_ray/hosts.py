@@ -151,6 +151,7 @@ class RayHosts:
             self._send(Release(name))
         for host in self:
             if host.process is None:
+                host.pending = ""  # what it waits for is said again
                 self._send(Reserve(host.host, host.node))
             else:
                 host.process.ask_again()
