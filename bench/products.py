@@ -7,13 +7,10 @@
 The products of a decoder layer run one after the other, over enough layers to exceed the processor's caches.
 With bf16, oneDNN is measured with rounding around it, as used without a compiler, and by itself.
 With int8, FBGEMM uses 7 bits and one scale for all tokens. oneDNN uses 7 bits and is measured with PyTorch's
-operations around it, as used without a compiler, and by itself. torchao's int8 is measured where it is installed, and
-PyTorch's own int4; both have activations in bfloat16.
+operations around it, as used without a compiler, and by itself. PyTorch's own int4 has activations in bfloat16.
 """
 
 import argparse
-import importlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from bench.language_limits import decoder_shapes, read_bandwidth
@@ -71,16 +68,6 @@ def onednn_bf16_alone(weight: Tensor) -> Product:
     return lambda given: multiply(activations[: len(given)], packed, None, "none", [], "")
 
 
-def torchao_int8(weight: Tensor) -> Product:
-    """With a scale per token and per output, compiled."""
-    quantization = importlib.import_module("torchao.quantization")
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
-    linear.weight = nn.Parameter(weight.bfloat16(), requires_grad=False)
-    quantization.quantize_(linear, quantization.Int8DynamicActivationInt8WeightConfig())
-    multiply = torch.compile(linear, dynamic=True)
-    return lambda given: multiply(given.bfloat16())
-
-
 def pytorch_int4(weight: Tensor) -> Product:
     """PyTorch's own product with int4 weights in groups, in its own layout."""
     grouped = weight.unflatten(1, (-1, INT4_GROUP))
@@ -122,8 +109,6 @@ KERNELS: dict[str, dict[str, Pack]] = {
         "pytorch": pytorch_int4,
     },
 }
-if importlib.util.find_spec("torchao") is not None:  # no part of Triptych needs it
-    KERNELS["int8"]["torchao"] = torchao_int8
 BYTES = {"fp16": 2, "float32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 
 
