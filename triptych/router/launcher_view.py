@@ -59,8 +59,7 @@ class LauncherView:
 
     def change(self, now: float) -> str:
         """Return the changes of processes in progress, and what they do; empty if there is none."""
-        fresh = [report.change for report, received in self._reports.values() if now - received <= FRESH_SECONDS]
-        return "; ".join(text for text in fresh if text)
+        return "; ".join(report.change for report, _ in self._recent(now) if report.change)
 
     def keeps(self, name: str, incarnation: int, now: float) -> bool:
         """Return whether a supervisor has that process run, so that only the supervisor ends it."""
@@ -106,19 +105,17 @@ class LauncherView:
         """Return all processes of recent reports, with the seconds left from now on."""
         return [
             msgspec.structs.replace(one, restart_in=max(0.0, one.restart_in - (now - received)))
-            for report, received in self._reports.values()
-            if now - received <= FRESH_SECONDS
+            for report, received in self._recent(now)
             for one in report.instances
         ]
 
     def spares(self, now: float) -> list[SparePlace]:
         """Return the places of recent reports that are kept free, or waited for."""
-        return [
-            one
-            for report, received in self._reports.values()
-            if now - received <= FRESH_SECONDS
-            for one in report.spares
-        ]
+        return [one for report, _ in self._recent(now) for one in report.spares]
+
+    def _recent(self, now: float) -> list[tuple[LauncherReport, float]]:
+        """Reports that still say what is, and when each came."""
+        return [one for one in self._reports.values() if now - one[1] <= FRESH_SECONDS]
 
     def restarts(self) -> Counter[tuple[str, str]]:
         """Return how often processes were started again, by name and reason. Older reports count, too: a counter must
