@@ -28,6 +28,10 @@ SEED = 4
 CHUNKS = (1, 7, 64, pytest.param(2048, id="whole"))
 WINDOWS_ALONE = ("mistral", "phi3-windows")
 """Backbones of which every layer has a window: a request needs no more pages than at first, so none is preempted."""
+IN_TWO_RANKS = [
+    name for name, tiny in MORE_BACKBONES.items() if text_section(tiny.config)["num_key_value_heads"] % 2 == 0
+]
+"""Backbones whose heads two ranks can divide."""
 EACH = [name if name in ANSWERED_BACKBONES else pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES]
 
 
@@ -84,17 +88,15 @@ def test_blocks_and_ranks(models: Models, name: str) -> None:
     """A receive pool of one block; and two ranks."""
     block = replace(FLOAT32, kv_receive_blocks=1, receive_block_rows=8)
     assert answered(models[name], "1P1D", block) == models[name].answers
-    if text_section(MORE_BACKBONES[name].config)["num_key_value_heads"] % 2 == 0:
+    if name in IN_TWO_RANKS:
         ranks = replace(FLOAT32, tensor_parallel_size=RankSizes(2))
         assert answered(models[name], "1PD", ranks) == models[name].answers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_BACKBONES)
+@pytest.mark.parametrize("name", IN_TWO_RANKS)
 def test_unequal_numbers_of_ranks(models: Models, name: str) -> None:
     """Whose parts of the KV cache differ; of a latent, all have the whole."""
-    if text_section(MORE_BACKBONES[name].config)["num_key_value_heads"] % 2:
-        pytest.skip("two ranks can't divide the heads")
     ranks = replace(FLOAT32, tensor_parallel_size=RankSizes.parse("P=2,D=1"), max_num_batched_tokens=64)
     assert answered(models[name], "1P1D", ranks) == models[name].answers
 
