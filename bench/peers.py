@@ -298,7 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for a row to start, and to be measured")
     parser.add_argument("--quick", action="store_true", help="one round of few requests, alone and 8 at a time")
     parser.add_argument(
-        "--accuracy", type=Path, nargs="+", default=[], help="JSON of bench.accuracy, for columns of the formats'"
+        "--accuracy", type=Path, nargs="+", default=[], help="JSON of bench.accuracy: adds the accuracy of formats"
     )
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")

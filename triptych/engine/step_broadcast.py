@@ -12,7 +12,7 @@ from triptych.layers.token_choice import TokenChoice
 
 _HEADER = 10
 """Counts of tokens, media rows, logits, requests and groups of layers, the total length of the page tables, and whether
-there are states, tokens with other weights, ends of keys, and flags of what decodes."""
+there are states, tokens with other weights, ends of keys, and flags of generated tokens."""
 _OWN = -1
 
 
