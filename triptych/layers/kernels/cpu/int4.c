@@ -38,22 +38,21 @@ inlined ints end(ints sum, products strip) { return strip; }
 #else
 typedef halves products;
 inlined products begin(ints sum) { return (products){}; }
-inlined ints end(ints sum, products strip) { return sum + ((ints)strip << 16 >> 16) + ((ints)strip >> 16); }
 #endif
 #if HAS_VNNI
 inlined products dot(products sum, ints weights, ints four) { return add_products(sum, weights, four); }
-#elif defined __AVX512BW__
+#elif HAS_PAIRS
 inlined products dot(products sum, ints weights, ints four) {
-    return sum + (products)_mm512_maddubs_epi16((__m512i)weights, (__m512i)four);
+    sum += (products)products_of_bytes(weights, four);
+    __asm__("" : "+v"(sum)); /* or GCC changes the order of a strip's additions, for which it stores all products */
+    return sum;
 }
-#elif defined __AVX2__ && !defined __AVX512F__
-inlined products dot(products sum, ints weights, ints four) {
-    return sum + (products)_mm256_maddubs_epi16((__m256i)weights, (__m256i)four);
-}
+inlined ints end(ints sum, products strip) { return sum + sums_of_pairs((ints)strip); }
 #else
 inlined products dot(products sum, ints weights, ints four) {
     return sum + ((products)weights & 0xff) * ((products)four << 8 >> 8) + ((products)weights >> 8) * ((products)four >> 8);
 }
+inlined ints end(ints sum, products strip) { return sum + ((ints)strip << 16 >> 16) + ((ints)strip >> 16); }
 #endif
 
 /* a * b, where a is in 0 to 255 and b fits 16 bits. */

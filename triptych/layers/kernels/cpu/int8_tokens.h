@@ -1,5 +1,5 @@
-/* What products with quantized weights share: tokens are quantized to int8, each with its own scale, and VNNI adds the
- * products of their bytes with those of weights. */
+/* What products with quantized weights share: tokens are quantized to int8, each with its own scale, and instructions
+ * multiply their bytes by those of weights. */
 #pragma once
 #include "panels.h"
 
@@ -7,8 +7,8 @@
 
 typedef int8_t int8s __attribute__((vector_size(LANES), aligned(1)));
 
-/* A token's inputs from ``i`` on, zeros beyond its end, rounded and added to ROUNDING. ``factor``: LEVELS divided by
- * the token's largest magnitude. */
+/* A token's inputs from ``i`` on, zeros beyond its end, rounded and added to ROUNDING. ``factor``: LEVELS, or
+ * COARSE_LEVELS, divided by the token's largest magnitude. */
 inlined floats rounded_inputs(const float *from, int64_t i, int64_t inputs, float factor) {
     return (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
 }
@@ -40,3 +40,24 @@ inlined ints add_products(ints sum, ints weights, ints four) {
 #else
 #define HAS_VNNI 0
 #endif
+
+/* Without VNNI. ``products_of_bytes``: in each half of a lane, the sum of two products of unsigned and signed bytes, which
+ * must fit 16 bits. ``sums_of_pairs``: in each lane, the sum of its halves. */
+#if defined __AVX512BW__
+#define HAS_PAIRS (!HAS_VNNI)
+inlined ints products_of_bytes(ints weights, ints four) {
+    return (ints)_mm512_maddubs_epi16((__m512i)weights, (__m512i)four);
+}
+inlined ints sums_of_pairs(ints pairs) { return (ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
+#elif defined __AVX2__ && !defined __AVX512F__
+#define HAS_PAIRS (!HAS_VNNI)
+inlined ints products_of_bytes(ints weights, ints four) {
+    return (ints)_mm256_maddubs_epi16((__m256i)weights, (__m256i)four);
+}
+inlined ints sums_of_pairs(ints pairs) { return (ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+#else
+#define HAS_PAIRS 0
+#endif
+
+/* Steps of coarse tokens: with int8 weights, the products of any two then fit 16 bits. */
+#define COARSE_LEVELS (HAS_PAIRS ? 63.0f : LEVELS)
