@@ -50,7 +50,10 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return make
 
 
-@pytest.fixture(scope="session", params=["the fastest", "avx512-bf16", "avx2-vnni", "x86-64"])
+VARIANTS = ["the fastest", "avx512-bf16", pytest.param("avx2-vnni", marks=pytest.mark.slow), "avx2", "x86-64"]
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The compiled kernels that this processor uses, and variants that have other paths than those; of the remaining
     variants, ``test_kernel_variants.py`` tests a part."""

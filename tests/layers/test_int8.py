@@ -47,6 +47,17 @@ class Product:
         weight, activations = torch.full((40, 1024), 127.0), torch.full((9, 1024), sign * float(largest))
         assert torch.equal(int8_product(weight, None)(activations), torch.full((9, 40), sign * 1024.0 * 127 * largest))
 
+    def test_pairs_around_what_16_bits_hold(self, largest: int) -> None:
+        """Neighbours whose magnitudes together are from 120 on, with the largest weights: some fit and some don't."""
+        first, together = torch.meshgrid(torch.arange(largest + 1), torch.arange(120, 140), indexing="ij")
+        second = (together - first).clamp(-largest, largest)
+        pairs = torch.stack([first, second], dim=-1).reshape(largest + 1, -1).float()
+        activations = torch.cat([torch.full((len(pairs), 2), float(largest)), pairs], dim=1)
+        activations[::2] *= -1
+        weight = torch.full((3, activations.shape[1]), 127.0) * torch.tensor([1, -1, 1])[:, None]
+        weight[2, ::3] = -127.0
+        assert torch.equal(int8_product(weight, None)(activations), activations @ weight.T)
+
     def test_rounding_is_to_the_nearest_of_a_scale_of_each_token(self, largest: int) -> None:
         torch.manual_seed(0)
         activations = torch.randn(6, 256) * torch.tensor([1e-20, 1e-3, 1, 1e3, 1e20, 1])[:, None]

@@ -19,59 +19,91 @@
 typedef int16_t halves __attribute__((vector_size(4 * LANES), aligned(4)));
 
 /* In each lane: sum + the dot product of four weights and four activations. UNSIGNED is the offset added to the weights,
- * because VNNI multiplies unsigned by signed values. Without VNNI two products are added in 16 bits, which hold
- * 2 * 127 * 127. */
+ * because instructions multiply unsigned by signed bytes. Without VNNI they add two products in 16 bits, which hold
+ * 255 * 128. So no pair of activations may sum to more than LARGEST_PAIR in magnitude. Where their signs differ, so do
+ * those of the products, and none exceeds 255 * 127. */
 #if HAS_VNNI
 #define UNSIGNED 128
+#define LARGEST_PAIR 0 /* any */
 inlined ints dot(ints sum, ints weights, ints four) { return add_products(sum, weights, four); }
-#elif defined __AVX512BW__
-#define UNSIGNED 0
-inlined ints dot(ints sum, ints weights, ints four) {
-    __m512i sizes = _mm512_abs_epi8((__m512i)weights);
-    __m512i signs = _mm512_mask_sub_epi8((__m512i)four, _mm512_movepi8_mask((__m512i)weights), (__m512i){}, (__m512i)four);
-    return sum + (ints)_mm512_madd_epi16(_mm512_maddubs_epi16(sizes, signs), _mm512_set1_epi16(1));
-}
-#elif defined __AVX2__ && !defined __AVX512F__
-#define UNSIGNED 0
-inlined ints dot(ints sum, ints weights, ints four) {
-    __m256i signs = _mm256_sign_epi8((__m256i)four, (__m256i)weights), sizes = _mm256_abs_epi8((__m256i)weights);
-    return sum + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, signs), _mm256_set1_epi16(1));
-}
+#elif HAS_PAIRS
+#define UNSIGNED 128
+#define LARGEST_PAIR 128
+inlined ints dot(ints sum, ints weights, ints four) { return sum + sums_of_pairs(products_of_bytes(weights, four)); }
 #else
 #define UNSIGNED 0
+#define LARGEST_PAIR 0 /* any: 16 bits hold 2 * 127 * 127 */
 inlined ints dot(ints sum, ints weights, ints four) {
     halves pairs = ((halves)weights << 8 >> 8) * ((halves)four << 8 >> 8) + ((halves)weights >> 8) * ((halves)four >> 8);
     return sum + ((ints)pairs << 16 >> 16) + ((ints)pairs >> 16);
 }
 #endif
 
-/* What a token's quantized inputs are followed by. */
+/* What was taken off four activations, so that no pair exceeds LARGEST_PAIR. */
+typedef struct {
+    int32_t at; /* index of the first one's input */
+    int8_t four[4];
+} Addend;
+
+/* What a token's quantized inputs are followed by; its addends follow it. */
 typedef struct {
     float scale;
     int32_t start; /* to be added to the sums, from which it cancels the weights' offset */
+    int64_t num_addends;
 } Token;
 
 const int int8_outputs = OUTPUTS, int8_multiple = INPUT_BYTES;
 
 inlined int64_t depth_of(int64_t inputs) { return padded(inputs, sizeof(int8_t)); }
-inlined int64_t row_of(int64_t inputs) { return depth_of(inputs) + LINE; }
+inlined int64_t row_of(int64_t inputs) {
+    int64_t depth = depth_of(inputs);
+    return depth + (LARGEST_PAIR ? whole_lines(depth / 4 * sizeof(Addend)) : 0) + LINE;
+}
 
 int64_t int8_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, rounded_by_tiles(tokens), row_of(linear->inputs));
 }
 
-static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+/* Halves those fours of LANES rounded inputs, from the ``at``-th on, that have a pair beyond LARGEST_PAIR; the other
+ * halves become addends. */
+inlined void halve_large(int8_t *rounded, floats whole, int64_t at, Token *token) {
+    floats pairs = whole + __builtin_shuffle(whole, (ints)NEIGHBOURS(1));
+    ints large = (pairs > LARGEST_PAIR) | (pairs < -LARGEST_PAIR);
+    if (!any_of(large)) return;
+    for (int64_t first = 0; first < LANES; first += 4, rounded += 4) {
+        if (!large[first] && !large[first + 2]) continue;
+        Addend *addend = (Addend *)(token + 1) + token->num_addends++;
+        addend->at = (int32_t)(at + first);
+        for (int i = 0; i < 4; i++) {
+            addend->four[i] = rounded[i] >> 1;
+            rounded[i] -= addend->four[i];
+        }
+    }
+}
+
+inlined void round_to(float levels, const Linear *linear, const float *from, void *to, int64_t step) {
     int64_t inputs = linear->inputs, depth = depth_of(inputs);
+    Token *token = (Token *)((char *)to + depth / INPUT_BYTES * step);
     float maximum = largest_magnitude(from, inputs, SMALLEST);
     floats total = {};
+    token->num_addends = 0;
     for (int64_t i = 0; i < depth; i += LANES) {
-        floats whole = rounded_inputs(from, i, inputs, LEVELS / maximum);
-        *(int8s *)((char *)to + i / INPUT_BYTES * step + i % INPUT_BYTES) = lowest((ints)whole);
+        floats whole = rounded_inputs(from, i, inputs, levels / maximum);
+        int8_t *rounded = (int8_t *)to + i / INPUT_BYTES * step + i % INPUT_BYTES;
+        *(int8s *)rounded = lowest((ints)whole);
+        if (LARGEST_PAIR) halve_large(rounded, whole - ROUNDING, i, token);
         total += whole - ROUNDING;
     }
-    Token *token = (Token *)((char *)to + depth / INPUT_BYTES * step);
-    token->scale = maximum / LEVELS;
+    token->scale = maximum / levels;
     token->start = maximum == maximum ? -UNSIGNED * (int32_t)sum_of(total) : 0;
+}
+
+static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+    round_to(LEVELS, linear, from, to, step);
+}
+
+static void round_coarsely(const Linear *linear, const float *from, void *to, int64_t step) {
+    round_to(COARSE_LEVELS, linear, from, to, step);
 }
 
 /* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs.
@@ -103,9 +135,31 @@ static void keep_signed(const void *sums, const void *factors, const Linear *lin
     keep_scaled(sums, linear, rows, panel, first, count, 0);
 }
 
-/* Not inlined, because copies for each number of tokens would take long to compile. */
-static __attribute__((noinline)) void keep_offset(const void *sums, const Linear *linear, const Rows *rows,
-                                                  int64_t panel, int64_t first, int64_t count) {
+/* A panel's weights of four inputs, with their offset. */
+inlined ints line_of(const char *weights, int half) {
+    return ((const ints *)weights)[half] ^ (UNSIGNED ? (int32_t)0x80808080 : 0);
+}
+
+/* Adds the products of a token's addends to its sums of one panel. */
+inlined void add_addends(ints *sum, const Token *token, const char *panel) {
+    const Addend *addends = (const Addend *)(token + 1);
+    for (int64_t i = 0; i < token->num_addends; i++) {
+        const char *weights = panel + addends[i].at * OUTPUTS;
+        int32_t four;
+        memcpy(&four, addends[i].four, sizeof four);
+        sum[0] = dot(sum[0], line_of(weights, 0), four - (ints){});
+        sum[1] = dot(sum[1], line_of(weights, 1), four - (ints){});
+    }
+}
+
+/* As ``keep_scaled``, of weights with the offset, after addends. Not inlined, because copies for each number of tokens
+ * would take long to compile. */
+static __attribute__((noinline)) void keep_offset(ints (*sums)[2], const Linear *linear, const Rows *rows, int64_t panel,
+                                                  int64_t first, int64_t count) {
+    int64_t depth = depth_of(linear->inputs);
+    const char *weights = (const char *)linear->panels + panel * OUTPUTS * depth;
+    for (int64_t i = 0; LARGEST_PAIR && i < count; i++)
+        add_addends(sums[i], (const Token *)(rows->input + (first + i) * rows->stride + depth), weights);
     keep_scaled(sums, linear, rows, panel, first, count, 1);
 }
 
@@ -123,11 +177,7 @@ inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *pan
     for (int64_t i = 0; i < depth; i += 4) {
 #pragma GCC unroll 2
         for (int which = 0; which < num_panels; weights[which++] += line) {
-            ints low = ((const ints *)weights[which])[0], high = ((const ints *)weights[which])[1];
-            if (UNSIGNED) {
-                low ^= (int32_t)0x80808080;
-                high ^= (int32_t)0x80808080;
-            }
+            ints low = line_of(weights[which], 0), high = line_of(weights[which], 1);
             for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at, 0, 2);
 #pragma GCC unroll 12
             for (int token = 0; token < count; token++) {
@@ -182,12 +232,13 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int6
 
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
+    Rounding *round = input->is_coarse ? round_coarsely : round_token;
     if (tiles_are_granted && tokens > TILE_ROWS) {
-        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token,
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round,
                            multiply_part_of_tiles, keep_signed);
         return;
     }
-    char *rounded = round_together(linear, input, tokens, room, apart, 0, round_token);
+    char *rounded = round_together(linear, input, tokens, room, apart, 0, round);
     Rows rows = {rounded, *output, apart, tokens, 0, 0};
     if (tiles_are_granted && tokens > FEW)
         multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);

@@ -30,10 +30,17 @@ inlined ints lanes_below(int64_t count) {
     return lane < (int32_t)count;
 }
 
+/* Whether any lane is set; each has all bits or none. */
 inlined int any_of(ints which) {
+#if defined __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)which, (__m512i)which) != 0;
+#elif defined __AVX__
+    return _mm256_movemask_ps((__m256)which) != 0;
+#else
     int found = 0;
     for (int lane = 0; lane < LANES; lane++) found |= which[lane];
     return found;
+#endif
 }
 
 /* The larger of a and b; b if either is NaN. One instruction, which compilers don't generate for a comparison and a
