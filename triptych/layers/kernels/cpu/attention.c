@@ -160,7 +160,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
             for (int64_t key = 0, some; key < count; key += some) {
-                some = least(BLOCK, count - key);
+                some = next_block(count - key);
                 int64_t done = which * all + key;
                 prefetch(values, pages, start + done / num_tiles, start + (done + some) / num_tiles, step);
                 multiply_all(tile->scores + key * ROWS, NULL, gathered + key * depth, depth, 1, tile->queries, depth,
@@ -175,7 +175,7 @@ inlined void attend_tiles(Tile *tiles, int64_t num_tiles, const Step *step, int6
             Tile *tile = tiles + which;
             int64_t count = keys_for(tile, start);
             for (int64_t i = 0, some; i < value_dim && count; i += some) {
-                some = least(BLOCK, value_dim - i);
+                some = next_block(value_dim - i);
                 int64_t done = which * value_dim + i, whole = num_tiles * value_dim;
                 prefetch(keys, pages, next + ahead * done / whole, next + ahead * (done + some) / whole, step);
                 multiply_all(tile->sums + i * ROWS, tile->shrink, gathered + i, 1, dim, tile->scores,

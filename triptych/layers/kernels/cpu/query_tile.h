@@ -5,7 +5,14 @@
 #include "vectors.h"
 
 #define MAX_DIM 576       /* values per head */
-#define BLOCK (LANES / 2) /* keys, or dimensions, whose sums are in registers at a time */
+/* BLOCK: keys, or dimensions, whose sums are in registers at a time. */
+#if LANES == 16
+#define BLOCK 8
+#elif defined __x86_64__ && !defined __AVX__
+#define BLOCK 4 /* a vector takes two registers */
+#else
+#define BLOCK 6
+#endif
 #define ROWS (2 * LANES)  /* rows of a tile: its tokens times the query heads of a group */
 #define WHOLE 32          /* AMX multiplies whole tiles: keys and dimensions are padded to a multiple of it */
 
@@ -19,7 +26,7 @@ inlined floats plus_product(floats sum, float scalar, floats vector, const int i
     }
 #endif
     (void)in_pairs;
-    return sum + scalar * vector;
+    return multiply_add(splat(scalar), vector, sum);
 }
 
 /* sums[block][ROWS] = sums[block][ROWS] * shrink[ROWS] + scalars[block * step + i * across] * vectors[i][ROWS], summed
@@ -46,13 +53,22 @@ inlined void multiply(float *sums, const floats *shrink, const float *scalars, i
 
 inlined void multiply_all(float *sums, const floats *shrink, const float *scalars, int64_t step, int64_t across,
                           const float *vectors, int64_t count, int64_t blocks, const int halves, const int in_pairs) {
-    if (blocks == BLOCK) {
-        multiply(sums, shrink, scalars, step, across, vectors, count, BLOCK, halves, in_pairs);
-    } else {
+    switch (blocks) {
+#define SOME(n) case n: multiply(sums, shrink, scalars, step, across, vectors, count, n, halves, in_pairs); break;
+        SOME(BLOCK) SOME(BLOCK - 1) SOME(BLOCK - 2)
+#undef SOME
+    default:
         for (int64_t block = 0; block < blocks; block++)
             multiply(sums + block * ROWS, shrink, scalars + block * step, step, across, vectors, count, 1, halves,
                      in_pairs);
     }
+}
+
+/* Size of the next block of ``left`` keys or dimensions. Blocks are as few as possible and of nearly one size, since small
+ * ones take nearly as long; those that ``multiply_all`` has no body for aren't made. */
+inlined int64_t next_block(int64_t left) {
+    int64_t blocks = (left + BLOCK - 1) / BLOCK, even = (left + blocks - 1) / blocks;
+    return even < BLOCK - 2 ? least(BLOCK, left) : even;
 }
 
 inlined int64_t whole(int64_t count) { return (count + WHOLE - 1) / WHOLE * WHOLE; }
