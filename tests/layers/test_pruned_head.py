@@ -20,7 +20,7 @@ from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.float_product import FbgemmProduct, bf16_product, float_product, half_product
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
 from triptych.layers.products import CompiledProduct, Product
-from triptych.layers.pruned_head import PrunedHead, is_faster, pruned_head_of
+from triptych.layers.pruned_head import PrunedHead, is_faster, pruned_head_of, rounding_steps
 from triptych.messages.work import SamplingParams
 
 Pack = Callable[[Tensor, Tensor | None], Product]
@@ -104,23 +104,24 @@ def test_weights_with_the_largest_rounding_error() -> None:
     check(product, pruned_head, signs, [1] * 50)
 
 
-def test_tokens_with_the_largest_rounding_error() -> None:
-    """All values by half a step of what is left after the first rounding, and the weights point the same way."""
-    step = 0.5 / 127
+def test_tokens_with_the_largest_rounding_error(kernels: ctypes.CDLL) -> None:
+    """All values by nearly half a step of what is left after the first rounding, and the weights point the same way."""
+    steps = rounding_steps(kernels)
+    step = 0.5 / steps
     signs = torch.randint(0, 2, (2, 66)) * 2.0 - 1
-    tokens = signs * step * 20.5
-    tokens[:, 0], tokens[:, 1] = 127, 0.5
+    tokens = signs * step * 20.49
+    tokens[:, 0], tokens[:, 1] = steps, 0.5
     signs[:, :2] = 0
     changed = signs.clone()
     unchanged = torch.zeros(2, 66)
-    unchanged[:, 0] = (64 * step * 20.5 - step * 2) / 127
+    unchanged[:, 0] = (64 * step * 20.49 - step * 2) / steps
     weight = torch.cat([changed, unchanged, torch.randn(3000, 66) / 10_000])
     product, pruned_head = made(weight, float_product)
     assert product(tokens).argmax(dim=1).tolist() == [0, 1]
     check(product, pruned_head, tokens, [1] * 2)
 
 
-def test_sums_whose_rounding_decides_the_order() -> None:
+def test_sums_whose_rounding_decides_the_order(kernels: ctypes.CDLL) -> None:
     """int8 changes none of these weights and tokens, and its sums are exact. The whole product's aren't, and whose are
     largest is decided by that."""
     numbers = torch.randint(100, 127, (2**14,)).float()
@@ -128,7 +129,7 @@ def test_sums_whose_rounding_decides_the_order() -> None:
     weight = torch.cat([torch.tensor([126.0, 127.0]).expand(500, -1), permuted], dim=1)
     weight[7, 0] = 127
     product, pruned_head = made(weight)
-    tokens = torch.full((1, weight.shape[1]), 127.0)
+    tokens = torch.full((1, weight.shape[1]), float(rounding_steps(kernels)))
     assert (weight.double() @ tokens[0].double()).argmax() == 7
     assert product(tokens).argmax() != 7
     check(product, pruned_head, tokens, [1])

@@ -107,8 +107,13 @@ class PrunedHead:
 
 
 def is_faster(library: ctypes.CDLL) -> bool:
-    """Return whether the kernel is faster than the full fp16 product, which it is if the processor has VNNI."""
+    """Return whether the kernel is faster than the full fp16 product: if it uses instructions that multiply bytes."""
     return bool(ctypes.c_int.in_dll(library, "pruned_head_is_faster").value)
+
+
+def rounding_steps(library: ctypes.CDLL) -> int:
+    """Return the number of steps of either sign to which the kernel rounds a token, and what that leaves of it."""
+    return ctypes.c_int.in_dll(library, "pruned_head_steps").value
 
 
 def pruned_head_of(product: Product, weight: Tensor) -> PrunedHead | None:
@@ -140,7 +145,7 @@ def _rough(product: CompiledProduct, weight: Tensor) -> tuple[CompiledProduct, T
     if product.operands.kind == WeightKind.SPLIT_HALF:
         rounding += 2**-15  # products that halves.c leaves out
         dtype = torch.float16
-    low_step = num_inputs**0.5 / 127 / 2
+    low_step = num_inputs**0.5 / rounding_steps(library) / 2
     subnormal = num_inputs**0.5 * torch.finfo(torch.float32).tiny  # products in bfloat16 take these weights as zeros
     for first, some in enumerate(panels.split(together)):
         rows = slice(first * together * width, (first * together + len(some)) * width)

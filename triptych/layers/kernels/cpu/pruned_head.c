@@ -2,8 +2,9 @@
  * fp16, yield a lower and an upper bound of each output. Outputs that may be among the largest are computed in full, the
  * others become minus infinity.
  *
- * A token is split into x = high + low: high are its values rounded to 127 steps of either sign, which int8 represents
- * exactly, and low is the remainder, which is rounded to low + e. With weights w = v + d, of which int8 represents v,
+ * A token is split into x = high + low: high are its values rounded to COARSE_LEVELS steps of either sign, which int8
+ * represents exactly, and low is the remainder, which is rounded to low + e. With weights w = v + d, of which int8
+ * represents v,
  *
  *     w x - v (high + low + e) = d x - v e, whose magnitude is at most |d| |x| + |v| |e|,
  *
@@ -16,12 +17,9 @@
 
 #include "bf16.h"
 #include "halves.h"
-#include "products.h"
-#include "vectors.h"
+#include "int8_tokens.h"
 
-#define OUTPUTS FLOAT_OUTPUTS
 #define MOST 64              /* maximum number of largest outputs per token */
-#define STEPS 127.0f
 #define SHORTEST 1e-15f      /* smallest norm of a token that its squares in float32 still yield */
 #define STRETCH 2048         /* outputs per task when bounds are computed */
 
@@ -45,12 +43,9 @@ typedef struct {
 } Token;
 
 const int pruned_head_most = MOST;
-/* Without VNNI, int8 products are slow. */
-#if defined __AVX512VNNI__ || defined __AVXVNNI__
-const int pruned_head_is_faster = 1;
-#else
-const int pruned_head_is_faster = 0;
-#endif
+const int pruned_head_steps = COARSE_LEVELS;
+/* Other variants have no instruction for products of bytes. */
+const int pruned_head_is_faster = HAS_VNNI || HAS_PAIRS;
 
 inlined floats size_of(floats x) { return choose(x > 0, x, -x); }
 
@@ -67,7 +62,7 @@ inlined void split(Token *token, int64_t inputs, const int is_rounded) {
         highest = larger(size_of(x), highest);
         squares += x * x;
     }
-    float maximum = largest_of(highest), factor = STEPS / maximum, step = maximum / STEPS;
+    float maximum = largest_of(highest), factor = COARSE_LEVELS / maximum, step = maximum / COARSE_LEVELS;
     for (int64_t i = 0; i < inputs; i += LANES) {
         floats x = as_exact(token, i, inputs, is_rounded), whole = x * factor + ROUNDING;
         floats high = (whole - ROUNDING) * step, low = x - high;
@@ -197,7 +192,7 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
             if (head->exact.kind == BF16) bf16_round(all[i].input, all[i].rounded, inputs);
             if (head->exact.kind == SPLIT_HALF) halves_split(all[i].input, all[i].rounded, inputs);
         }
-        int8_together(&head->rough, &(Input){halves, inputs}, &(Output){sums}, 2 * tokens, room);
+        int8_together(&head->rough, &(Input){halves, inputs, .is_coarse = 1}, &(Output){sums}, 2 * tokens, room);
 #pragma omp for
         for (int64_t i = 0; i < tokens * stretches; i++) {
             int64_t first = i % stretches * STRETCH;
