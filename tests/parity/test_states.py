@@ -156,6 +156,34 @@ def test_a_failed_step_is_computed_again_from_the_beginning(model: Model) -> Non
     served(model, "1PD", replace(FLOAT32, max_num_batched_tokens=64), ask)
 
 
+def test_pictures_of_a_failed_step_are_encoded_again(tmp_path: Path) -> None:
+    """Their rows have left the receive pool for the step."""
+    cases = [
+        Case("first", (picture(200, 150, 1), "What is this?")),
+        Case("second", (picture(96, 160, 2), "And what is this?")),
+    ]
+    shown = Model(make_tiny(tmp_path, "qwen3_5", seed=4), cases)
+    failed: list[ForwardBatch] = []
+
+    async def ask(service: Running) -> None:
+        (loop,) = service.engine_loops()
+        whole_step = loop.runner.logits
+
+        def failing(batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+            logits = whole_step(batch, after_layer)
+            assert batch.state is not None
+            if len(batch.state.starts) > 1 and min(batch.state.starts) == 0 and len(batch.media_index) and not failed:
+                failed.append(batch)
+                raise RuntimeError("after the states have changed")
+            return logits
+
+        loop.runner.logits = failing  # type: ignore[method-assign]
+        assert await service.answers([case.messages for case in cases]) == shown.answers
+        assert failed
+
+    served(shown, "1E1PD", FLOAT32, ask)
+
+
 @pytest.mark.slow
 def test_unequal_numbers_of_ranks(model: Model) -> None:
     """Which divide the convolution's channels differently."""

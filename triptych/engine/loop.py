@@ -483,15 +483,14 @@ class EngineLoop:
 
     def _handle_failed(self, chunks: Sequence[Chunk]) -> None:
         """Fail the only request of a failed step. Of several, whose states have changed, compute each again by itself,
-        up to where it failed; those whose pages are being sent can't be, and fail unless they had just begun."""
-        for request in [chunk.request for chunk in chunks]:
-            is_intact = len(chunks) > 1 and can_restart(request.tables, request.num_computed)
-            if len(chunks) == 1 or (request.sends_pages and not is_intact):
-                self._fail_with(request, InternalError("the model failed on this request"))
+        up to where it failed; those whose pages are being sent can't be, and fail unless their chunk is intact."""
+        for chunk in chunks:
+            if len(chunks) == 1 or (chunk.request.sends_pages and not _is_intact(chunk)):
+                self._fail_with(chunk.request, InternalError("the model failed on this request"))
         if len(chunks) > 1:
             for chunk in chunks:
                 chunk.request.alone_until = chunk.start + chunk.length
-                if (active := self._active_for(chunk.request)) and not can_restart(active.request.tables, chunk.start):
+                if (active := self._active_for(chunk.request)) and not _is_intact(chunk):
                     self.scheduler.preempt(active.request)
                     self._expect_rows(active)
 
@@ -568,6 +567,12 @@ class EngineLoop:
         pending, self._pending_tokens = self._pending_tokens, []
         for to, tokens in pending:
             self._send(to, tokens)
+
+
+def _is_intact(chunk: Chunk) -> bool:
+    """Whether the chunk can be computed again after a step that failed. Its rows have left the receive pool."""
+    request = chunk.request
+    return can_restart(request.tables, chunk.start) and not request.has_media(chunk.start, chunk.start + chunk.length)
 
 
 def token_logprob(sampled: SampledToken) -> TokenLogprob | None:

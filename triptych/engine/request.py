@@ -80,7 +80,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
-        spans = [span for item in self.items for span in item.placement.spans]
+        spans = sorted((span for item in self.items for span in item.placement.spans), key=lambda span: span.start)
+        self.media_spans = spans
         self.atomic_spans = [span for span in spans if span.atomic]
         self.second_spans = [span for span in spans if span.second]
 
@@ -123,7 +124,7 @@ class Request:
 
     @property
     def blocked(self) -> bool:
-        """Whether nothing can be computed before media embeddings, KV or a grammar mask arrive."""
+        """Whether nothing is to be computed before media embeddings, KV or a grammar mask arrive."""
         return self.num_ready <= self.num_computed if self.prefilled_here else not self.fully_ready
 
     @property
@@ -153,6 +154,11 @@ class Request:
         if self.tokens[-1] in self.end_token_ids and self.num_generated > self.sampling.min_tokens:
             return "stop"
         return "length" if self.num_generated >= self.sampling.max_tokens else None
+
+    def has_media(self, start: int, end: int) -> bool:
+        """Return whether one of the tokens ``[start, end)`` has a media embedding."""
+        index = bisect_left(self.media_spans, end, key=lambda span: span.start) - 1
+        return index >= 0 and self.media_spans[index].end > start
 
     def span_across(self, token: int) -> Span | None:
         """Return the atomic span that has both ``token`` and the one before it."""
