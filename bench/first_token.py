@@ -55,7 +55,7 @@ from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
 STAGES = ("encode", "preprocess", "prefill", "transfer", "fetch", "plan", "queue")
-"""The earlier one of two stages at work gets the time: the text before a picture is prefilled beside preprocessing."""
+"""The earlier one of two stages at work gets the time: long text before a picture is prefilled beside preprocessing."""
 BETWEEN = "between stages"
 CLIENT = "client, HTTP, parsing, first chunk of the answer"
 SPECIAL_TOKENS = 16

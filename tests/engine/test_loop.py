@@ -20,21 +20,24 @@ from tests.support.engine_instances import (
     generate,
     prefill,
 )
+from triptych.engine.embedding_source import SHORT_TEXT
 from triptych.errors import ErrorKind, InvalidRequest
 from triptych.messages.codec import Message
 from triptych.messages.work import (
     Cancel,
     EncodeNeeded,
     Failed,
+    Generate,
     HandBack,
     MissingItem,
     PeerLost,
+    PlacedItem,
     Prefilled,
     PrefillNeeded,
     Tokens,
 )
 from triptych.topology import Role
-from triptych.types import RequestId, TransferId
+from triptych.types import Placement, RequestId, Span, TransferId
 
 HALF = MEDIA_ROWS // 2
 
@@ -254,6 +257,46 @@ def test_tokens_say_where_in_the_answer_they_are(pd: EngineInstances) -> None:
     assert [one.first for one in pd.of(Tokens) if one.request == "continued"] == list(range(2, 6))
 
 
+# ── text before rows that haven't arrived ────────────────────────────────────────────────────────────────────
+
+
+def with_text_first(request: Generate, text: int) -> Generate:
+    """Move its item behind ``text`` tokens."""
+    item = PlacedItem("picture", Placement((Span(text, MEDIA_ROWS),)), ROWS_PER_PART)
+    return structs.replace(request, items=[item])
+
+
+def num_computed(instances: EngineInstances, request: str) -> int:
+    """Tokens computed once nothing more can be."""
+    instances.settle()
+    found = instances.loop("pd").scheduler.get(RequestId(request))
+    assert found is not None
+    return found.num_computed
+
+
+@pytest.mark.parametrize("text", [1, SHORT_TEXT, SHORT_TEXT + 1])
+def test_short_text_waits_for_the_rows_after_it(pd: EngineInstances, text: int) -> None:
+    """A step takes 16 tokens here, so that of the longest text one token is left."""
+    encoder = pd.encoder("a")
+    pd.give("pd", with_text_first(generate("r", media=True), text))
+    needed = pd.needed("r")
+    one_step = ENGINE.max_num_batched_tokens
+    assert num_computed(pd, "r") == (one_step if text > SHORT_TEXT else 0)
+    encoder.offer(pd.address("pd"), needed)
+    encoder.provide(needed)
+    assert len(pd.tokens("r")) == 6
+
+
+def test_few_rows_do_not_wait_for_others(pd: EngineInstances) -> None:
+    """The others may be waiting for their blocks of the receive pool."""
+    encoder = pd.encoder("a")
+    needed = ask(pd, "r", encoder, ROWS_PER_PART)
+    assert MEDIA_START + ROWS_PER_PART < SHORT_TEXT
+    assert num_computed(pd, "r") == MEDIA_START + ROWS_PER_PART
+    encoder.provide(needed, ROWS_PER_PART)
+    assert len(pd.tokens("r")) == 6
+
+
 # ── a drain ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -262,7 +305,7 @@ def test_requests_that_have_not_begun_are_handed_back(pd: EngineInstances) -> No
     encoder = pd.encoder("a")
     pd.give("pd", generate("text", FIRST, max_tokens=200))
     ask(pd, "rows landed", encoder, ROWS_PER_PART)
-    pd.give("pd", generate("waits", FIRST, media=True))
+    pd.give("pd", with_text_first(generate("waits", FIRST, media=True), SHORT_TEXT + 1))
     pd.give("pd", generate("continued", SECOND, media=True, generated=[1, 2]))
     pd.until(lambda: len([one for one in pd.of(Tokens) if one.request == "text"]) > 2)
     here = pd.address("pd")

@@ -24,6 +24,8 @@ class Timings:
     received: float = field(default_factory=time.time)
     reused: int = 0
     """Prompt tokens found in the prefix cache on arrival."""
+    ready: float = 0.0
+    """When it first had a token that could be computed."""
     scheduled: float = 0.0
     first_token: float = 0.0
     transfers: list[Interval] = field(default_factory=list)
@@ -36,7 +38,8 @@ class Timings:
         self.prefills.append(Interval("prefill", began, ended))
 
     def until_first_token(self) -> list[Interval]:
-        return [Interval("queue", self.received, self.scheduled), *self.transfers, *self.prefills]
+        queued = min(self.ready or self.received, self.scheduled)  # a decode instance admits before KV arrives
+        return [Interval("queue", queued, self.scheduled), *self.transfers, *self.prefills]
 
     def intervals(self) -> list[Interval]:
         return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]

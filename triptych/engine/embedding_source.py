@@ -13,6 +13,10 @@ from triptych.messages.work import EncodeNeeded, MissingItem
 from triptych.transfer.memory import Bytes
 from triptych.types import Address, TransferId
 
+SHORT_TEXT = 16
+"""Number of text tokens that wait for the missing rows after them: a step for them alone would read all weights, and
+delay an encoder in the same process."""
+
 
 class EmbeddingSource:
     """Embedding transfers of an instance that prefills."""
@@ -75,14 +79,18 @@ class EmbeddingSource:
         active.items = []
 
     def ready_tokens(self, active: ActiveRequest) -> int:
-        """Return the number of tokens before the first one whose embedding hasn't arrived, or before its atomic
-        span."""
+        """Return the number of tokens before the first one whose embedding hasn't arrived, or before its atomic span.
+        Short text before it isn't counted. Rows always are: they occupy the receive pool, for which the missing ones
+        may be waiting."""
         for item in active.items:
             if item.transfer is not None:
                 landed = self._receiver.landed(item.transfer)
                 if landed < item.placement.rows:
                     span, first_row = item.placement.span_of(landed)
-                    return span.start if span.atomic else span.start + landed - first_row
+                    ready = span.start if span.atomic else span.start + landed - first_row
+                    computed = active.request.num_computed
+                    is_short = 0 < ready - computed <= SHORT_TEXT
+                    return computed if is_short and not active.request.has_media(computed, ready) else ready
         return len(active.request.tokens)
 
     def gather(self, chunks: Sequence[ActiveChunk]) -> MediaEmbeddings:

@@ -407,10 +407,12 @@ class EngineLoop:
                 self._fail(active, ErrorKind.of(error), str(error))
 
     def _ready_tokens(self, request: Request) -> int:
-        """Return the leading tokens that can be computed: those whose rows have arrived. The last one counts only if
+        """Return the leading tokens that are to be computed: those whose rows have arrived. The last one counts only if
         its grammar mask has arrived or most likely will by the time the step has logits."""
         active = self._active[request.id]
         ready = min(source.ready_tokens(active) for source in self._sources)
+        if ready > request.num_computed:
+            active.timings.ready = active.timings.ready or time.time()
         matching = active.matching
         # the token after the prompt may be sampled by a prefill instance
         if (

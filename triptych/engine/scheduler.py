@@ -50,8 +50,9 @@ MAX_BYPASSED = 8
 and its media encoded again."""
 
 CountReadyTokens = Callable[[Request], int]
-"""Returns a request's number of ready leading tokens. Text is always ready, a media token once its embedding has
-arrived. Requests prefilled elsewhere are fully ready unless blocked there."""
+"""Returns a request's number of ready leading tokens. A media token is ready once its embedding has arrived, and text
+always, except for short text before a media token that isn't. Requests prefilled elsewhere are fully ready unless
+blocked there."""
 
 
 @dataclass(frozen=True)
