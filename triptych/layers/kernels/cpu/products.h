@@ -24,8 +24,8 @@ typedef struct {
 } Linear;
 
 /* What a product takes: values [tokens, inputs] after a norm, if any, or after an activation. The activated values may
- * be followed by as many factors. Or what another product stored rounded. Coarse tokens are
- * rounded to COARSE_LEVELS with int8 weights. */
+ * be followed by as many factors. Or what another product stored rounded. Coarse tokens are rounded to COARSE_LEVELS with
+ * int8 weights. */
 typedef struct {
     const float *values;
     int64_t stride;               /* floats between tokens */

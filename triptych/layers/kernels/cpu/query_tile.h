@@ -65,10 +65,11 @@ inlined void multiply_all(float *sums, const floats *shrink, const float *scalar
 }
 
 /* Size of the next block of ``left`` keys or dimensions. Blocks are as few as possible and of nearly one size, since small
- * ones take nearly as long; those that ``multiply_all`` has no body for aren't made. */
+ * ones take nearly as long. If ``multiply_all`` has no body for that size, blocks are whole, and it takes the rest one by
+ * one. */
 inlined int64_t next_block(int64_t left) {
-    int64_t blocks = (left + BLOCK - 1) / BLOCK, even = (left + blocks - 1) / blocks;
-    return even < BLOCK - 2 ? least(BLOCK, left) : even;
+    int64_t blocks = (left + BLOCK - 1) / BLOCK;
+    return left / blocks < BLOCK - 2 ? least(BLOCK, left) : (left + blocks - 1) / blocks;
 }
 
 inlined int64_t whole(int64_t count) { return (count + WHOLE - 1) / WHOLE * WHOLE; }
