@@ -25,7 +25,7 @@ class Timings:
     reused: int = 0
     """Prompt tokens found in the prefix cache on arrival."""
     ready: float = 0.0
-    """When it first had a token that could be computed."""
+    """When something was first to be computed."""
     scheduled: float = 0.0
     first_token: float = 0.0
     transfers: list[Interval] = field(default_factory=list)
@@ -38,7 +38,8 @@ class Timings:
         self.prefills.append(Interval("prefill", began, ended))
 
     def until_first_token(self) -> list[Interval]:
-        queued = min(self.ready or self.received, self.scheduled)  # a decode instance admits before KV arrives
+        # a decode instance schedules before KV arrives
+        queued = self.ready if 0 < self.ready <= self.scheduled else self.received
         return [Interval("queue", queued, self.scheduled), *self.transfers, *self.prefills]
 
     def intervals(self) -> list[Interval]:

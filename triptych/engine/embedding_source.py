@@ -14,8 +14,8 @@ from triptych.transfer.memory import Bytes
 from triptych.types import Address, TransferId
 
 SHORT_TEXT = 16
-"""Number of text tokens that wait for the missing rows after them: a step for them alone would read all weights, and
-delay an encoder in the same process."""
+"""Largest number of text tokens that wait for the missing rows after them. A step for them alone would read all
+weights, and delay an encoder in the same process."""
 
 
 class EmbeddingSource:

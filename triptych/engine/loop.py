@@ -150,6 +150,7 @@ class EngineLoop:
         self._fail_grammar_errors()
         self._collect()
         self._fail_overdue()
+        self._note_ready()
         self._start()
         self._send_pending_tokens()
         self.incoming.receiver.grant()
@@ -406,13 +407,17 @@ class EngineLoop:
                     log.error("request %s: %s", active.id, error)
                 self._fail(active, ErrorKind.of(error), str(error))
 
+    def _note_ready(self) -> None:
+        """Record which requests have become ready, also while a step runs."""
+        for active in self._active.values():
+            if not active.timings.ready and self._ready_tokens(active.request) > active.request.num_computed:
+                active.timings.ready = time.time()
+
     def _ready_tokens(self, request: Request) -> int:
         """Return the leading tokens that are to be computed: those whose rows have arrived. The last one counts only if
         its grammar mask has arrived or most likely will by the time the step has logits."""
         active = self._active[request.id]
         ready = min(source.ready_tokens(active) for source in self._sources)
-        if ready > request.num_computed:
-            active.timings.ready = active.timings.ready or time.time()
         matching = active.matching
         # the token after the prompt may be sampled by a prefill instance
         if (
@@ -485,7 +490,7 @@ class EngineLoop:
 
     def _handle_failed(self, chunks: Sequence[Chunk]) -> None:
         """Fail the only request of a failed step. Of several, whose states have changed, compute each again by itself,
-        up to where it failed; those whose pages are being sent can't be, and fail unless their chunk is intact."""
+        up to where it failed. Those whose pages are being sent can't be; they fail unless their chunk is intact."""
         for chunk in chunks:
             if len(chunks) == 1 or (chunk.request.sends_pages and not _is_intact(chunk)):
                 self._fail_with(chunk.request, InternalError("the model failed on this request"))

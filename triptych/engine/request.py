@@ -43,8 +43,9 @@ class Request:
     decoded_here: bool = True
     """Whether this instance decodes the request. If not, its KV is sent to a decode instance."""
     history: History = field(init=False)
+    media_spans: list[Span] = field(init=False)
+    """Of all items, in order: ``make_request`` refuses others."""
     atomic_spans: list[Span] = field(init=False)
-    """Of all items, in order."""
     second_spans: list[Span] = field(init=False)
     """Those with tokens of second weights, in order."""
 
@@ -80,10 +81,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = History(self.tokens, len(self.tokens))
-        spans = sorted((span for item in self.items for span in item.placement.spans), key=lambda span: span.start)
-        self.media_spans = spans
-        self.atomic_spans = [span for span in spans if span.atomic]
-        self.second_spans = [span for span in spans if span.second]
+        self.media_spans = [span for item in self.items for span in item.placement.spans]
+        self.atomic_spans = [span for span in self.media_spans if span.atomic]
+        self.second_spans = [span for span in self.media_spans if span.second]
 
     @property
     def holds_pages(self) -> bool:
