@@ -48,7 +48,7 @@ def test_a_picture_that_is_pasted_is_planned_answered_and_drawn(browser: Browser
         waterfall = is_answered(page)
         expect(waterfall.locator(".track[data-stage=encode] i")).to_have_count(1)
         expect(waterfall.get_by_role("list", name="Which instance did what")).to_contain_text("e0")
-        expect(waterfall).to_contain_text("pd1 prefilled")
+        expect(waterfall).to_contain_text("pd1 received rows of item 1")
         waterfall.get_by_role("link", name="See it among the requests").click()
         expect(page.locator("#detail-body")).to_contain_text("/v1/chat/completions")
         expect(page.locator("#detail-body .track[data-stage=decode] i")).to_have_count(1)
