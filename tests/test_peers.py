@@ -174,7 +174,8 @@ def test_rows_that_fail_leave_the_others(model: Path, tmp_path: Path) -> None:
     assert page.read_text().rstrip() in command.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_servers_end_with_the_comparison(model: Path, number: signal.Signals) -> None:
     with running(comparison(model, "--triptych", "--threads 1"), ROOT, {"OMP_NUM_THREADS": "1"}) as command:
         comparing = psutil.Process(command.process.pid)

@@ -42,7 +42,13 @@ def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     check(make_case(SHAPES[0], *BATCHES["mixed"], dtype, cache_dtype, CPU), TritonAttention(num_processors=8))
 
 
-@pytest.mark.parametrize(("option", "num_processors"), [*((option, 8) for option in OPTIONS), ("together", 1)])
+@pytest.mark.parametrize(
+    ("option", "num_processors"),
+    [
+        ("together", 1),
+        *(pytest.param(one, 8, marks=[] if "together" in one else pytest.mark.slow) for one in OPTIONS),
+    ],
+)
 def test_options(option: str, num_processors: int) -> None:
     """With contexts in several parts, and in one."""
     options = make_options(SHAPES[0])[option]

@@ -55,8 +55,8 @@ DENSE_ALONE = (
 WITH_FEWER = tuple(
     f"[{name}-{topology}]" for name in ANSWERED_IMAGES if name not in ONE_INSTANCE for topology in ("1EPD", "1E1PD")
 )
-"""Left to the slow suite: in every run, the same models answer in 1E1P1D, and in 1E1PD in chunks."""
-OF_REPRESENTATIVE = ("test_an_encoder_that_is_lost", "test_first_token_logits")
+"""Left to the slow suite: in every run, the same models answer in 1E1P1D, and some in 1E1PD in chunks."""
+OF_REPRESENTATIVE = ("test_an_encoder_that_is_lost", "test_first_token_logits", "test_chunks_through_a_receive_pool")
 OTHERS = tuple(f"[{name}]" for name in ANSWERED_IMAGES if name not in REPRESENTATIVE)
 """Left to the slow suite, of these tests."""
 

@@ -17,9 +17,9 @@ REPRESENTATIVE = (
     *("qwen2_vl", "qwen3_5", "glm4v", "llava_next", "internvl"),
     *("gemma4+gemma4_vision", "minicpmv4_6", "phi4_multimodal", "deepseek_vl_v2", "cogvlm2"),
 )
-"""Of each way to cut media and to pack rows, one. First logits of models that take images are compared, and
-encode instances lost, for these in every run, and for all in the slow suite: in every run, other tests compare their
-towers' rows, their backbones' logits and their answers."""
+"""Of each way to cut media and to pack rows, one. First logits of models that take images are compared, encode
+instances lost, and prompts divided into chunks, for these in every run, and for all in the slow suite: in every run,
+other tests compare their towers' rows, their backbones' logits and their answers."""
 EDGE_MEDIA = [*ANSWERED_IMAGES, "qwen3_vl", "minicpmv", "internvl_chat", "phi4mm"]
 """Thin and huge images, options and bad media are tried: every implementation of a planner and a preprocessor, and
 those files whose settings are read otherwise."""
