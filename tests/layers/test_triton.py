@@ -65,7 +65,9 @@ def test_latents(num_processors: int) -> None:
     check(case, TritonAttention(num_processors))
 
 
-@pytest.mark.parametrize("num_processors", [1, 4, 132])
+@pytest.mark.parametrize(
+    "num_processors", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(132, marks=pytest.mark.slow)]
+)
 def test_a_context_in_any_number_of_parts(num_processors: int) -> None:
     """132: 32 parts of contexts that fill one of them, or a few."""
     check(make_case(SHAPES[1], *BATCHES["decodes"], torch.float32, torch.float32, CPU), TritonAttention(num_processors))
