@@ -1,6 +1,7 @@
 """Models whose layers keep state answer as transformers does, whatever is reused, preempted or lost."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,23 +134,30 @@ def test_lost_instances_are_replaced(model: Model) -> None:
     check_lost_instances(model, REQUESTS)
 
 
+def fail_once(loop: EngineLoop, when: Callable[[ForwardBatch, list[int]], bool]) -> list[ForwardBatch]:
+    """Have the first step of several requests fail for which ``when`` holds, given it and where its chunks start, after
+    it has changed the states. Returns a list that the step is appended to."""
+    failed: list[ForwardBatch] = []
+    whole_step = loop.runner.logits
+
+    def failing(batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
+        logits = whole_step(batch, after_layer)
+        assert batch.state is not None
+        if len(batch.state.starts) > 1 and when(batch, batch.state.starts) and not failed:
+            failed.append(batch)
+            raise RuntimeError("after the states have changed")
+        return logits
+
+    loop.runner.logits = failing  # type: ignore[method-assign]
+    return failed
+
+
 def test_a_failed_step_is_computed_again_from_the_beginning(model: Model) -> None:
     """A step that has changed several states can't be repeated as it was."""
-    failed: list[ForwardBatch] = []
 
     async def ask(service: Running) -> None:
         (loop,) = service.engine_loops()
-        whole_step = loop.runner.logits
-
-        def failing(batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
-            logits = whole_step(batch, after_layer)
-            assert batch.state is not None
-            if len(batch.state.starts) > 1 and min(batch.state.starts) > 100 and not failed:
-                failed.append(batch)
-                raise RuntimeError("after the states have changed")
-            return logits
-
-        loop.runner.logits = failing  # type: ignore[method-assign]
+        failed = fail_once(loop, lambda batch, starts: min(starts) > 100)
         assert await service.answers(REQUESTS[:2]) == model.answers[:2]
         assert failed
 
@@ -163,21 +171,10 @@ def test_pictures_of_a_failed_step_are_encoded_again(tmp_path: Path) -> None:
         Case("second", (picture(96, 160, 2), "And what is this?")),
     ]
     shown = Model(make_tiny(tmp_path, "qwen3_5", seed=4), cases)
-    failed: list[ForwardBatch] = []
 
     async def ask(service: Running) -> None:
         (loop,) = service.engine_loops()
-        whole_step = loop.runner.logits
-
-        def failing(batch: ForwardBatch, after_layer: AfterLayer | None) -> Tensor:
-            logits = whole_step(batch, after_layer)
-            assert batch.state is not None
-            if len(batch.state.starts) > 1 and min(batch.state.starts) == 0 and len(batch.media_index) and not failed:
-                failed.append(batch)
-                raise RuntimeError("after the states have changed")
-            return logits
-
-        loop.runner.logits = failing  # type: ignore[method-assign]
+        failed = fail_once(loop, lambda batch, starts: min(starts) == 0 and len(batch.media_index) > 0)
         assert await service.answers([case.messages for case in cases]) == shown.answers
         assert failed
 
