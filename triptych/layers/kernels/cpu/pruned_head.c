@@ -3,8 +3,8 @@
  * others become minus infinity.
  *
  * A token is split into x = high + low: high are its values rounded to COARSE_LEVELS steps of either sign, which int8
- * represents exactly, and low is the remainder, which is rounded to low + e. With weights w = v + d, of which int8 represents
- * v,
+ * represents exactly, and low is the remainder, which is rounded to low + e. With weights w = v + d, where int8
+ * represents v,
  *
  *     w x - v (high + low + e) = d x - v e, whose magnitude is at most |d| |x| + |v| |e|,
  *
