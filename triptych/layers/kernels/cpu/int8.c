@@ -5,6 +5,7 @@
  * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX
  * multiply more than a few tokens by tiles.
  */
+#include "int8.h"
 #include "int8_tokens.h"
 #include "tile_products.h"
 
@@ -232,15 +233,35 @@ static void multiply_by_tiles(const Linear *linear, const Rows *rows, const int6
 
 void int8_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), bytes = depth_of(linear->inputs) * OUTPUTS;
-    Rounding *round = input->is_coarse ? round_coarsely : round_token;
     if (tiles_are_granted && tokens > TILE_ROWS) {
-        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round,
+        multiply_in_blocks(linear, input, output, tokens, room, apart, bytes / OUTPUTS, NEAR, round_token,
                            multiply_part_of_tiles, keep_signed);
         return;
     }
-    char *rounded = round_together(linear, input, tokens, room, apart, 0, round);
+    char *rounded = round_together(linear, input, tokens, room, apart, 0, round_token);
     Rows rows = {rounded, *output, apart, tokens, 0, 0};
     if (tiles_are_granted && tokens > FEW)
         multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
     else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
+}
+
+Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void *room) {
+    int64_t apart = row_of(linear->inputs), in_tiles = tiles_are_granted && tokens > TILE_ROWS;
+    int64_t ahead = in_tiles || tokens > TOKENS ? depth_of(linear->inputs) * OUTPUTS : AHEAD;
+    char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_coarsely);
+    return (Rows){.input = rounded, .stride = apart, .tokens = tokens, .ahead = ahead, .in_tiles = in_tiles};
+}
+
+void int8_part(const Linear *linear, const Rows *rows) {
+    int64_t panels = panels_of(linear), depth = depth_of(linear->inputs);
+    if (!tiles_are_granted || rows->tokens <= FEW) {
+        multiply_between(linear, rows, 0, panels, rows->tokens <= TWOS, multiply_by_vectors);
+        return;
+    }
+    begin_tiles(least(rows->tokens, TILE_ROWS), INPUT_BYTES);
+    if (!rows->in_tiles) multiply_between(linear, rows, 0, panels, 1, multiply_by_tiles);
+    for (int64_t panel = 0; rows->in_tiles && panel < panels; panel += AT_ONCE)
+        multiply_panels_in_parts(linear, rows, panel, least(AT_ONCE, panels - panel), depth, NEAR,
+                                 multiply_part_of_tiles, keep_signed);
+    end_tiles();
 }

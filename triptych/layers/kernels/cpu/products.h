@@ -24,14 +24,13 @@ typedef struct {
 } Linear;
 
 /* What a product takes: values [tokens, inputs] after a norm, if any, or after an activation. The activated values may
- * be followed by as many factors. Or what another product stored rounded. Coarse tokens are rounded to COARSE_LEVELS with
- * int8 weights. */
+ * be followed by as many factors. Or what another product stored rounded. */
 typedef struct {
     const float *values;
     int64_t stride;               /* floats between tokens */
     const Norm *norm;             /* or NULL */
     const Activation *activation; /* or NULL */
-    int is_gated, is_rounded, is_coarse;
+    int is_gated, is_rounded;
 } Input;
 
 inlined int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }

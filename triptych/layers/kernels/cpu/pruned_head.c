@@ -17,11 +17,12 @@
 
 #include "bf16.h"
 #include "halves.h"
+#include "int8.h"
 #include "int8_tokens.h"
 
 #define MOST 64              /* maximum number of largest outputs per token */
 #define SHORTEST 1e-15f      /* smallest norm of a token that its squares in float32 still yield */
-#define STRETCH 2048         /* outputs per task when bounds are computed */
+#define PART 16              /* panels whose outputs are bounded at a time: their sums stay in a cache */
 
 typedef struct {
     Linear exact, rough;
@@ -35,9 +36,9 @@ typedef struct {
     void *rounded;        /* the token as an exact product in bfloat16 or by halves.c takes it */
     float *output;
     float *high, *low;    /* [inputs] */
-    float *lower, *upper; /* [outputs]: first the products of high and low, then the bounds */
-    int32_t *panels;      /* panels with an output that may be among the largest */
-    int64_t num_panels;
+    float *lower, *upper; /* [panels]: the largest of the lower and of the upper bounds of a panel's outputs */
+    int32_t *chosen;      /* panels with an output that may be among the largest */
+    int64_t num_chosen;
     float length, largest_low;
     float threshold;      /* a lower bound of the smallest output needed */
 } Token;
@@ -74,55 +75,69 @@ inlined void split(Token *token, int64_t inputs, const int is_rounded) {
     token->largest_low = largest_of(left);
 }
 
-static void bound(const PrunedHead *head, Token *token, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i += LANES) {
-        int64_t left = last - i;
-        floats sum = load(token->lower + i, left) + load(token->upper + i, left);
-        floats apart = load(head->per_length + i, left) * token->length + load(head->per_low + i, left) * token->largest_low;
+/* Sets a token's bounds of one panel. ``first`` is the panel's first output, of which ``left`` remain; ``high`` and
+ * ``low`` [left] are its products. */
+inlined void bound_panel(const PrunedHead *head, Token *token, int64_t first, int64_t left, const float *high,
+                         const float *low) {
+    floats lower = splat(-INFINITY), upper = splat(-INFINITY);
+    for (int64_t i = 0; i < least(left, OUTPUTS); i += LANES) {
+        floats sum = load(high + i, left - i) + load(low + i, left - i);
+        floats apart = load(head->per_length + first + i, left - i) * token->length;
+        apart += load(head->per_low + first + i, left - i) * token->largest_low;
         apart += head->exact.inputs * FLT_MIN; /* smaller amounts may have underflowed */
-        store(token->lower + i, sum - apart, left);
-        store(token->upper + i, sum + apart, left);
+        ints exists = lanes_below(least(left - i, LANES));
+        lower = larger(choose(exists, sum - apart, lower), lower);
+        upper = larger(choose(exists, sum + apart, upper), upper);
+    }
+    token->lower[first / OUTPUTS] = largest_of(lower);
+    token->upper[first / OUTPUTS] = largest_of(upper);
+}
+
+/* Bounds the outputs of up to PART panels from ``panel`` on for all tokens, and sets them to minus infinity. ``sums`` is
+ * memory for their products. */
+static void bound_part(const PrunedHead *head, Token *all, int64_t tokens, const Rows *rounded, int64_t panel, float *sums) {
+    int64_t first = panel * OUTPUTS, outputs = least(PART * OUTPUTS, head->rough.outputs - first);
+    Linear part = head->rough;
+    part.panels = (const char *)part.panels + first * padded(part.inputs, sizeof(int8_t));
+    part.scales += first;
+    part.outputs = outputs;
+    Rows rows = *rounded;
+    rows.output.values = sums;
+    int8_part(&part, &rows);
+    for (Token *token = all; token < all + tokens; token++, sums += 2 * outputs) {
+        for (int64_t i = 0; i < outputs; i += OUTPUTS)
+            bound_panel(head, token, first + i, outputs - i, sums + i, sums + outputs + i);
+        for (int64_t i = first; i < first + outputs; i++) token->output[i] = -INFINITY;
     }
 }
 
-/* The largest of a panel's values, of which ``left`` remain. */
-inlined float highest_of(const float *values, int64_t left) {
-    if (left >= OUTPUTS) return largest_of(larger(load(values, LANES), load(values + LANES, LANES)));
-    float highest = values[0];
-    for (int64_t i = 1; i < left; i++) highest = values[i] > highest ? values[i] : highest;
-    return highest;
-}
-
-/* The ``count``-th largest of all values. */
+/* The ``count``-th largest of all values; minus infinity if there are fewer. */
 static float smallest_of_largest(const float *values, int64_t num_values, int64_t count) {
     float largest[MOST]; /* ascending */
     for (int64_t i = 0; i < count; i++) largest[i] = -INFINITY;
-    for (int64_t first = 0; first < num_values; first += OUTPUTS) {
-        if (!(highest_of(values + first, num_values - first) > largest[0])) continue;
-        for (int64_t i = first; i < least(first + OUTPUTS, num_values); i++) {
-            if (!(values[i] > largest[0])) continue;
-            int64_t place = 0;
-            for (; place + 1 < count && largest[place + 1] < values[i]; place++) largest[place] = largest[place + 1];
-            largest[place] = values[i];
-        }
+    for (int64_t i = 0; i < num_values; i++) {
+        if (!(values[i] > largest[0])) continue;
+        int64_t place = 0;
+        for (; place + 1 < count && largest[place + 1] < values[i]; place++) largest[place] = largest[place + 1];
+        largest[place] = values[i];
     }
     return largest[0];
 }
 
-/* Chooses the panels to compute in full; none, if there would be more than ``limit``. */
-static void choose_panels(Token *token, int64_t outputs, int64_t wanted, int64_t limit) {
-    token->num_panels = 0;
+/* Chooses the panels to compute in full; none, if there would be more than ``limit``. As many outputs as are wanted, each
+ * of another panel, are at least ``threshold``. */
+static void choose_panels(Token *token, int64_t panels, int64_t wanted, int64_t limit) {
+    token->num_chosen = 0;
     if (!(token->length >= SHORTEST && token->length < INFINITY)) return;
-    token->threshold = smallest_of_largest(token->lower, outputs, wanted);
-    for (int64_t first = 0; first < outputs; first += OUTPUTS) {
-        if (highest_of(token->upper + first, outputs - first) < token->threshold) continue;
-        if (token->num_panels == limit) {
-            token->num_panels = 0;
+    token->threshold = smallest_of_largest(token->lower, panels, wanted);
+    for (int64_t panel = 0; panel < panels; panel++) {
+        if (token->upper[panel] < token->threshold) continue;
+        if (token->num_chosen == limit) {
+            token->num_chosen = 0;
             return;
         }
-        token->panels[token->num_panels++] = first / OUTPUTS;
+        token->chosen[token->num_chosen++] = (int32_t)panel;
     }
-    for (int64_t i = 0; i < outputs; i++) token->output[i] = -INFINITY;
 }
 
 static void compute(const PrunedHead *head, const Token *token, int64_t panel) {
@@ -133,12 +148,12 @@ static void compute(const PrunedHead *head, const Token *token, int64_t panel) {
     default: float_panel(&head->exact, token->input, token->output, panel);
     }
     for (int64_t i = first; i < least(first + OUTPUTS, head->exact.outputs); i++)
-        if (token->upper[i] < token->threshold) token->output[i] = -INFINITY;
+        if (token->output[i] < token->threshold) token->output[i] = -INFINITY;
 }
 
 /* Offsets of the parts of the working memory, in bytes. */
 typedef struct {
-    int64_t rounded, tokens, halves, sums, panels, end;
+    int64_t rounded, tokens, halves, sums, bounds, chosen, end;
 } Places;
 
 /* Bytes of a token as the exact product takes it, unless that is as it comes. */
@@ -152,14 +167,18 @@ static int64_t row_of(const Linear *exact) {
 
 static int64_t limit_of(int64_t panels) { return least(panels, most(16, panels / 4)); }
 
+/* Bytes of the products of a part. */
+static int64_t sums_of(int64_t tokens) { return 2 * tokens * PART * OUTPUTS * sizeof(float); }
+
 static Places places_for(const PrunedHead *head, int64_t tokens) {
-    int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
+    int64_t inputs = head->exact.inputs, panels = panels_of(&head->exact);
     Places places = {.rounded = (int8_room(&head->rough, 2 * tokens) + 63) / 64 * 64};
     places.tokens = places.rounded + whole_lines(tokens * row_of(&head->exact));
     places.halves = places.tokens + tokens * sizeof(Token);
     places.sums = places.halves + 2 * tokens * inputs * sizeof(float);
-    places.panels = places.sums + 2 * tokens * outputs * sizeof(float);
-    places.end = places.panels + tokens * limit_of(panels) * sizeof(int32_t);
+    places.bounds = places.sums + omp_get_max_threads() * sums_of(tokens);
+    places.chosen = places.bounds + 2 * tokens * panels * sizeof(float);
+    places.end = places.chosen + tokens * limit_of(panels) * sizeof(int32_t);
     return places;
 }
 
@@ -171,17 +190,17 @@ int64_t pruned_head_room(const PrunedHead *head, int64_t tokens) { return places
  * done are tokens with a NaN or an infinity, and those with too many outputs that may be among the largest. */
 void pruned_head(const PrunedHead *head, const float *input, int64_t stride, float *output, const int64_t *wanted,
                int64_t *found, int64_t tokens, char *room) {
-    int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
-    int64_t limit = limit_of(panels), stretches = (outputs + STRETCH - 1) / STRETCH;
+    int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = panels_of(&head->exact);
+    int64_t limit = limit_of(panels);
     Places places = places_for(head, tokens);
     Token *all = (Token *)(room + places.tokens);
-    float *halves = (float *)(room + places.halves), *sums = (float *)(room + places.sums);
+    float *halves = (float *)(room + places.halves), *bounds = (float *)(room + places.bounds);
     for (int64_t i = 0; i < tokens; i++) {
-        float *high = halves + 2 * i * inputs, *of_high = sums + 2 * i * outputs;
+        float *high = halves + 2 * i * inputs, *lower = bounds + 2 * i * panels;
         all[i] = (Token){.input = input + i * stride, .output = output + i * outputs,
                          .rounded = room + places.rounded + i * row_of(&head->exact),
-                         .high = high, .low = high + inputs, .lower = of_high, .upper = of_high + outputs,
-                         .panels = (int32_t *)(room + places.panels) + i * limit};
+                         .high = high, .low = high + inputs, .lower = lower, .upper = lower + panels,
+                         .chosen = (int32_t *)(room + places.chosen) + i * limit};
     }
 #pragma omp parallel
     {
@@ -192,19 +211,19 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
             if (head->exact.kind == BF16) bf16_round(all[i].input, all[i].rounded, inputs);
             if (head->exact.kind == SPLIT_HALF) halves_split(all[i].input, all[i].rounded, inputs);
         }
-        int8_together(&head->rough, &(Input){halves, inputs, .is_coarse = 1}, &(Output){sums}, 2 * tokens, room);
-#pragma omp for
-        for (int64_t i = 0; i < tokens * stretches; i++) {
-            int64_t first = i % stretches * STRETCH;
-            bound(head, &all[i / stretches], first, least(first + STRETCH, outputs));
-        }
+        Rows rounded = int8_rounded(&head->rough, &(Input){halves, inputs}, 2 * tokens, room);
+        float *sums = (float *)(room + places.sums + omp_get_thread_num() * sums_of(tokens));
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tokens; i++) choose_panels(&all[i], outputs, wanted[i], limit);
+        for (int64_t panel = 0; panel < panels; panel += PART) bound_part(head, all, tokens, &rounded, panel, sums);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < tokens; i++) choose_panels(&all[i], panels, wanted[i], limit);
+        int64_t longest = 0;
+        for (int64_t i = 0; i < tokens; i++) longest = most(longest, all[i].num_chosen);
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t i = 0; i < tokens * limit; i++) {
+        for (int64_t i = 0; i < tokens * longest; i++) {
             const Token *token = &all[i % tokens];
-            if (i / tokens < token->num_panels) compute(head, token, token->panels[i / tokens]);
+            if (i / tokens < token->num_chosen) compute(head, token, token->chosen[i / tokens]);
         }
     }
-    for (int64_t i = 0; i < tokens; i++) found[i] = all[i].num_panels;
+    for (int64_t i = 0; i < tokens; i++) found[i] = all[i].num_chosen;
 }
