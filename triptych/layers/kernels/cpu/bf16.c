@@ -70,23 +70,23 @@ static void round_token(const Linear *linear, const float *from, void *to, int64
     round_values(from, to, linear->inputs, step);
 }
 
-/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+/* Computes the outputs of ``num_panels`` panels for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
                       const int num_panels) {
     const int64_t line = OUTPUTS * 2 * sizeof(uint16_t);
     int64_t depth = depth_of(linear->inputs), size = depth / 2 * line, stride = rows->stride / sizeof(value);
-    const char *weights[2];
+    const char *weights[MOST_PANELS];
     const value *input = (const value *)rows->input + first * stride;
-    floats sums[2][TOKENS][2];
+    floats sums[MOST_PANELS][TOKENS][2];
     for (int which = 0; which < num_panels; which++) {
         weights[which] = (const char *)linear->panels + panels[which] * size;
         for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (floats){};
     }
     for (int64_t i = 0; i < depth; i += 2) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int which = 0; which < num_panels; weights[which++] += line) {
             ints low = ((const ints *)weights[which])[0], high = ((const ints *)weights[which])[1];
-            for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at, 0, 2);
+            for (int64_t at = 0; at < line; at += 64) prefetch(weights[which] + rows->ahead + at, num_panels > 1);
 #pragma GCC unroll 12
             for (int token = 0; token < count; token++) {
                 const value *pair = input + token * stride + i;
@@ -114,12 +114,11 @@ static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, in
 }
 
 static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
-    switch (count == 2 ? rows->tokens : 0) {
-    case 1: multiply(linear, rows, panels, 0, 1, 2); break;
-    case 2: multiply(linear, rows, panels, 0, 2, 2); break;
-#if TWOS > 2
-    case 3: multiply(linear, rows, panels, 0, 3, 2); break;
-    case 4: multiply(linear, rows, panels, 0, 4, 2); break;
+    switch (count > 1 ? PANELS(count, rows->tokens) : 0) {
+#define SOME_PANELS(many, tokens) case PANELS(many, tokens): multiply(linear, rows, panels, 0, tokens, many); break;
+        SOME_PANELS(4, 1) SOME_PANELS(2, 1) SOME_PANELS(2, 2)
+#if FOURS > 1
+        SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
     default: multiply_panel_by_vectors(linear, rows, panels[0]);
     }
@@ -182,8 +181,8 @@ void bf16_together(const Linear *linear, const Input *input, const Output *outpu
         return;
     }
     Rows rows = {round_together(linear, input, tokens, room, apart, 0, round_token), *output, apart, tokens, 0, 0};
-    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
+    if (tiles_are_granted) multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, 2, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, TASK, multiply_by_vectors);
 }
 
 int64_t bf16_activated(const Linear *up, const Linear *down, int64_t tokens) {

@@ -14,20 +14,20 @@
 
 const int float_outputs = OUTPUTS, float_multiple = 1;
 
-/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+/* Computes the outputs of ``num_panels`` panels for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
                       const int num_panels, const int is_half) {
     int64_t line = OUTPUTS * (is_half ? sizeof(uint16_t) : sizeof(float)), size = linear->inputs * line;
     int64_t stride = rows->stride / sizeof(float);
-    const char *weights[2];
+    const char *weights[MOST_PANELS];
     const float *input = (const float *)rows->input + first * stride;
-    floats sums[2][TOKENS][2];
+    floats sums[MOST_PANELS][TOKENS][2];
     for (int which = 0; which < num_panels; which++) {
         weights[which] = (const char *)linear->panels + panels[which] * size;
         for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (floats){};
     }
     for (int64_t i = 0; i < linear->inputs; i++) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int which = 0; which < num_panels; weights[which++] += line) {
             floats low = load_any(weights[which], 0, LANES, is_half);
             floats high = load_any(weights[which], LANES, LANES, is_half);
@@ -66,13 +66,13 @@ static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel
 
 static void multiply_panels(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
     int is_half = linear->kind == HALF;
-    switch (count == 2 ? 2 * rows->tokens + is_half : 0) {
-#define SOME(n) \
-    case 2 * n: multiply(linear, rows, panels, 0, n, 2, 0); break; \
-    case 2 * n + 1: multiply(linear, rows, panels, 0, n, 2, 1); break;
-        SOME(1) SOME(2)
-#if TWOS > 2
-        SOME(3) SOME(4)
+    switch (count > 1 ? 2 * PANELS(count, rows->tokens) + is_half : 0) {
+#define SOME_PANELS(many, tokens) \
+    case 2 * PANELS(many, tokens): multiply(linear, rows, panels, 0, tokens, many, 0); break; \
+    case 2 * PANELS(many, tokens) + 1: multiply(linear, rows, panels, 0, tokens, many, 1); break;
+        SOME_PANELS(4, 1) SOME_PANELS(2, 1) SOME_PANELS(2, 2)
+#if FOURS > 1
+        SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
     default: multiply_panel(linear, rows, panels[0]);
     }
@@ -100,5 +100,5 @@ void float_together(const Linear *linear, const Input *input, const Output *outp
         rows.stride = row_of(linear->inputs);
         rows.input = round_together(linear, input, tokens, room, rows.stride, 0, copy);
     }
-    multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_panels);
+    multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, TASK, multiply_panels);
 }

@@ -287,5 +287,5 @@ void halves_together(const Linear *linear, const Input *input, const Output *out
     }
     Rows rows = {round_together(linear, input, tokens, room, apart, 0, split_token), *output, apart, tokens, 0, 0};
     begin_splitting();
-    multiply_together_by_tiles(linear, &rows, depth * OUTPUTS, INPUT_BYTES, TILE_ROWS, LONG_TASK, multiply_panels);
+    multiply_together_by_tiles(linear, &rows, depth * OUTPUTS, INPUT_BYTES, 2, LONG_TASK, multiply_panels);
 }

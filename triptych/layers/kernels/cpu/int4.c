@@ -355,6 +355,6 @@ void int4_together(const Linear *linear, const Input *input, const Output *outpu
     char *rounded = round_together(linear, input, tokens, room, shape.row, 0, round_token);
     Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
-        multiply_together_by_tiles(linear, &rows, bytes, step, 0, SMALL_TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
+        multiply_together_by_tiles(linear, &rows, bytes, step, 1, SMALL_TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, panels_for(tokens, 0, TWOS), TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
 }

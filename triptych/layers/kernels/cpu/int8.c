@@ -164,22 +164,22 @@ static __attribute__((noinline)) void keep_offset(ints (*sums)[2], const Linear 
     keep_scaled(sums, linear, rows, panel, first, count, 1);
 }
 
-/* Computes the outputs of ``num_panels`` panels, one or two, for ``count`` tokens from ``first`` on. */
+/* Computes the outputs of ``num_panels`` panels for ``count`` tokens from ``first`` on. */
 inlined void multiply(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t first, const int count,
                       const int num_panels) {
     const int64_t line = OUTPUTS * 4;
     int64_t depth = depth_of(linear->inputs);
-    const char *weights[2], *input = rows->input + first * rows->stride;
-    ints sums[2][TOKENS][2];
+    const char *weights[MOST_PANELS], *input = rows->input + first * rows->stride;
+    ints sums[MOST_PANELS][TOKENS][2];
     for (int which = 0; which < num_panels; which++) {
         weights[which] = (const char *)linear->panels + panels[which] * OUTPUTS * depth;
         for (int token = 0; token < count; token++) sums[which][token][0] = sums[which][token][1] = (ints){};
     }
     for (int64_t i = 0; i < depth; i += 4) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int which = 0; which < num_panels; weights[which++] += line) {
             ints low = line_of(weights[which], 0), high = line_of(weights[which], 1);
-            for (int64_t at = 0; at < line; at += 64) __builtin_prefetch(weights[which] + rows->ahead + at, 0, 2);
+            for (int64_t at = 0; at < line; at += 64) prefetch(weights[which] + rows->ahead + at, num_panels > 1);
 #pragma GCC unroll 12
             for (int token = 0; token < count; token++) {
                 int32_t four;
@@ -211,12 +211,11 @@ static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, in
 }
 
 static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
-    switch (count == 2 ? rows->tokens : 0) {
-    case 1: multiply(linear, rows, panels, 0, 1, 2); break;
-    case 2: multiply(linear, rows, panels, 0, 2, 2); break;
-#if TWOS > 2
-    case 3: multiply(linear, rows, panels, 0, 3, 2); break;
-    case 4: multiply(linear, rows, panels, 0, 4, 2); break;
+    switch (count > 1 ? PANELS(count, rows->tokens) : 0) {
+#define SOME_PANELS(many, tokens) case PANELS(many, tokens): multiply(linear, rows, panels, 0, tokens, many); break;
+        SOME_PANELS(4, 1) SOME_PANELS(2, 1) SOME_PANELS(2, 2)
+#if FOURS > 1
+        SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
     default: multiply_panel_by_vectors(linear, rows, panels[0]);
     }
@@ -241,8 +240,8 @@ void int8_together(const Linear *linear, const Input *input, const Output *outpu
     char *rounded = round_together(linear, input, tokens, room, apart, 0, round_token);
     Rows rows = {rounded, *output, apart, tokens, 0, 0};
     if (tiles_are_granted && tokens > FEW)
-        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, TILE_ROWS, TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, TWOS, TOKENS, BLOCK, TASK, multiply_by_vectors);
+        multiply_together_by_tiles(linear, &rows, bytes, INPUT_BYTES, 2, TASK, multiply_by_tiles);
+    else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, TASK, multiply_by_vectors);
 }
 
 Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void *room) {
@@ -255,11 +254,11 @@ Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void
 void int8_part(const Linear *linear, const Rows *rows) {
     int64_t panels = panels_of(linear), depth = depth_of(linear->inputs);
     if (!tiles_are_granted || rows->tokens <= FEW) {
-        multiply_between(linear, rows, 0, panels, rows->tokens <= TWOS, multiply_by_vectors);
+        multiply_between(linear, rows, 0, panels, panels_for(rows->tokens, FOURS, TWOS), multiply_by_vectors);
         return;
     }
     begin_tiles(least(rows->tokens, TILE_ROWS), INPUT_BYTES);
-    if (!rows->in_tiles) multiply_between(linear, rows, 0, panels, 1, multiply_by_tiles);
+    if (!rows->in_tiles) multiply_between(linear, rows, 0, panels, 2, multiply_by_tiles);
     for (int64_t panel = 0; rows->in_tiles && panel < panels; panel += AT_ONCE)
         multiply_panels_in_parts(linear, rows, panel, least(AT_ONCE, panels - panel), depth, NEAR,
                                  multiply_part_of_tiles, keep_signed);

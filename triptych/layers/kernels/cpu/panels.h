@@ -11,7 +11,8 @@
 #define AHEAD 4096           /* prefetch distance in bytes of weights: hardware prefetchers stop at the end of a page */
 #define BLOCK 512            /* tokens multiplied by all weights before the next block, so that they stay in the cache */
 #define TASK (512 * 1024)    /* bytes of weights per task when there are few tokens */
-#define TWOS (LANES / 4)     /* tokens that are multiplied by two panels at a time: their sums stay in registers */
+#define FOURS (LANES / 8)    /* tokens that are multiplied by four panels at a time: their sums stay in registers */
+#define TWOS (LANES / 4)     /* by two panels */
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
@@ -25,7 +26,10 @@ typedef struct {
     int64_t in_tiles;
 } Rows;
 
-/* Computes the outputs of ``count`` panels, one or two, for all rows; ``panels`` are their numbers. */
+#define MOST_PANELS 4 /* panels that tokens are multiplied by at a time */
+#define PANELS(count, tokens) ((count) * 16 + (tokens)) /* a number for each choice of both, for ``switch`` */
+
+/* Computes the outputs of ``count`` panels, up to MOST_PANELS, for all rows; ``panels`` are their numbers. */
 typedef void PanelProduct(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count);
 
 /* Rounds a token's inputs, and pads them with zeros. ``step``: bytes between parts of INPUT_BYTES. */
@@ -45,6 +49,12 @@ inlined int64_t distance_of(int64_t bytes, int is_used_again) {
 }
 
 inlined int64_t in_whole_tiles(int64_t tokens) { return (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS; }
+
+/* Prefetches weights into the L1 cache if they are next, else into the L2 cache. */
+inlined void prefetch(const char *weights, const int is_next) {
+    if (is_next) __builtin_prefetch(weights);
+    else __builtin_prefetch(weights, 0, 2);
+}
 
 /* Bytes of memory for rounded tokens of ``apart`` bytes each, in whole tiles, and for one token's values of each
  * thread. */
@@ -78,28 +88,36 @@ inlined char *round_together(const Linear *linear, const Input *input, int64_t t
     return room;
 }
 
-/* Multiplies all rows by the panels from ``first`` to ``last``; with ``in_twos`` each of the first half together with one
- * of the second: memory is read faster in two places at a time, because a processor's own prefetching stops at the end
- * of each page. */
-inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t first, int64_t last, int in_twos,
-                              PanelProduct *multiply_panels) {
-    int64_t half = in_twos ? (last - first) / 2 : 0;
-    for (int64_t panel = first; panel < first + half; panel++)
-        multiply_panels(linear, rows, (int64_t[]){panel, panel + half}, 2);
-    for (int64_t panel = first + 2 * half; panel < last; panel++)
-        multiply_panels(linear, rows, (int64_t[]){panel, panel}, 1);
+/* How many panels tokens are multiplied by at a time: the fewer tokens, the more. */
+inlined int64_t panels_for(int64_t tokens, int64_t fours, int64_t twos) {
+    return tokens <= fours ? 4 : tokens <= twos ? 2 : 1;
 }
 
-/* Multiplies all rows by all panels, of ``bytes`` bytes each, which are loaded once for up to ``once`` tokens, and in
- * twos for up to ``twos`` tokens; about ``block`` tokens, a multiple of ``once``, by all weights before the next ones.
- * ``task``: bytes of weights per task when there are few tokens. */
-inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t twos, int64_t once,
+/* Multiplies all rows by the panels from ``first`` to ``last``, ``at_once`` of them at a time, a power of two, which are in
+ * as many parts of the memory: it is read faster in several places, because a processor's own prefetching stops at the
+ * end of each page. */
+inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t first, int64_t last, int64_t at_once,
+                              PanelProduct *multiply_panels) {
+    for (; at_once; at_once /= 2) {
+        int64_t each = (last - first) / at_once, panels[MOST_PANELS];
+        for (int64_t i = first; i < first + each; i++) {
+            for (int64_t part = 0; part < at_once; part++) panels[part] = i + part * each;
+            multiply_panels(linear, rows, panels, at_once);
+        }
+        first += at_once * each;
+    }
+}
+
+/* Multiplies all rows by all panels, of ``bytes`` bytes each, ``at_once`` at a time, which are loaded once for up to
+ * ``once`` tokens; about ``block`` tokens, a multiple of ``once``, by all weights before the next ones. ``task``: bytes of
+ * weights per task when there are few tokens. */
+inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t at_once, int64_t once,
                                int64_t block, int64_t task, PanelProduct *multiply_panels) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
     int64_t panels = panels_of(linear) / (all->output.is_gated ? 2 : 1);
-    int64_t at_once = tokens > once ? 1 : most(1, task / most(1, bytes)), threads = omp_get_num_threads();
-    int64_t tasks = (panels + at_once - 1) / at_once;
-    if (at_once > 1) tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
+    int64_t per_task = tokens > once ? 1 : most(1, task / most(1, bytes)), threads = omp_get_num_threads();
+    int64_t tasks = (panels + per_task - 1) / per_task;
+    if (per_task > 1) tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
     for (int64_t done = 0; done < blocks; done++) {
         int64_t first = groups * done / blocks * once, end = groups * (done + 1) / blocks * once;
         int64_t count = least(end, tokens) - first;
@@ -111,7 +129,7 @@ inlined void multiply_together(const Linear *linear, const Rows *all, int64_t by
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < tasks; i++)
-            multiply_between(linear, &rows, panels * i / tasks, panels * (i + 1) / tasks, tokens <= twos, multiply_panels);
+            multiply_between(linear, &rows, panels * i / tasks, panels * (i + 1) / tasks, at_once, multiply_panels);
     }
 #pragma omp barrier
 }

@@ -213,9 +213,9 @@ inlined void multiply_panels_by_tiles(const Linear *linear, const Rows *rows, co
 
 /* As ``multiply_together``, in blocks that stay in the L2 cache. ``step``: bytes of inputs per tile. */
 inlined void multiply_together_by_tiles(const Linear *linear, const Rows *rows, int64_t bytes, int64_t step,
-                                        int64_t twos, int64_t task, PanelProduct *multiply_panels) {
+                                        int64_t at_once, int64_t task, PanelProduct *multiply_panels) {
     int64_t block = most(2 * PAIR_ROWS, least(BLOCK, KEPT / rows->stride) / PAIR_ROWS * PAIR_ROWS);
     begin_tiles(most(1, least(rows->tokens, TILE_ROWS)), step);
-    multiply_together(linear, rows, bytes, twos, PAIR_ROWS, block, task, multiply_panels);
+    multiply_together(linear, rows, bytes, at_once, PAIR_ROWS, block, task, multiply_panels);
     end_tiles();
 }
