@@ -133,7 +133,8 @@ class Decoder(nn.Module):
         media = self._media_features(batch)
         tokens = self._embedded(batch.tokens)
         hidden = self._lookup(tokens)
-        hidden.index_copy_(0, batch.media_index, media[0])
+        if media:
+            hidden.index_copy_(0, batch.media_index, media[0])
         rotations = [rope(batch.positions, self.dtype) for rope in self.ropes]
         per_layer = None if self.per_layer is None else self.per_layer(tokens, hidden)
         delta = None if batch.state is None else batch.state.delta
@@ -154,7 +155,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, kept[index], context, rows)
             if after_layer is not None and place is not None and self.config.layers[index].keeps_tokens:
                 after_layer(place)
-            if index < self.config.num_deepstack_layers:
+            if media and index < self.config.num_deepstack_layers:
                 hidden.index_add_(0, batch.media_index, media[1 + index])
             if rows is not None and index < len(self.layers) - 1:
                 if len(wanted) == 0:
@@ -209,12 +210,13 @@ class Decoder(nn.Module):
         return wanted if len(wanted) or self._group_size == 1 else wanted.new_zeros(1)
 
     def _media_features(self, batch: ForwardBatch) -> tuple[Tensor, ...]:
-        """Split the media embeddings into the embedding and each deepstack layer's features, each [M, hidden]."""
+        """Split the media embeddings into the embedding and each deepstack layer's features, each [M, hidden]; none if
+        M is 0."""
         num_features = 1 + self.config.num_deepstack_layers
         shape = (batch.media_index.shape[0], num_features * self.config.hidden_size)
         if batch.media_embeddings.shape != shape:
             raise ValueError(f"media embeddings have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
-        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)
+        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1) if len(batch.media_index) else ()
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
