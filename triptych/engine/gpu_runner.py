@@ -28,6 +28,8 @@ class GpuRunner(Runner):
     """``Runner`` for a decoder on ``device``. ``run`` launches the forward pass, prepares sampling meanwhile, and
     synchronizes once, for the sampled tokens."""
 
+    shares_cores = False
+
     def __init__(
         self,
         forward: Forward,

@@ -151,6 +151,8 @@ class EngineLoop:
         self._collect()
         self._fail_overdue()
         self._note_ready()
+        if self.runner.shares_cores:
+            self._send_pending_tokens()
         self._start()
         self._send_pending_tokens()
         self.incoming.receiver.grant()
@@ -570,7 +572,7 @@ class EngineLoop:
             self._remove(active)
 
     def _send_pending_tokens(self) -> None:
-        """Send the tokens of the last step, while the next one runs."""
+        """Send the tokens of the last step: while the next one runs, unless it would keep this thread from a core."""
         pending, self._pending_tokens = self._pending_tokens, []
         for to, tokens in pending:
             self._send(to, tokens)

@@ -83,6 +83,9 @@ class StepOutput:
 class Runner:
     """Runs steps on a decoder and its KV tensors. Only ``run`` takes long."""
 
+    shares_cores = True
+    """Whether steps run on the cores that other threads need, too."""
+
     def __init__(self, decoder: Forward, cache: KVTensors, page_size: int, states: StateRecords | None = None) -> None:
         """``states`` are those of the cache, which may belong to several ranks; None for a model without state."""
         self.decoder = decoder
