@@ -113,7 +113,7 @@ def parts_of_steps(spans: Mapping[str, Sequence[tuple[float, float]]]) -> dict[s
         parts["of this, scheduling"].append(found["_schedule_step"])
         parts["of this, inputs"].append(found["batch"])
         parts["of this, results"].append(found["_handle_output"])
-        parts["beside the next step: sending"].append(found["_send_pending_tokens"])
+        parts["of this, sending"].append(found["_send_pending_tokens"])
     return {name: round(1e6 * statistics.median(seconds), 1) for name, seconds in parts.items()}
 
 

@@ -86,12 +86,13 @@ def main() -> None:
             if decoder.head.pruned_head is None:
                 parser.error("the pruned head needs a C compiler and a processor with VNNI")
             hidden = hidden_states(decoder, max(TOKENS))
-            computed = {
-                f"{largest} largest": statistics.median(
-                    decoder.head(hidden, [largest] * len(hidden)).isfinite().sum(dim=1).tolist()
+            computed = {}
+            for largest in LARGEST:
+                decoder.head(hidden, [largest] * len(hidden))
+                computed[f"{largest} largest"] = statistics.median(
+                    panels * decoder.head.pruned_head.panel_outputs or len(decoder.embedding)
+                    for panels in decoder.head.pruned_head.num_panels
                 )
-                for largest in LARGEST
-            }
             found[name] = {"head_ms": head_ms(decoder.head, hidden), "computed_logits": computed}
     report(found, options.out)
 

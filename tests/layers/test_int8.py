@@ -13,7 +13,7 @@ from triptych.errors import ConfigError
 from triptych.layers import native
 from triptych.layers.int8 import int8_product
 
-SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030)]
+SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (700, 64)]
 """[out, in]: whole and partial panels, and few enough inputs for exact sums in float32."""
 
 

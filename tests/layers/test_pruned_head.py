@@ -39,14 +39,14 @@ def made(weight: Tensor, pack: Pack = half_product) -> tuple[CompiledProduct, Pr
 
 
 def check(product: CompiledProduct, pruned_head: PrunedHead, tokens: Tensor, counts: list[int]) -> list[int]:
-    """Return the number of outputs computed for each token."""
+    """Return the number of outputs computed in full for each token."""
     whole, found = product(tokens), pruned_head(tokens, counts)
     for row, count in enumerate(counts):
         wanted = whole[row] >= whole[row].sort(descending=True).values[min(count, whole.shape[1]) - 1] if count else ...
         assert torch.equal(found[row][wanted], whole[row][wanted])
         computed = found[row] != -torch.inf
         assert torch.equal(found[row][computed], whole[row][computed])
-    return found.isfinite().sum(dim=1).tolist()
+    return [panels * pruned_head.panel_outputs or product.outputs for panels in pruned_head.num_panels]
 
 
 def like_a_vocabulary(weight: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ def test_the_largest_have_the_bits_of_the_whole_product(pack: Pack, outputs: int
 def test_few_outputs_are_computed() -> None:
     product, pruned_head = made(torch.randn(20_000, 512) / 20)
     computed = check(product, pruned_head, torch.randn(20, 512), [1] * 20)
-    assert max(computed) < 200
+    assert max(computed) < 1000
     tokens = torch.randn(20, 512)
     tokens[:, 7] = 100.0
-    assert max(check(product, pruned_head, tokens, [1] * 20)) < 2000
+    assert max(check(product, pruned_head, tokens, [1] * 20)) < 4000
 
 
 def test_outputs_that_int8_cannot_distinguish() -> None:

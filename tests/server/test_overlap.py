@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import Running, running
 from tests.support.image_cases import picture, png
@@ -65,12 +67,14 @@ def test_prefill_of_what_has_landed_begins_before_the_next_item_is_encoded(tmp_p
         assert any(here <= start < next_encoded for start in prefills)
 
 
-def test_a_steps_tokens_are_sent_while_the_next_step_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_a_steps_tokens_are_sent_while_the_next_step_runs_or_before_it(tmp_path: Path, *, shares_cores: bool) -> None:
     sent: list[tuple[bool, bool]] = []
     """For each token, whether it is the last one, and whether a step was running."""
 
     def watch(instance: Instance) -> None:
         [loop] = [host for host in instance.loops if isinstance(host, EngineLoop)]
+        loop.runner.shares_cores = shares_cores
         send = instance.channel.send
 
         def watched_send(address: Address, message: Any) -> None:
@@ -85,4 +89,4 @@ def test_a_steps_tokens_are_sent_while_the_next_step_runs(tmp_path: Path) -> Non
             return await service.answer([{"role": "user", "content": "Hello"}], max_tokens=5)
 
     assert len(asyncio.run(run())) == 5
-    assert sent == [(False, True)] * 4 + [(True, False)]
+    assert sent == [(False, not shares_cores)] * 4 + [(True, False)]

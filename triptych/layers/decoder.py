@@ -216,7 +216,9 @@ class Decoder(nn.Module):
         shape = (batch.media_index.shape[0], num_features * self.config.hidden_size)
         if batch.media_embeddings.shape != shape:
             raise ValueError(f"media embeddings have shape {list(batch.media_embeddings.shape)}, not {list(shape)}")
-        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1) if len(batch.media_index) else ()
+        if len(batch.media_index) == 0:
+            return ()
+        return batch.media_embeddings.to(self.dtype).chunk(num_features, dim=1)
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:

@@ -27,7 +27,7 @@ from triptych.layers.rounding import saturating_cast
 log = logging.getLogger(__name__)
 
 TOGETHER = 16
-"""Tokens processed at a time, which bounds the memory: each has two bounds per output."""
+"""Tokens processed at a time. Bounds the memory; the kernel takes at most 128."""
 LARGEST = 1e15
 """Magnitude limit for weights and activations, far below where products or squared norms overflow float32."""
 SPARE = 32
@@ -69,6 +69,10 @@ class PrunedHead:
         self._room_for = library.pruned_head_room
         self._room_for.argtypes, self._room_for.restype = [operands, integer], integer
         self._room = torch.empty(0, dtype=torch.uint8)
+        self.panel_outputs = panel_layout(library, WeightKind.INT8).outputs
+        self.num_panels: list[int] = []
+        """Of each token of the last call, the panels of ``panel_outputs`` outputs that were computed in full; 0 for
+        all."""
 
     def __call__(self, activations: Tensor, num_largest: Sequence[int]) -> Tensor:
         """Return float32 [T, out] for activations [T, in].
@@ -79,27 +83,26 @@ class PrunedHead:
         """
         if len(num_largest) != len(activations):
             raise ValueError(f"{len(num_largest)} numbers for {len(activations)} tokens")
+        self.num_panels = [0] * len(activations)
         if not all(0 < count <= self.most for count in num_largest):
             return self._exact(activations)  # one token that needs all weights makes the full product cheapest for all
         activations = activations.float().contiguous()
         if activations.shape[1] != self._exact.inputs:
             raise ValueError(f"{activations.shape[1]} inputs for a layer of {self._exact.inputs}")
         output = activations.new_empty((len(activations), self._exact.outputs))
-        others: list[int] = []
         for first in range(0, len(activations), TOGETHER):
             some, to = activations[first : first + TOGETHER], output[first:]
             numbers = ctypes.c_int64 * len(some)
             wanted, found = numbers(*num_largest[first : first + TOGETHER]), numbers()
             where = some.data_ptr(), some.stride(0), to.data_ptr()
             self._run(self._operands, *where, wanted, found, len(some), self._working_room(len(some)))
-            others += [first + row for row, done in enumerate(found) if not done]
-        if others:
+            self.num_panels[first : first + len(some)] = found
+        if others := [row for row, count in enumerate(self.num_panels) if not count]:
             output[others] = self._exact(activations[others])
         return output
 
     def _working_room(self, num_tokens: int) -> int:
-        """Return the address of the working memory, which is kept, because allocating it takes as long as computing the
-        bounds."""
+        """Return the address of the working memory, which is kept, because allocating it takes long."""
         size = self._room_for(self._operands, num_tokens)
         if self._room.numel() < size:
             self._room = torch.empty(size, dtype=torch.uint8)

@@ -120,7 +120,8 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, const in
 #if FOURS > 1
         SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
-    default: multiply_panel_by_vectors(linear, rows, panels[0]);
+    default:
+        for (int64_t i = 0; i < count; i++) multiply_panel_by_vectors(linear, rows, panels[i]);
     }
 }
 

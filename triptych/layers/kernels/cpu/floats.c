@@ -74,7 +74,8 @@ static void multiply_panels(const Linear *linear, const Rows *rows, const int64_
 #if FOURS > 1
         SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
-    default: multiply_panel(linear, rows, panels[0]);
+    default:
+        for (int64_t i = 0; i < count; i++) multiply_panel(linear, rows, panels[i]);
     }
 }
 

@@ -217,7 +217,8 @@ static void multiply_by_vectors(const Linear *linear, const Rows *rows, const in
 #if FOURS > 1
         SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
 #endif
-    default: multiply_panel_by_vectors(linear, rows, panels[0]);
+    default:
+        for (int64_t i = 0; i < count; i++) multiply_panel_by_vectors(linear, rows, panels[i]);
     }
 }
 
@@ -246,7 +247,8 @@ void int8_together(const Linear *linear, const Input *input, const Output *outpu
 
 Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void *room) {
     int64_t apart = row_of(linear->inputs), in_tiles = tiles_are_granted && tokens > TILE_ROWS;
-    int64_t ahead = in_tiles || tokens > TOKENS ? depth_of(linear->inputs) * OUTPUTS : AHEAD;
+    int64_t once = tiles_are_granted ? TILE_ROWS : TOKENS; /* tokens for which a panel is loaded once */
+    int64_t ahead = tokens > once ? depth_of(linear->inputs) * OUTPUTS : AHEAD;
     char *rounded = round_together(linear, input, tokens, room, apart, in_tiles, round_coarsely);
     return (Rows){.input = rounded, .stride = apart, .tokens = tokens, .ahead = ahead, .in_tiles = in_tiles};
 }
@@ -258,9 +260,10 @@ void int8_part(const Linear *linear, const Rows *rows) {
         return;
     }
     begin_tiles(least(rows->tokens, TILE_ROWS), INPUT_BYTES);
-    if (!rows->in_tiles) multiply_between(linear, rows, 0, panels, 2, multiply_by_tiles);
-    for (int64_t panel = 0; rows->in_tiles && panel < panels; panel += AT_ONCE)
-        multiply_panels_in_parts(linear, rows, panel, least(AT_ONCE, panels - panel), depth, NEAR,
-                                 multiply_part_of_tiles, keep_signed);
+    if (rows->in_tiles)
+        for (int64_t panel = 0; panel < panels; panel += AT_ONCE)
+            multiply_panels_in_parts(linear, rows, panel, least(AT_ONCE, panels - panel), depth, NEAR,
+                                     multiply_part_of_tiles, keep_signed);
+    else multiply_between(linear, rows, 0, panels, 2, multiply_by_tiles);
     end_tiles();
 }

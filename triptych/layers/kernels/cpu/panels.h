@@ -26,10 +26,11 @@ typedef struct {
     int64_t in_tiles;
 } Rows;
 
-#define MOST_PANELS 4 /* panels that tokens are multiplied by at a time */
-#define PANELS(count, tokens) ((count) * 16 + (tokens)) /* a number for each choice of both, for ``switch`` */
+#define MOST_PANELS 4 /* most panels that tokens are multiplied by at a time */
+#define PANELS(count, tokens) ((count) * 16 + (tokens)) /* for ``switch``: a number for each choice of up to 15 tokens */
 
-/* Computes the outputs of ``count`` panels, up to MOST_PANELS, for all rows; ``panels`` are their numbers. */
+/* Computes the outputs of ``count`` panels for all rows; ``panels`` are their numbers. ``count`` is a power of two, up to
+ * what ``multiply_between`` was asked for. */
 typedef void PanelProduct(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count);
 
 /* Rounds a token's inputs, and pads them with zeros. ``step``: bytes between parts of INPUT_BYTES. */
@@ -50,9 +51,9 @@ inlined int64_t distance_of(int64_t bytes, int is_used_again) {
 
 inlined int64_t in_whole_tiles(int64_t tokens) { return (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS; }
 
-/* Prefetches weights into the L1 cache if they are next, else into the L2 cache. */
-inlined void prefetch(const char *weights, const int is_next) {
-    if (is_next) __builtin_prefetch(weights);
+/* Prefetches weights into the L1 cache, which is faster if they are few bytes ahead, or into the L2 cache. */
+inlined void prefetch(const char *weights, const int into_l1) {
+    if (into_l1) __builtin_prefetch(weights);
     else __builtin_prefetch(weights, 0, 2);
 }
 
@@ -93,9 +94,9 @@ inlined int64_t panels_for(int64_t tokens, int64_t fours, int64_t twos) {
     return tokens <= fours ? 4 : tokens <= twos ? 2 : 1;
 }
 
-/* Multiplies all rows by the panels from ``first`` to ``last``, ``at_once`` of them at a time, a power of two, which are in
- * as many parts of the memory: it is read faster in several places, because a processor's own prefetching stops at the
- * end of each page. */
+/* Multiplies all rows by the panels from ``first`` to ``last``, ``at_once`` of them at a time, a power of two. These are far
+ * from each other: memory is read faster in several places, because a processor's own prefetching stops at the end of
+ * each page. */
 inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t first, int64_t last, int64_t at_once,
                               PanelProduct *multiply_panels) {
     for (; at_once; at_once /= 2) {
@@ -108,14 +109,14 @@ inlined void multiply_between(const Linear *linear, const Rows *rows, int64_t fi
     }
 }
 
-/* Multiplies all rows by all panels, of ``bytes`` bytes each, ``at_once`` at a time, which are loaded once for up to
- * ``once`` tokens; about ``block`` tokens, a multiple of ``once``, by all weights before the next ones. ``task``: bytes of
- * weights per task when there are few tokens. */
+/* Multiplies all rows by all panels, of ``bytes`` bytes each, ``at_once`` at a time. A panel is loaded once for up to
+ * ``once`` tokens. About ``block`` tokens, a multiple of ``once``, are multiplied by all weights before the next ones.
+ * ``task``: bytes of weights per task when there are few tokens. */
 inlined void multiply_together(const Linear *linear, const Rows *all, int64_t bytes, int64_t at_once, int64_t once,
                                int64_t block, int64_t task, PanelProduct *multiply_panels) {
     int64_t tokens = all->tokens, blocks = (tokens + block - 1) / block, groups = (tokens + once - 1) / once;
     int64_t panels = panels_of(linear) / (all->output.is_gated ? 2 : 1);
-    int64_t per_task = tokens > once ? 1 : most(1, task / most(1, bytes)), threads = omp_get_num_threads();
+    int64_t per_task = tokens > once ? 1 : most(at_once, task / most(1, bytes)), threads = omp_get_num_threads();
     int64_t tasks = (panels + per_task - 1) / per_task;
     if (per_task > 1) tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
     for (int64_t done = 0; done < blocks; done++) {

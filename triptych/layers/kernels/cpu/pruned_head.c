@@ -1,6 +1,6 @@
 /* A product of which only the largest outputs are needed, exactly: a vocabulary's logits. Int8 weights, half the bytes of
- * fp16, yield a lower and an upper bound of each output. Outputs that may be among the largest are computed in full, the
- * others become minus infinity.
+ * fp16, yield a lower and an upper bound of each output. Panels with an output that may be among the largest are computed
+ * in full. Outputs of other panels, and those too small to be needed, become minus infinity.
  *
  * A token is split into x = high + low: high are its values rounded to COARSE_LEVELS steps of either sign, which int8
  * represents exactly, and low is the remainder, which is rounded to low + e. With weights w = v + d, where int8
@@ -22,7 +22,7 @@
 
 #define MOST 64              /* maximum number of largest outputs per token */
 #define SHORTEST 1e-15f      /* smallest norm of a token that its squares in float32 still yield */
-#define PART 16              /* panels whose outputs are bounded at a time: their sums stay in a cache */
+#define PART 16              /* most panels whose outputs are bounded at a time: their sums stay in a cache */
 
 typedef struct {
     Linear exact, rough;
@@ -93,10 +93,11 @@ inlined void bound_panel(const PrunedHead *head, Token *token, int64_t first, in
     token->upper[first / OUTPUTS] = largest_of(upper);
 }
 
-/* Bounds the outputs of up to PART panels from ``panel`` on for all tokens, and sets them to minus infinity. ``sums`` is
- * memory for their products. */
-static void bound_part(const PrunedHead *head, Token *all, int64_t tokens, const Rows *rounded, int64_t panel, float *sums) {
-    int64_t first = panel * OUTPUTS, outputs = least(PART * OUTPUTS, head->rough.outputs - first);
+/* Bounds the outputs of ``count`` panels, up to PART, from ``panel`` on for all tokens, and sets them to minus infinity.
+ * ``sums`` is memory for their products. */
+static void bound_part(const PrunedHead *head, Token *all, int64_t tokens, const Rows *rounded, int64_t panel,
+                       int64_t count, float *sums) {
+    int64_t first = panel * OUTPUTS, outputs = least(count * OUTPUTS, head->rough.outputs - first);
     Linear part = head->rough;
     part.panels = (const char *)part.panels + first * padded(part.inputs, sizeof(int8_t));
     part.scales += first;
@@ -186,8 +187,8 @@ static Places places_for(const PrunedHead *head, int64_t tokens) {
 int64_t pruned_head_room(const PrunedHead *head, int64_t tokens) { return places_for(head, tokens).end; }
 
 /* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Computes the ``wanted``
- * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] is nonzero for tokens that are done; not
- * done are tokens with a NaN or an infinity, and those with too many outputs that may be among the largest. */
+ * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] are the panels computed in full. It is 0 for
+ * tokens that aren't done: with a NaN or an infinity, or with too many outputs that may be among the largest. */
 void pruned_head(const PrunedHead *head, const float *input, int64_t stride, float *output, const int64_t *wanted,
                int64_t *found, int64_t tokens, char *room) {
     int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = panels_of(&head->exact);
@@ -213,8 +214,10 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
         }
         Rows rounded = int8_rounded(&head->rough, &(Input){halves, inputs}, 2 * tokens, room);
         float *sums = (float *)(room + places.sums + omp_get_thread_num() * sums_of(tokens));
+        int64_t count = least(PART, (panels + omp_get_num_threads() - 1) / omp_get_num_threads());
 #pragma omp for schedule(dynamic)
-        for (int64_t panel = 0; panel < panels; panel += PART) bound_part(head, all, tokens, &rounded, panel, sums);
+        for (int64_t panel = 0; panel < panels; panel += count)
+            bound_part(head, all, tokens, &rounded, panel, count, sums);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < tokens; i++) choose_panels(&all[i], panels, wanted[i], limit);
         int64_t longest = 0;

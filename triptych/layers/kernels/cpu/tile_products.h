@@ -169,8 +169,8 @@ inlined void multiply_in_blocks(const Linear *linear, const Input *input, const 
                                 char *room, int64_t apart, int64_t depth, int64_t near, Rounding *round,
                                 PartProduct *product, Keep *keep_sums) {
     int64_t pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS, blocks = (tokens + BLOCK_OF_TILES - 1) / BLOCK_OF_TILES;
-    int64_t panels = panels_of(linear) / (output->is_gated ? 2 : 1), at_once = AT_ONCE / (output->is_gated ? 2 : 1);
-    int64_t threads = omp_get_num_threads(), tasks = (panels + at_once - 1) / at_once;
+    int64_t panels = panels_of(linear) / (output->is_gated ? 2 : 1), per_task = AT_ONCE / (output->is_gated ? 2 : 1);
+    int64_t threads = omp_get_num_threads(), tasks = (panels + per_task - 1) / per_task;
     tasks = least(panels, (tasks + threads - 1) / threads * threads); /* as many for each thread */
     begin_tiles(TILE_ROWS, INPUT_BYTES);
     for (int64_t block = 0; block < blocks; block++) {
