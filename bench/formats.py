@@ -45,6 +45,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int8, int8 towers": {"quantization": "int8", "encoder_quantization": "int8"},
+    "int4": {"quantization": "int4"},
 }
 """The settings of each format; float32 is the reference."""
 SIDE = 448
@@ -144,6 +145,13 @@ class Model:
         return self.decoder(batch, self.new_cache(cache_dtype)).log_softmax(dim=1)
 
 
+WORKS: dict[str, Callable[[Model], object]] = {
+    "encode": Model.encode,
+    f"prefill {PREFILL}": Model.prefill,
+    **{f"decode {batch}": partial(Model.decode, batch=batch) for batch in BATCHES},
+}
+
+
 def bundle(folder: Path, name: str) -> ModelBundle:
     """Return a checkpoint with the settings of a format, on the CPU."""
     settings: dict[str, Any] = {"device": "cpu", "page_size": PAGE_SIZE} | FORMATS[name]
@@ -165,13 +173,8 @@ def load(folder: Path, name: str) -> Model:
 
 def times(models: dict[str, Model], rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, Any]]:
     """By work and format, milliseconds (the least and the median) and the median of ratios to the first format."""
-    works: dict[str, Callable[[Model], object]] = {
-        "encode": Model.encode,
-        f"prefill {PREFILL}": Model.prefill,
-        **{f"decode {batch}": partial(Model.decode, batch=batch) for batch in BATCHES},
-    }
     found: dict[str, dict[str, Any]] = {}
-    for name, work in works.items():
+    for name, work in WORKS.items():
         taken: dict[str, list[float]] = {format_name: [] for format_name in models}
         for _ in range(1 + rounds * (4 if "decode" in name else 1)):
             for format_name, model in models.items():

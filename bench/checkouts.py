@@ -1,0 +1,129 @@
+"""Two checkouts of the project: how long encoding, prefill and decoding take in one, as ratios to the other.
+
+    git worktree add /tmp/before HEAD~1
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.checkouts /tmp/mid /tmp/before --formats float32 float16 --out bench/results/checkouts.json
+
+Each checkout has a process with its own kernels. The two take turns, so that other work on the machine slows both, and
+each pair of turns yields a ratio. What is measured is that of ``bench.formats``, of this checkout in both cases: the
+other one must have the functions that it calls.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent.parent
+REST = 0.05
+"""Seconds before each turn. Threads of the other process wait actively for their next work, and then sleep."""
+
+
+class Worker:
+    """A process that measures one checkout, one work at a time."""
+
+    def __init__(self, checkout: Path, model: Path, name: str, threads: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--work", str(checkout), str(model), name, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.works = self._answer().split(",")
+
+    def seconds(self, work: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(work + "\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"the process of {self._process.args!r} has ended")
+        return line.strip()
+
+
+def work(checkout: str, model: str, name: str, threads: str) -> None:
+    """Main function of a worker: run the works whose names it reads, and write their seconds."""
+    sys.path.insert(0, checkout)
+    import triptych  # noqa: F401 (from now on, its modules are this checkout's)
+
+    sys.path.insert(0, str(HERE))
+    import torch
+
+    from bench import formats
+    from bench.measuring import like_an_instance
+
+    like_an_instance(int(threads))
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        loaded = formats.load(Path(model), name)
+        print(",".join(formats.WORKS), flush=True)
+        for line in sys.stdin:
+            began = time.perf_counter()
+            formats.WORKS[line.strip()](loaded)
+            print(time.perf_counter() - began, flush=True)
+
+
+def ratios(workers: list[Worker], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return by work each checkout's median milliseconds, and the quartiles of the ratios of this one to the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in workers[0].works:
+        taken: list[list[float]] = [[], []]
+        for _ in range(1 + rounds * (4 if "decode" in name else 1)):
+            for worker, seconds in zip(workers, taken, strict=True):
+                time.sleep(REST)
+                seconds.append(worker.seconds(name))
+        before, after = (seconds[1:] for seconds in taken)
+        quartiles = statistics.quantiles([own / other for own, other in zip(after, before, strict=True)], n=4)
+        found[name] = {
+            "median_ms": [round(1e3 * statistics.median(seconds), 2) for seconds in (before, after)],
+            "least_ms": [round(1e3 * min(seconds), 2) for seconds in (before, after)],
+            "ratio_quartiles": [round(ratio, 3) for ratio in quartiles],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder of a family with pictures")
+    parser.add_argument("other", type=Path, help="the other checkout, which ratios are to")
+    parser.add_argument("--formats", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    from bench.measuring import report
+    from triptych.transfer_bench.measure import machine
+
+    found: dict[str, Any] = {"machine": machine(), "options": {"model": str(options.model), "threads": options.threads}}
+    found["commits"] = [commit(checkout) for checkout in (options.other, HERE)]
+    found["formats"] = {}
+    for name in options.formats:
+        workers = [Worker(one, options.model, name, options.threads) for one in (options.other, HERE)]
+        try:
+            found["formats"][name] = ratios(workers, options.rounds)
+        finally:
+            for worker in workers:
+                worker.close()
+    report(found, options.out)
+
+
+def commit(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(*sys.argv[2:])
+    else:
+        main()
