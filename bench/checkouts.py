@@ -5,8 +5,9 @@
     python -m bench.checkouts /tmp/mid /tmp/before --formats float32 float16 --out bench/results/checkouts.json
 
 Each checkout has a process with its own kernels. The two take turns, so that other work on the machine slows both, and
-each pair of turns yields a ratio. What is measured is that of ``bench.formats``, of this checkout in both cases: the
-other one must have the functions that it calls.
+each pair of turns yields a ratio. A turn is one picture, one prompt, or the median of several decode steps. What is
+measured is that of ``bench.formats``, of this checkout in both cases: the other one must have the functions that it
+calls.
 """
 
 import argparse
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent.parent
+KINDS = ("encode", "prefill", "decode")
 REST = 0.05
 """Seconds before each turn. Threads of the other process wait actively for their next work, and then sleep."""
+STEPS = 8
+"""Decode steps in a turn: the first ones after a rest take longer."""
 
 
 class Worker:
@@ -68,17 +72,20 @@ def work(checkout: str, model: str, name: str, threads: str) -> None:
         loaded = formats.load(Path(model), name)
         print(",".join(formats.WORKS), flush=True)
         for line in sys.stdin:
-            began = time.perf_counter()
-            formats.WORKS[line.strip()](loaded)
-            print(time.perf_counter() - began, flush=True)
+            taken = []
+            for _ in range(STEPS if "decode" in line else 1):
+                began = time.perf_counter()
+                formats.WORKS[line.strip()](loaded)
+                taken.append(time.perf_counter() - began)
+            print(statistics.median(taken), flush=True)
 
 
-def ratios(workers: list[Worker], rounds: int) -> dict[str, dict[str, Any]]:
+def ratios(workers: list[Worker], works: list[str], rounds: int) -> dict[str, dict[str, Any]]:
     """Return by work each checkout's median milliseconds, and the quartiles of the ratios of this one to the other."""
     found: dict[str, dict[str, Any]] = {}
-    for name in workers[0].works:
+    for name in [name for name in workers[0].works if name.split()[0] in works]:
         taken: list[list[float]] = [[], []]
-        for _ in range(1 + rounds * (4 if "decode" in name else 1)):
+        for _ in range(1 + rounds):
             for worker, seconds in zip(workers, taken, strict=True):
                 time.sleep(REST)
                 seconds.append(worker.seconds(name))
@@ -97,6 +104,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a checkpoint folder of a family with pictures")
     parser.add_argument("other", type=Path, help="the other checkout, which ratios are to")
     parser.add_argument("--formats", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
+    parser.add_argument("--works", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
@@ -110,7 +118,7 @@ def main() -> None:
     for name in options.formats:
         workers = [Worker(one, options.model, name, options.threads) for one in (options.other, HERE)]
         try:
-            found["formats"][name] = ratios(workers, options.rounds)
+            found["formats"][name] = ratios(workers, options.works, options.rounds)
         finally:
             for worker in workers:
                 worker.close()
