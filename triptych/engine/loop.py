@@ -151,7 +151,7 @@ class EngineLoop:
         self._collect()
         self._fail_overdue()
         self._note_ready()
-        if self.runner.shares_cores:  # or this thread would wait for a core with the lock that the step needs
+        if self.runner.shares_cores:  # else this thread may wait for a core while it holds the lock
             self._send_pending_tokens()
         self._start()
         self._send_pending_tokens()
@@ -572,7 +572,7 @@ class EngineLoop:
             self._remove(active)
 
     def _send_pending_tokens(self) -> None:
-        """Send the tokens of the last step: while the next one runs, or before it begins if they share cores."""
+        """Send the tokens of the last step: while the next one runs, or before it if steps share cores."""
         pending, self._pending_tokens = self._pending_tokens, []
         for to, tokens in pending:
             self._send(to, tokens)

@@ -1,8 +1,8 @@
 """Computes the largest of a vocabulary's logits, exactly, without reading all weights.
 
 Weights quantized to int8, half the bytes of fp16, yield bounds for every logit (``kernels/cpu/pruned_head.c``). Only
-logits that may be among the largest are computed in full, and are bit-identical to those of the full product. The
-bounds are guaranteed, not estimated: Cauchy-Schwarz's, with a margin for the rounding of every sum.
+panels with a logit that may be among the largest are computed in full, and are bit-identical to those of the full
+product. The bounds are guaranteed, not estimated: Cauchy-Schwarz's, with a margin for the rounding of every sum.
 """
 
 import ctypes
@@ -71,8 +71,8 @@ class PrunedHead:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.panel_outputs = panel_layout(library, WeightKind.INT8).outputs
         self.num_panels: list[int] = []
-        """Of each token of the last call, the panels of ``panel_outputs`` outputs that were computed in full; 0 for
-        all."""
+        """Of each token of the last call, the number of panels of ``panel_outputs`` outputs computed in full; 0 if all
+        outputs were."""
 
     def __call__(self, activations: Tensor, num_largest: Sequence[int]) -> Tensor:
         """Return float32 [T, out] for activations [T, in].

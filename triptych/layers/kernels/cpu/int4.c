@@ -20,8 +20,8 @@
 #endif
 #undef FOURS
 #undef TWOS
-#define FOURS 0              /* no faster than two */
-#define TWOS (LANES / 8)     /* totals take registers, too */
+#define FOURS 0                /* no faster than two */
+#define TWOS (LANES / 8)       /* totals take registers, too */
 #define STRIP 32               /* inputs whose products fit 16 bits: 32 / 2 * 15 * 128 < 2^15 */
 #define WORD 8                 /* inputs per word */
 #define PART 512               /* inputs that are unpacked at a time, so that they stay in the L1 cache */
@@ -359,5 +359,6 @@ void int4_together(const Linear *linear, const Input *input, const Output *outpu
     Rows rows = {rounded, *output, shape.row, tokens, 0};
     if (tiles_are_granted && tokens > few)
         multiply_together_by_tiles(linear, &rows, bytes, step, 1, SMALL_TASK, multiply_by_tiles);
-    else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, SMALL_TASK, multiply_by_vectors);
+    else multiply_together(linear, &rows, bytes, panels_for(tokens, FOURS, TWOS), TOKENS, BLOCK, SMALL_TASK,
+                           multiply_by_vectors);
 }

@@ -2,8 +2,8 @@
 #pragma once
 #include "panels.h"
 
-/* Rounds up to BLOCK_OF_TILES tokens coarsely, to COARSE_LEVELS. Called by all threads of a team; what a thread gets is for
- * it alone. ``room`` has ``int8_room`` bytes. */
+/* Rounds tokens, at most 256 (BLOCK_OF_TILES in tile_products.h), to COARSE_LEVELS. Called by all threads of a team; what a
+ * thread gets is for it alone. ``room`` has ``int8_room`` bytes. */
 Rows int8_rounded(const Linear *linear, const Input *input, int64_t tokens, void *room);
 
 /* Computes the outputs of a layer, or of a part of its panels, for rows that ``int8_rounded`` has returned; by one

@@ -27,7 +27,7 @@ typedef struct {
 } Rows;
 
 #define MOST_PANELS 4 /* most panels that tokens are multiplied by at a time */
-#define PANELS(count, tokens) ((count) * 16 + (tokens)) /* for ``switch``: a number for each choice of up to 15 tokens */
+#define PANELS(count, tokens) ((count) * 16 + (tokens)) /* for ``switch``: differs for each choice, of up to 15 tokens */
 
 /* Computes the outputs of ``count`` panels for all rows; ``panels`` are their numbers. ``count`` is a power of two, up to
  * what ``multiply_between`` was asked for. */

@@ -187,7 +187,7 @@ static Places places_for(const PrunedHead *head, int64_t tokens) {
 int64_t pruned_head_room(const PrunedHead *head, int64_t tokens) { return places_for(head, tokens).end; }
 
 /* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Computes the ``wanted``
- * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] are the panels computed in full. It is 0 for
+ * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] are the numbers of panels computed in full. It is 0 for
  * tokens that aren't done: with a NaN or an infinity, or with too many outputs that may be among the largest. */
 void pruned_head(const PrunedHead *head, const float *input, int64_t stride, float *output, const int64_t *wanted,
                int64_t *found, int64_t tokens, char *room) {
@@ -214,7 +214,7 @@ void pruned_head(const PrunedHead *head, const float *input, int64_t stride, flo
         }
         Rows rounded = int8_rounded(&head->rough, &(Input){halves, inputs}, 2 * tokens, room);
         float *sums = (float *)(room + places.sums + omp_get_thread_num() * sums_of(tokens));
-        int64_t count = least(PART, (panels + omp_get_num_threads() - 1) / omp_get_num_threads());
+        int64_t threads = omp_get_num_threads(), count = most(1, least(PART, (panels + threads - 1) / threads));
 #pragma omp for schedule(dynamic)
         for (int64_t panel = 0; panel < panels; panel += count)
             bound_part(head, all, tokens, &rounded, panel, count, sums);
