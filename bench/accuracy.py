@@ -43,7 +43,6 @@ from triptych.prompt.prompt import PromptBuilder
 from triptych.transfer_bench.measure import machine
 
 ALL_FORMATS = FORMATS | {
-    "int4": {"quantization": "int4"},
     "float16, KV cache in int8": {"dtype": "float16", "kv_cache_dtype": "int8"},
     "int8, KV cache in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4, KV cache in int8": {"quantization": "int4", "kv_cache_dtype": "int8"},

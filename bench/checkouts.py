@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, checkout: Path, model: Path, name: str, threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--work", str(checkout), str(model), name, str(threads)],
+            [sys.executable, "-P", __file__, "--work", str(checkout), str(model), name, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,8 +85,9 @@ def ratios(workers: list[Worker], works: list[str], rounds: int) -> dict[str, di
     found: dict[str, dict[str, Any]] = {}
     for name in [name for name in workers[0].works if name.split()[0] in works]:
         taken: list[list[float]] = [[], []]
-        for _ in range(1 + rounds):
-            for worker, seconds in zip(workers, taken, strict=True):
+        for turn in range(1 + rounds):
+            turns = list(zip(workers, taken, strict=True))
+            for worker, seconds in turns if turn % 2 else reversed(turns):
                 time.sleep(REST)
                 seconds.append(worker.seconds(name))
         before, after = (seconds[1:] for seconds in taken)
@@ -106,13 +107,19 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
     parser.add_argument("--works", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="at least 2")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("quartiles need at least 2 rounds")
+    from bench.formats import FORMATS
     from bench.measuring import report
     from triptych.transfer_bench.measure import machine
 
-    found: dict[str, Any] = {"machine": machine(), "options": {"model": str(options.model), "threads": options.threads}}
+    if unknown := set(options.formats) - FORMATS.keys():
+        parser.error(f"{unknown} are not among {[*FORMATS]}")
+    shown = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    found: dict[str, Any] = {"machine": machine(), "options": shown}
     found["commits"] = [commit(checkout) for checkout in (options.other, HERE)]
     found["formats"] = {}
     for name in options.formats:

@@ -4,7 +4,7 @@
     python -m bench.pruned_head /tmp/mid --out bench/results/pruned-head-mid.json
 
 Hidden states are the decoder's for a prompt of random tokens. The result also has the median number of logits that are
-computed per token, because the sharpness of the bounds depends on the weights.
+computed per token, all of each panel with one that may be among the largest: it depends on the weights.
 """
 
 import argparse
