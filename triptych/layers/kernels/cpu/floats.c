@@ -70,10 +70,7 @@ static void multiply_panels(const Linear *linear, const Rows *rows, const int64_
 #define SOME_PANELS(many, tokens) \
     case 2 * PANELS(many, tokens): multiply(linear, rows, panels, 0, tokens, many, 0); break; \
     case 2 * PANELS(many, tokens) + 1: multiply(linear, rows, panels, 0, tokens, many, 1); break;
-        SOME_PANELS(4, 1) SOME_PANELS(2, 1) SOME_PANELS(2, 2)
-#if FOURS > 1
-        SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
-#endif
+        FEW_TOKENS(SOME_PANELS)
     default:
         for (int64_t i = 0; i < count; i++) multiply_panel(linear, rows, panels[i]);
     }

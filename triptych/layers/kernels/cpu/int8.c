@@ -213,10 +213,7 @@ static void multiply_panel_by_vectors(const Linear *linear, const Rows *rows, in
 static void multiply_by_vectors(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count) {
     switch (count > 1 ? PANELS(count, rows->tokens) : 0) {
 #define SOME_PANELS(many, tokens) case PANELS(many, tokens): multiply(linear, rows, panels, 0, tokens, many); break;
-        SOME_PANELS(4, 1) SOME_PANELS(2, 1) SOME_PANELS(2, 2)
-#if FOURS > 1
-        SOME_PANELS(4, 2) SOME_PANELS(2, 3) SOME_PANELS(2, 4)
-#endif
+        FEW_TOKENS(SOME_PANELS)
     default:
         for (int64_t i = 0; i < count; i++) multiply_panel_by_vectors(linear, rows, panels[i]);
     }

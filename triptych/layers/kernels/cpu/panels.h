@@ -28,6 +28,12 @@ typedef struct {
 
 #define MOST_PANELS 4 /* most panels that tokens are multiplied by at a time */
 #define PANELS(count, tokens) ((count) * 16 + (tokens)) /* for ``switch``: differs for each choice, of up to 15 tokens */
+/* Calls CASE(panels, tokens) for each choice of several panels at a time, up to FOURS and TWOS tokens. */
+#if LANES == 16
+#define FEW_TOKENS(CASE) CASE(4, 1) CASE(2, 1) CASE(2, 2) CASE(4, 2) CASE(2, 3) CASE(2, 4)
+#else
+#define FEW_TOKENS(CASE) CASE(4, 1) CASE(2, 1) CASE(2, 2)
+#endif
 
 /* Computes the outputs of ``count`` panels for all rows; ``panels`` are their numbers. ``count`` is a power of two, up to
  * what ``multiply_between`` was asked for. */
