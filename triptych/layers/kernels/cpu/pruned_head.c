@@ -187,8 +187,8 @@ static Places places_for(const PrunedHead *head, int64_t tokens) {
 int64_t pruned_head_room(const PrunedHead *head, int64_t tokens) { return places_for(head, tokens).end; }
 
 /* input [tokens, inputs], with stride floats between tokens, to output [tokens, outputs]. Computes the ``wanted``
- * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] are the numbers of panels computed in full. It is 0 for
- * tokens that aren't done: with a NaN or an infinity, or with too many outputs that may be among the largest. */
+ * [tokens] largest outputs of each token, from 1 to MOST. ``found`` [tokens] are the numbers of panels computed in full:
+ * 0 for tokens that aren't done, which have a NaN, an infinity, or too many outputs that may be among the largest. */
 void pruned_head(const PrunedHead *head, const float *input, int64_t stride, float *output, const int64_t *wanted,
                int64_t *found, int64_t tokens, char *room) {
     int64_t inputs = head->exact.inputs, outputs = head->exact.outputs, panels = panels_of(&head->exact);
