@@ -11,6 +11,7 @@ calls.
 """
 
 import argparse
+import importlib
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ STEPS = 8
 
 
 class Worker:
-    """A process that measures one checkout, one work at a time."""
+    """A process that measures one checkout, one work at a time. ``works`` are the names of ``bench.formats.WORKS``."""
 
     def __init__(self, checkout: Path, model: Path, name: str, threads: int) -> None:
         self._process = subprocess.Popen(
@@ -39,6 +40,7 @@ class Worker:
         self.works = self._answer().split(",")
 
     def seconds(self, work: str) -> float:
+        """Return the seconds of a turn of one of ``works``. Raises SystemExit if the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(work + "\n")
         self._process.stdin.flush()
@@ -58,8 +60,7 @@ class Worker:
 def work(checkout: str, model: str, name: str, threads: str) -> None:
     """Main function of a worker: run the works whose names it reads, and write their seconds."""
     sys.path.insert(0, checkout)
-    import triptych  # noqa: F401 (from now on, its modules are this checkout's)
-
+    importlib.import_module("triptych")  # its modules, too, are now those of this checkout; not so the benchmarks
     sys.path.insert(0, str(HERE))
     import torch
 
@@ -112,6 +113,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("quartiles need at least 2 rounds")
+    if not (options.other / "triptych").is_dir():
+        parser.error(f"{options.other} is not a checkout of the project")
+    # not at the top: a worker imports the project from the checkout that it measures
     from bench.formats import FORMATS
     from bench.measuring import report
     from triptych.transfer_bench.measure import machine

@@ -84,7 +84,7 @@ def main() -> None:
         for name in options.formats:
             decoder = adapter.load_decoder(Checkpoint(options.model), WEIGHT_FORMATS[name], CPU)
             if decoder.head.pruned_head is None:
-                parser.error("the pruned head needs a C compiler and a processor with VNNI")
+                parser.error("the pruned head needs a C compiler and a processor with VNNI or AVX2")
             hidden = hidden_states(decoder, max(TOKENS))
             computed = {}
             for largest in LARGEST:
