@@ -118,7 +118,8 @@ def test_preempted_requests_report_prompt_logprobs_once_and_completely(model: Mo
     engine: EngineConfig = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, max_num_batched_tokens=48)
 
     async def run() -> tuple[list[tuple[PromptLogprobs, list[int]]], int]:
-        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
+        competing = together(len(REQUESTS), with_rows=True)
+        async with running(model.folder, "1E1PD", engine, prepare=competing) as service:
             found = await asyncio.gather(*(logprobs_of(service, messages, max_tokens=32) for messages in REQUESTS))
             return list(found), service.engine_loops()[0].scheduler.num_preemptions
 

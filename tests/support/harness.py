@@ -122,9 +122,10 @@ async def running(
                 host.check_idle()
 
 
-def together(number: int) -> Callable[[Instance], None]:
+def together(number: int, *, with_rows: bool = False) -> Callable[[Instance], None]:
     """For ``prepare``, where one instance decodes: it begins once ``number`` requests have come, however slowly, so
-    that they compete for its pages."""
+    that they compete for its pages. ``with_rows``: with all rows of those that it prefills, which its receive pool has
+    to hold; otherwise a request may end before the next one's rows come."""
 
     def prepare(instance: Instance) -> None:
         for host in instance.loops:
@@ -135,7 +136,8 @@ def together(number: int) -> Callable[[Instance], None]:
         schedule = scheduler.schedule
 
         def held(ready: CountReadyTokens) -> SchedulerOutput:
-            if len(scheduler) < number:
+            waits = with_rows and any(one.prefilled_here and ready(one) < len(one.tokens) for one in scheduler)
+            if len(scheduler) < number or waits:
                 return SchedulerOutput()
             scheduler.schedule = schedule  # type: ignore[method-assign]
             return schedule(ready)
