@@ -317,6 +317,21 @@ def test_killed_processes_are_replaced_without_loss(
             assert allowed(matching.mask()) == want[place + 1]
 
 
+@pytest.mark.parametrize("whom", ["process", "server"])
+def test_a_mask_outlives_the_process_that_made_it(made: Service, whom: str) -> None:
+    """A step that is running was scheduled because the mask is there."""
+    matching = made.start("regex", "a+")
+    assert made.wait(matching) is None
+    want, before = allowed(matching.mask()), made.num_processes
+    victim = made.server_pid if whom == "server" else made.pids()[0]
+    os.kill(victim, signal.SIGKILL)
+    assert is_gone(victim)
+    while made.num_processes == before:
+        assert allowed(matching.mask()) == want
+        time.sleep(0.001)
+    assert allowed(matching.mask()) == want
+
+
 def test_a_request_whose_process_keeps_ending_fails(made: Service) -> None:
     matching = made.start("regex", "a+")
     for _ in range(budget.MAX_REBUILDS + 2):
@@ -425,6 +440,18 @@ def test_a_process_that_cannot_be_started_fails_its_own_requests(
         assert all(isinstance(made.wait(one), InternalError) for one in failed)
         live.close()
     assert all(made.wait(made.start("regex", "b" * number, client="c")) is None for number in range(1, 6))
+
+
+def test_a_thread_that_cannot_be_started_fails_its_own_request(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    with monkeypatch.context() as broken:
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        broken.setattr(threading.Thread, "start", fail)
+        with pytest.raises(InternalError, match="can't start new thread"):
+            made.start("regex", "a+")
+    assert made.wait(made.start("regex", "a+")) is None
 
 
 def test_a_compile_timeout_is_not_cached(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:

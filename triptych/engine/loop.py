@@ -256,16 +256,22 @@ class EngineLoop:
 
     def _add_request(self, message: Generate, generated: list[int], prefill: Prefill | None = None) -> None:
         """Add a request whose answer begins with the tokens ``generated``. Reports failure if it is invalid."""
-        outgoing_kv = None
+        matching = outgoing_kv = None
         try:
             limits = self.context_length, self._vocab_size, self._length_rule, self._loras
             step_tokens = self.scheduler.max_num_batched_tokens if self.prefills else None
             request = make_request(
                 message, generated, *limits, step_tokens=step_tokens, has_second_weights=self._has_second_weights
             )
+            if (grammar := request.sampling.grammar) is not None:
+                # an end token ends a grammar even if ignore_eos is set
+                end_tokens = request.end_token_ids | request.eos_token_ids
+                matching = self.grammars.start(grammar, end_tokens, generated, message.client)
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:
+            if matching is not None:
+                matching.close()
             self._send(message.reply_to, Failed(message.request, self._address, ErrorKind.of(error), str(error)))
             return
         request.prefilled_here, request.decoded_here = self.prefills, self.decodes
@@ -276,14 +282,11 @@ class EngineLoop:
             num_given=len(request.tokens),
             prefill=prefill,
             outgoing_kv=outgoing_kv,
+            matching=matching,
         )
         self._active[request.id] = active
         self.scheduler.add(request)
         active.timings.reused = min(request.num_reused, request.num_prompt)
-        if (grammar := request.sampling.grammar) is not None:
-            # an end token ends a grammar even if ignore_eos is set
-            end_tokens = request.end_token_ids | request.eos_token_ids
-            active.matching = self.grammars.start(grammar, end_tokens, generated, message.client)
         self._expect_rows(active)
 
     def _expect_rows(self, active: ActiveRequest) -> None:

@@ -114,13 +114,14 @@ class Matching:
         self._post(StartMatching(self.number, sorted(self._end_tokens)), bulk=tokens)
 
     def detach(self) -> ProcessQueue | None:
-        """Separate the matching from its process. Returns the queue that it used."""
-        queue, self._queue, self._mask, self._mask_expected_soon = self._queue, None, None, False
+        """Separate the matching from its process. Returns the queue that it used. A mask that has arrived stays: it is
+        that of the tokens so far, and a step may be running that counts on it."""
+        queue, self._queue, self._mask_expected_soon = self._queue, None, False
         return queue
 
     def fail(self, error: TriptychError) -> None:
         """Record an error, and have the process drop the matching."""
-        self._error = self._error or error
+        self._error, self._mask = self._error or error, None
         if queue := self.detach():
             queue.send(EndMatching(self.number), None, seconds=KILL_SECONDS, timeout=TOKEN_TIMEOUT)
         self._changed.notify_all()

@@ -106,7 +106,10 @@ class GrammarService:
         self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int] = (), client: str = ""
     ) -> Matching:
         """Start matching a request whose answer begins with the tokens ``generated``. After the grammar's end any of
-        ``end_tokens`` may come. Compilation is shared fairly among ``client``s."""
+        ``end_tokens`` may come. Compilation is shared fairly among ``client``s. Raises InternalError if there is no
+        memory for the service's thread."""
+        if self._thread is None:
+            self._thread = self._started_thread()
         matching = Matching(
             next(self._numbers),
             spec,
@@ -118,11 +121,16 @@ class GrammarService:
             mask_bytes=self._mask_bytes,
         )
         self._started.append(matching)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            self._thread.start()
         self._wake()
         return matching
+
+    def _started_thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise InternalError(f"grammars: {error}") from None
+        return thread
 
     def close(self) -> None:
         """End the thread and all processes. Open matchings never become ready."""
