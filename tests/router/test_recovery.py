@@ -170,6 +170,64 @@ def test_an_item_that_ends_its_encode_instances_is_given_up_and_others_are_not()
     assert finish(harness, other) == [7]
 
 
+def test_items_beside_one_that_ends_its_encode_instances_are_not_given_up_with_it() -> None:
+    """Requests that may be the cause are tried one at a time; what isn't suspect goes on beside them."""
+    harness = RouterHarness(E0, PD0, restart_hold=60.0)
+    streams = [harness.submit(1.0) for _ in range(3)]
+    transfers = [harness.need(stream, 0)[0] for stream in streams]
+    for attempt in (1, 2):
+        harness.router.handle(Deregister(E0))
+        harness.register(E0, pid=1 + attempt)
+        for stream, transfer in zip(streams, transfers, strict=True):
+            missing = MissingItem(0, transfer, attempt=attempt)
+            harness.router.handle(EncodeNeeded(stream.request, PD0, [missing], asked=attempt))
+    assert len(encode_targets(harness)) == 3 + 3 + 1, "one of them is tried"
+    later = harness.submit(1.0)
+    harness.need(later, 0)
+    assert len(encode_targets(harness)) == 8
+    [harmful] = [number for number, transfer in enumerate(transfers) if encode_targets(harness)[6][1] == transfer]
+    harness.router.handle(Deregister(E0))
+    with pytest.raises(InstanceLost, match="3 instances"):
+        tokens_of(streams.pop(harmful))
+    transfers.pop(harmful)
+    harness.register(E0, pid=4)
+    for transfer in transfers:
+        assert encode_targets(harness)[-1][1] == transfer, "the next one is tried"
+        harness.router.handle(Encoded(transfer, False, [], attempt=2))
+    assert [finish(harness, stream) for stream in (*streams, later)] == [[7]] * 3
+    assert harness.outstanding() == 0
+
+
+@pytest.mark.parametrize("ends", ["answered", "given up"])
+def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_with_it(ends: str) -> None:
+    harness = RouterHarness(P0, D0, restart_hold=60.0)
+    harmful, other = harness.submit(), harness.submit()
+
+    def ask(stream: TokenStream, attempt: int) -> None:
+        transfer = TransferId(f"{stream.request}/{attempt}")
+        harness.router.handle(PrefillNeeded(stream.request, D0, transfer, 0, [], asked=attempt))
+
+    for attempt in range(3):
+        if attempt:
+            harness.router.handle(Deregister(P0))
+            harness.register(P0, pid=1 + attempt)
+        ask(harmful, attempt)
+        ask(other, attempt)
+    assert [message.generate.request for _, message in harness.of(Prefill)][4:] == [harmful.request]
+    if ends == "answered":
+        harness.router.handle(Tokens(harmful.request, [5], 0))
+    else:
+        harness.router.handle(Deregister(P0))
+        with pytest.raises(InstanceLost, match="3 instances"):
+            tokens_of(harmful)
+        harness.register(P0, pid=4)
+    assert [message.generate.request for _, message in harness.of(Prefill)][5:] == [other.request]
+    assert finish(harness, other) == [7]
+    if ends == "answered":
+        assert finish(harness, harmful) == [5, 7]
+    assert harness.outstanding() == 0
+
+
 def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_moves() -> None:
     harness = RouterHarness(PD0, PD1)
     streams = [harness.submit() for _ in range(4)]

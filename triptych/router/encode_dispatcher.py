@@ -31,9 +31,9 @@ MAX_MEDIA_SENDS = 8
 """Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
 and doesn't read stays in this process's memory."""
 
-_SHORT, _LONG, _CACHED = "short", "long", "cached"
-"""Kinds of queued items: those that are encoded at once, those in time slices, and those that an instance had cached
-when they were queued. None blocks the others."""
+_SHORT, _LONG, _CACHED, _ON_TRIAL = "short", "long", "cached", "on trial"
+"""Kinds of queued items: those that are encoded at once, those in time slices, those that an instance had cached when
+they were queued, and those of requests on trial. None blocks the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +133,13 @@ class EncodeDispatcher:
         policy: PlacementPolicy,
         clock: Callable[[], float],
         changed: Callable[[RequestId], None],
+        on_trial: Callable[[RequestId], bool],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
         it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
         work done, in cost per second. ``changed`` is called with a request whose items were queued, assigned, finished
-        or released."""
+        or released. ``on_trial``: whether a request may be what ends its instances; two such are never at one."""
         self._membership = membership
         self._address = address
         self._send = send
@@ -146,6 +147,7 @@ class EncodeDispatcher:
         self._policy = policy
         self._clock = clock
         self._changed = changed
+        self._on_trial = on_trial
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
@@ -166,6 +168,8 @@ class EncodeDispatcher:
         kind = _LONG if plan.is_time_sliced(self._membership.encode_batch_patches) else _SHORT
         if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
             kind = _CACHED
+        if self._on_trial(task.request):
+            kind = _ON_TRIAL
         items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
         self._changed(task.request)
         return replaced
@@ -203,6 +207,7 @@ class EncodeDispatcher:
             yield _LONG
         if self._has_patches(instance, CACHED_CREDITS):
             yield _CACHED
+        yield _ON_TRIAL  # these are few, so each is looked at
 
     @staticmethod
     def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:
@@ -217,7 +222,13 @@ class EncodeDispatcher:
         return any(self._fits(task, one) for one in instances)
 
     def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
-        """Return whether an encode instance has capacity for an item."""
+        """Return whether an encode instance has capacity for an item, and no item of another request on trial if its
+        own is."""
+        if self._on_trial(task.request) and any(
+            one in self._unfinished and one.task.request != task.request and self._on_trial(one.task.request)
+            for one in self._at[instance.address].values()
+        ):
+            return False
         if self._has_cached(task, instance):
             return self._has_patches(instance, CACHED_CREDITS)
         if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):

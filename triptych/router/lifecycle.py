@@ -73,6 +73,7 @@ class RequestLifecycle:
             policy=POLICIES[config.placement],
             clock=clock,
             changed=self.requests.changes.note,
+            on_trial=lambda request: (state := self.requests.get(request)) is not None and state.on_trial,
         )
         self._decode_placement = PrefixPlacement(POLICIES[config.placement])
         self._prefill_placement = PrefixPlacement(POLICIES[config.placement])
@@ -237,11 +238,18 @@ class RequestLifecycle:
         return bool(self._with_room(rooms, state))
 
     def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> list[InstanceLease]:
-        """Return the instances that have room for a request. One that is to be tried goes where no other is."""
-        having_room = rooms[state.may_stall]
+        """Return the instances that have room for a request."""
+        return self._apart(rooms[state.may_stall], state)
+
+    def _apart(self, instances: list[InstanceLease], state: RequestState) -> list[InstanceLease]:
+        """Return the instances that a request may go to: if it is to be tried, those without another such request."""
         if state.losses < MAX_LOSSES - 1:
-            return having_room
-        return [one for one in having_room if not any(other.on_trial for other in self.requests.at(one))]
+            return instances
+        return [
+            one
+            for one in instances
+            if not any(other.on_trial and other is not state for other in self.requests.at(one))
+        ]
 
     def _dispatch(self, state: RequestState, instance: InstanceLease) -> None:
         again = state.num_dispatches > 0
@@ -296,7 +304,9 @@ class RequestLifecycle:
         self.requests.needs_prefill(state, needed)
         cost = max(0, len(state.generate.tokens) + len(needed.generated) - needed.first_token)
         instances = self._membership.prefill_instances(begun=True)
-        if (instance := self._prefill_placement.place(state, instances, cost)) is None:
+        if (instance := self._prefill_placement.place(state, self._apart(instances, state), cost)) is None:
+            if instances:
+                return  # it waits until another request's trial is over
             if self._membership.serving_instances():
                 self.requeue(state)
                 self.dispatch_queued()
@@ -307,6 +317,14 @@ class RequestLifecycle:
         generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
         prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
         self._notify(instance.address, prefill)
+
+    def prefill_waiting(self) -> None:
+        """Send the prompts that wait for a prefill instance, if there is one for them now. Call when one has joined, or
+        a request's trial may be over."""
+        for state in self.requests.waiting_for_prefill:
+            if self._apart(self._membership.prefill_instances(begun=True), state):
+                assert state.prefill_needed is not None
+                self.prefill(state, state.prefill_needed)
 
     def cancel_prefill(self, state: RequestState) -> None:
         """Cancel a request's remote prefill, if it has one."""
@@ -394,6 +412,7 @@ class RequestLifecycle:
         self._remove(state, reason)
         self.encodes.dispatch()
         self.dispatch_queued()
+        self.prefill_waiting()
 
     def _remove(self, state: RequestState, reason: str) -> None:
         record, now = state.stream.record, self._clock()

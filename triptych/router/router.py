@@ -311,6 +311,7 @@ class Router:
             self.lifecycle.update_phase(state)
             if frees_room:
                 self.lifecycle.dispatch_queued()
+                self.lifecycle.prefill_waiting()
         state.stream.put(report)
 
     def _on_failed(self, message: Failed) -> None:
@@ -392,10 +393,7 @@ class Router:
             self.events.add("changed" if changed else "joined", f"{lease.name} joined as {lease.role}")
         registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
         self._notify(lease.address, registered)
-        if lease.role.prefills:
-            for state in self._requests.waiting_for_prefill:
-                assert state.prefill_needed is not None
-                self.lifecycle.prefill(state, state.prefill_needed)
+        self.lifecycle.prefill_waiting()
         self._encodes.dispatch()
         self.lifecycle.dispatch_queued()
 
