@@ -108,7 +108,7 @@ def test_an_instance_that_is_killed_comes_back_while_the_frontend_serves(service
     assert child(service, name).pid != killed.pid
     assert child(service, "frontend").pid == frontend
     with httpx.Client(base_url=url, trust_env=False) as client:
-        assert scrape(client).total("instance_restarts_total", instance=name, reason="SIGKILL") >= 1
+        assert scrape(client).total("instance_restarts_total", process=name, reason="SIGKILL") >= 1
     assert next(one for one in status(service).launched if one.name == name).restarts >= 1
 
 

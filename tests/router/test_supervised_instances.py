@@ -56,7 +56,7 @@ def test_an_instance_that_has_ended_is_lost_before_its_lease_expires() -> None:
     ((_, status),) = harness.of(Status)
     assert [(one.name, one.restarts) for one in status.launched] == [(E0, 1)]
     restarts = harness.router.metrics.registry.get_sample_value(
-        "triptych:instance_restarts_total", {"instance": "e0", "reason": "SIGKILL"}
+        "triptych:instance_restarts_total", {"process": "e0", "reason": "SIGKILL"}
     )
     assert restarts == 1
 

@@ -23,7 +23,9 @@ class LeaseConfig(Settings):
     # the expiry is four heartbeats, so that a loop that is late isn't taken for a dead process
     heartbeat: float = setting(0.5, "seconds between two heartbeats of an instance", gt=0)
     lease_expiry: float = setting(2.0, "seconds without a heartbeat after which an instance counts as gone", gt=0)
-    start_timeout: float = setting(600.0, "seconds that loading a model may take", ge=0)
+    start_timeout: float = setting(
+        600.0, "seconds that loading a model may take, and that an instance without a frontend waits for one", ge=0
+    )
     drain_timeout: float = setting(
         30.0, "seconds that running requests may take to finish after SIGTERM", ge=0, also=("shutdown_timeout",)
     )

@@ -184,7 +184,7 @@ class TopologyCollector(Collector):
 
 RESTARTS = "instance_restarts"
 RESTARTS_MEANING = "times that the supervisor has started an instance or the frontend again, by why it ended"
-RESTARTS_LABELS = ("instance", "reason")
+RESTARTS_LABELS = ("process", "reason")  # not "instance": Prometheus gives that label to each target
 
 
 class RestartCollector(Collector):

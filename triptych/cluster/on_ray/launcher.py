@@ -200,7 +200,9 @@ class RayLauncher:
 
     async def __aenter__(self) -> "RayLauncher":
         if importlib.util.find_spec("ray") is None:
-            raise StartError("--on ray needs Ray, which isn't installed: pip install 'triptych[ray]'")
+            raise StartError(
+                "--on ray needs Ray, which isn't installed: pip install '.[ray]' in a checkout of Triptych"
+            )
         self._task = asyncio.create_task(self._keep_connected())
         try:
             first: set[asyncio.Future[Any]] = {self._connected, self._task}
