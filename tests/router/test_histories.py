@@ -275,6 +275,7 @@ class History:
         dispatched = len(self.harness.sent)
         lifecycle.encodes.dispatch()
         lifecycle.dispatch_queued()
+        lifecycle.prefill_waiting()
         assert len(self.harness.sent) == dispatched
 
     def end(self) -> None:

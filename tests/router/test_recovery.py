@@ -198,7 +198,7 @@ def test_items_beside_one_that_ends_its_encode_instances_are_not_given_up_with_i
     assert harness.outstanding() == 0
 
 
-@pytest.mark.parametrize("ends", ["answered", "given up"])
+@pytest.mark.parametrize("ends", ["answered", "given up", "cancelled", "moved"])
 def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_with_it(ends: str) -> None:
     harness = RouterHarness(P0, D0, restart_hold=60.0)
     harmful, other = harness.submit(), harness.submit()
@@ -216,16 +216,55 @@ def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_wit
     assert [message.generate.request for _, message in harness.of(Prefill)][4:] == [harmful.request]
     if ends == "answered":
         harness.router.handle(Tokens(harmful.request, [5], 0))
-    else:
+    elif ends == "given up":
         harness.router.handle(Deregister(P0))
         with pytest.raises(InstanceLost, match="3 instances"):
             tokens_of(harmful)
         harness.register(P0, pid=4)
+    elif ends == "cancelled":
+        harness.router.lifecycle.cancel(harmful.request)
+        harness.wait(0.25, P0, D0)
+    else:  # tokens were lost, so it begins again elsewhere
+        harness.router.handle(Tokens(harmful.request, [5], 1))
+        harness.wait(0.25, P0, D0)
     assert [message.generate.request for _, message in harness.of(Prefill)][5:] == [other.request]
     assert finish(harness, other) == [7]
-    if ends == "answered":
-        assert finish(harness, harmful) == [5, 7]
+    if ends in {"answered", "moved"}:
+        assert finish(harness, harmful) == ([5, 7] if ends == "answered" else [7])
     assert harness.outstanding() == 0
+
+
+def test_prompts_that_wait_for_prefill_go_to_an_instance_that_needs_none() -> None:
+    harness = RouterHarness(P0, D0, restart_hold=60.0)
+    stream = harness.submit()
+    harness.router.handle(Deregister(P0))
+    harness.router.handle(PrefillNeeded(stream.request, D0, TransferId("t"), 0, []))
+    harness.register(PD0)
+    assert harness.of(Generate)[-1][0] == PD0
+    assert finish(harness, stream) == [7]
+
+
+def test_queued_items_of_a_suspect_block_no_other_item() -> None:
+    """Those that were queued before it became suspect, too."""
+    harness = RouterHarness(E0, PD0, restart_hold=60.0, encode_batch_patches=1)  # four items at a time
+    first, second = harness.submit(*[1.0] * 6, client="a"), harness.submit(1.0, priority=-1)
+    [tried] = harness.need(second, 0)
+    transfers = harness.need(first, *range(6))
+
+    def ask(stream: TokenStream, attempt: int, transfers: list[TransferId]) -> None:
+        missing = [MissingItem(item, transfer, attempt=attempt) for item, transfer in enumerate(transfers)]
+        harness.router.handle(EncodeNeeded(stream.request, PD0, missing, asked=attempt))
+
+    harness.router.handle(Deregister(E0))
+    harness.register(E0, pid=2)
+    ask(second, 1, [tried])
+    ask(first, 1, transfers[:3])
+    harness.router.handle(Deregister(E0))
+    ask(second, 2, [tried])
+    harness.register(E0, pid=3)
+    assert encode_targets(harness)[-1][1] == tried, "it has priority"
+    [wanted] = harness.need(harness.submit(1.0, client="a"), 0)
+    assert encode_targets(harness)[-1][1] == wanted
 
 
 def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_moves() -> None:

@@ -33,7 +33,7 @@ and doesn't read stays in this process's memory."""
 
 _SHORT, _LONG, _CACHED, _ON_TRIAL = "short", "long", "cached", "on trial"
 """Kinds of queued items: those that are encoded at once, those in time slices, those that an instance had cached when
-they were queued, and those of requests on trial. None blocks the others."""
+they were queued, and those of requests on trial. No kind blocks another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +134,14 @@ class EncodeDispatcher:
         clock: Callable[[], float],
         changed: Callable[[RequestId], None],
         on_trial: Callable[[RequestId], bool],
+        others_on_trial: Callable[[RequestId, InstanceLease], bool],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
         it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
         work done, in cost per second. ``changed`` is called with a request whose items were queued, assigned, finished
-        or released. ``on_trial``: whether a request may be what ends its instances; two such are never at one."""
+        or released. ``on_trial``: whether a request may be what ends its instances; ``others_on_trial``: whether an
+        instance works on another such request, so that it gets no items of this one."""
         self._membership = membership
         self._address = address
         self._send = send
@@ -148,6 +150,7 @@ class EncodeDispatcher:
         self._clock = clock
         self._changed = changed
         self._on_trial = on_trial
+        self._others_on_trial = others_on_trial
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
@@ -164,15 +167,32 @@ class EncodeDispatcher:
         if any(known.asked >= task.asked for known in items.known(task.index)):
             return False
         replaced = self._release_item(items, task.index)
+        items.queued[task.index] = self._queued(task)
+        self._changed(task.request)
+        return replaced
+
+    def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
         plan = task.item.plan
         kind = _LONG if plan.is_time_sliced(self._membership.encode_batch_patches) else _SHORT
         if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
             kind = _CACHED
         if self._on_trial(task.request):
             kind = _ON_TRIAL
-        items.queued[task.index] = self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
-        self._changed(task.request)
-        return replaced
+        return self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
+
+    def trial_begins(self, request: RequestId) -> None:
+        """Note that a request is on trial from now on, so that its queued items don't block others."""
+        if (items := self._requests.get(request)) is not None:
+            for index, ticket in items.queued.items():
+                self._queue.remove(ticket)
+                items.queued[index] = self._queued(ticket.work)
+
+    def on_trial_at(self, instance: InstanceLease) -> set[RequestId]:
+        """Return the requests on trial of which an instance is encoding an item."""
+        unfinished = {
+            one.task.request for one in self._at.get(instance.address, {}).values() if one in self._unfinished
+        }
+        return {request for request in unfinished if self._on_trial(request)}
 
     def dispatch(self) -> None:
         """Dispatch queued items to encode instances with capacity, as the policy chooses."""
@@ -222,12 +242,8 @@ class EncodeDispatcher:
         return any(self._fits(task, one) for one in instances)
 
     def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
-        """Return whether an encode instance has capacity for an item, and no item of another request on trial if its
-        own is."""
-        if self._on_trial(task.request) and any(
-            one in self._unfinished and one.task.request != task.request and self._on_trial(one.task.request)
-            for one in self._at[instance.address].values()
-        ):
+        """Return whether an encode instance has capacity for an item, and its request may be there."""
+        if self._on_trial(task.request) and self._others_on_trial(task.request, instance):
             return False
         if self._has_cached(task, instance):
             return self._has_patches(instance, CACHED_CREDITS)

@@ -74,6 +74,7 @@ class RequestLifecycle:
             clock=clock,
             changed=self.requests.changes.note,
             on_trial=lambda request: (state := self.requests.get(request)) is not None and state.on_trial,
+            others_on_trial=self._others_on_trial,
         )
         self._decode_placement = PrefixPlacement(POLICIES[config.placement])
         self._prefill_placement = PrefixPlacement(POLICIES[config.placement])
@@ -245,11 +246,12 @@ class RequestLifecycle:
         """Return the instances that a request may go to: if it is to be tried, those without another such request."""
         if state.losses < MAX_LOSSES - 1:
             return instances
-        return [
-            one
-            for one in instances
-            if not any(other.on_trial and other is not state for other in self.requests.at(one))
-        ]
+        return [one for one in instances if not self._others_on_trial(state.id, one)]
+
+    def _others_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
+        """Return whether an instance works on another request that is on trial."""
+        suspects = {one.id for one in self.requests.at(instance) if one.on_trial}
+        return bool((suspects | self.encodes.on_trial_at(instance)) - {request})
 
     def _dispatch(self, state: RequestState, instance: InstanceLease) -> None:
         again = state.num_dispatches > 0
@@ -319,11 +321,12 @@ class RequestLifecycle:
         self._notify(instance.address, prefill)
 
     def prefill_waiting(self) -> None:
-        """Send the prompts that wait for a prefill instance, if there is one for them now. Call when one has joined, or
-        a request's trial may be over."""
+        """Send the prompts that wait for a prefill instance, if there is one for them now, or an instance that needs
+        none. Call a few times a second, and when one has joined or a request's trial may be over."""
         for state in self.requests.waiting_for_prefill:
-            if self._apart(self._membership.prefill_instances(begun=True), state):
-                assert state.prefill_needed is not None
+            instances = self._membership.prefill_instances(begun=True)
+            can_move = not instances and bool(self._membership.serving_instances())
+            if state.prefill_needed is not None and (can_move or self._apart(instances, state)):
                 self.prefill(state, state.prefill_needed)
 
     def cancel_prefill(self, state: RequestState) -> None:
@@ -350,6 +353,8 @@ class RequestLifecycle:
         been the cause."""
         state.losses += 1
         if state.losses < MAX_LOSSES:
+            if state.on_trial:
+                self.encodes.trial_begins(state.id)
             return True
         self.fail(
             state,
@@ -373,7 +378,7 @@ class RequestLifecycle:
             for request in self.encodes.queued_requests():
                 if waiting := self.requests.get(request):
                     self.fail_missing(waiting, Stage.ENCODE)
-        if Stage.PREFILL in missing:
+        if Stage.PREFILL in missing and not self._membership.prefill_instances(begun=True):
             for state in self.requests.waiting_for_prefill:
                 self.fail_missing(state, Stage.PREFILL)
 
@@ -412,7 +417,6 @@ class RequestLifecycle:
         self._remove(state, reason)
         self.encodes.dispatch()
         self.dispatch_queued()
-        self.prefill_waiting()
 
     def _remove(self, state: RequestState, reason: str) -> None:
         record, now = state.stream.record, self._clock()

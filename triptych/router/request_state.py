@@ -123,9 +123,9 @@ class RequestState:
 
     @property
     def on_trial(self) -> bool:
-        """Whether it is given up if its instance is lost once more. It may be what ends them, and its instance has no
-        other such request, so that these don't share its fate. The trial is over with the next token: what ends an
-        instance does so before, since tokens received so far aren't computed again one by one."""
+        """Whether it is given up if its instance is lost once more. It may be what ends them, and is dispatched where
+        no other such request is, so that these don't share its fate. The trial is over with the next token: what ends
+        an instance does so before, since tokens received so far aren't computed again one by one."""
         return self.losses == MAX_LOSSES - 1 and self.decode is not None and not self.has_answered
 
     @property

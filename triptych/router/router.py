@@ -482,6 +482,7 @@ class Router:
         self.lifecycle.fail_unservable()
         self._encodes.dispatch()
         self.lifecycle.dispatch_queued()
+        self.lifecycle.prefill_waiting()
         self.load.tick(now)
 
     def _remove_instance(self, lease: InstanceLease, why: str, *, kind: str = "lost", suspect: bool = True) -> None:

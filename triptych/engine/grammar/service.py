@@ -106,8 +106,8 @@ class GrammarService:
         self, spec: GrammarSpec, end_tokens: frozenset[int], generated: Sequence[int] = (), client: str = ""
     ) -> Matching:
         """Start matching a request whose answer begins with the tokens ``generated``. After the grammar's end any of
-        ``end_tokens`` may come. Compilation is shared fairly among ``client``s. Raises InternalError if there is no
-        memory for the service's thread."""
+        ``end_tokens`` may come. Compilation is shared fairly among ``client``s. Raises InternalError if the
+        service's thread can't be started."""
         if self._thread is None:
             self._thread = self._started_thread()
         matching = Matching(
