@@ -1,0 +1,95 @@
+"""Two checkouts of the project as services: times to the first token and per token, as ratios to those of the other.
+
+    git worktree add /tmp/before HEAD~1
+    python -m bench.make_checkpoint /tmp/mid --preset mid
+    python -m bench.served_checkouts /tmp/mid /tmp/before --flags "--dtype float32" "--dtype float16" --out served.json
+
+Unlike ``bench.checkouts``, it needs nothing of the other checkout but ``triptych serve``, so it takes old ones. Both
+services run on all cores. They are sent one request at a time, each its own picture and text, in turns, so that other
+work on the machine slows both. Each pair of turns yields a ratio.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import statistics
+import tempfile
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench import peer_engines
+from bench.checkouts import HERE, commit
+from bench.measuring import report
+from bench.peers import free_port
+from bench.serve import Load, Sample, ask, request_body
+from triptych.transfer_bench.measure import machine
+
+LIMIT = 300.0
+"""Seconds until a service must be ready: the first start of a checkout compiles its kernels."""
+WARM = 2
+"""Requests to each service that aren't counted."""
+FIGURES = {"time to first token": "ttft", "time per token": "tpot"}
+
+
+async def compared(model: Path, checkouts: list[Path], flags: str, rounds: int) -> dict[str, Any]:
+    """Return by figure each checkout's median milliseconds, and the quartiles of the second one's ratios to the
+    first's. Raises NotStarted, and RuntimeError for a request that fails."""
+    row = peer_engines.triptych(model, "1EPD", flags)
+    assert row.server is not None
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        clients = []
+        for number, checkout in enumerate(checkouts):
+            # -P for all processes: otherwise Python would import from the folder that this one runs in
+            variables = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+            server = dataclasses.replace(row.server, environment=variables)
+            log = folder / f"{number}.log"
+            started = await stack.enter_async_context(peer_engines.running(server, free_port(), log, LIMIT))
+            client = httpx.AsyncClient(base_url=started.url, trust_env=False, timeout=None)
+            clients.append(await stack.enter_async_context(client))
+        taken: list[list[Sample]] = [[], []]
+        for turn in range(WARM + rounds):
+            turns = list(zip(clients, taken, strict=True))
+            for client, samples in turns if turn % 2 else reversed(turns):
+                sample = await ask(client, request_body(peer_engines.MODEL, Load(), turn))
+                if sample.error:
+                    raise RuntimeError(sample.error)
+                samples.append(sample)
+    found = {}
+    for figure, name in FIGURES.items():
+        before, after = ([getattr(sample, name) for sample in samples[WARM:]] for samples in taken)
+        quartiles = statistics.quantiles([own / other for own, other in zip(after, before, strict=True)], n=4)
+        found[figure] = {
+            "median_ms": [round(1e3 * statistics.median(seconds), 2) for seconds in (before, after)],
+            "ratio_quartiles": [round(ratio, 3) for ratio in quartiles],
+        }
+    return found
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a checkpoint folder of a family with pictures")
+    parser.add_argument("other", type=Path, help="the other checkout, which ratios are to")
+    parser.add_argument("--flags", nargs="+", default=["--dtype float32", "--dtype float16"], help="of both services")
+    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
+    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("quartiles need at least 2 rounds")
+    if not (options.other / "triptych").is_dir():
+        parser.error(f"{options.other} is not a checkout of the project")
+    checkouts = [options.other.absolute(), HERE]
+    shown = {name: str(value) for name, value in vars(options).items() if name != "out"}
+    found: dict[str, Any] = {"machine": machine(), "options": shown}
+    found["commits"] = [commit(checkout) for checkout in checkouts]
+    found["flags"] = {
+        flags: await compared(options.model.absolute(), checkouts, flags, options.rounds) for flags in options.flags
+    }
+    report(found, options.out)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
