@@ -11,7 +11,20 @@ import pytest
 
 from tests.support.followed_view import FollowedView
 from tests.support.plans import plan_of
-from tests.support.router_harness import D0, E0, E1, P0, P1, PD0, PD1, RouterHarness, prompt, request_of
+from tests.support.router_harness import (
+    D0,
+    E0,
+    E1,
+    EP0,
+    EPD0,
+    P0,
+    P1,
+    PD0,
+    PD1,
+    RouterHarness,
+    prompt,
+    request_of,
+)
 from triptych.errors import ErrorKind, TriptychError, Unavailable
 from triptych.messages.codec import Message
 from triptych.messages.operations import SetRole
@@ -40,7 +53,16 @@ from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
 
-SERVICES = [[E0, PD0], [E0, E1, PD0, PD1], [E0, P0, D0], [E0, E1, P0, P1, D0], [E0, P0, PD0, D0]]
+SERVICES = [
+    [E0, PD0],
+    [E0, E1, PD0, PD1],
+    [E0, P0, D0],
+    [E0, E1, P0, P1, D0],
+    [E0, P0, PD0, D0],
+    [EPD0, PD0],
+    [E0, EPD0],
+    [EP0, D0],
+]
 LOOK_EVERY = 4
 """Steps between two looks of a view of the router."""
 COSTS = [1.0, 0.1, 1e15 / 3, 100.7]

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from tests.support.router_harness import D0, D1, E0, E1, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
+from tests.support.router_harness import D0, D1, E0, E1, EPD0, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
 from triptych.errors import ErrorKind, InstanceLost, InternalError, Unavailable
 from triptych.messages.work import (
     Cancel,
@@ -265,6 +265,52 @@ def test_queued_items_of_a_suspect_block_no_other_item() -> None:
     assert encode_targets(harness)[-1][1] == tried, "it has priority"
     [wanted] = harness.need(harness.submit(1.0, client="a"), 0)
     assert encode_targets(harness)[-1][1] == wanted
+
+
+def ask_for(harness: RouterHarness, stream: TokenStream, at: Address, attempt: int) -> None:
+    """Ask for a request's only item."""
+    missing = MissingItem(0, TransferId(f"{stream.request}/0"), attempt=attempt)
+    request = harness.router.debug_state().requests[stream.request].generate.request
+    harness.router.handle(EncodeNeeded(request, at, [missing], asked=attempt))
+
+
+def test_a_suspect_that_waits_for_another_ones_trial_does_not_hold_that_ones_item_up() -> None:
+    harness = RouterHarness(EPD0, restart_hold=60.0)
+    streams = [harness.submit(1.0), harness.submit(1.0)]
+    harness.router.handle(Deregister(EPD0))
+    harness.register(EPD0, pid=2)
+    harness.router.handle(Deregister(EPD0))
+    harness.register(PD0)  # gets one of them
+    harness.register(EPD0, pid=3)
+    dispatches = harness.of(Generate)[-2:]
+    assert [to for to, _ in dispatches] == [PD0, EPD0]
+    now = [harness.router.debug_state().requests[stream.request].generate.request for stream in streams]
+    other, tried = (streams[now.index(message.request)] for _, message in dispatches)
+    ask_for(harness, other, PD0, 2)  # the instance that encodes has another suspect
+    ask_for(harness, tried, EPD0, 2)
+    assert encode_targets(harness)[-1][:2] == (EPD0, TransferId(f"{tried.request}/0"))
+    harness.router.handle(Encoded(TransferId(f"{tried.request}/0"), False, [], attempt=2))
+    harness.router.handle(Tokens(harness.router.debug_state().requests[tried.request].generate.request, [5], 0))
+    assert encode_targets(harness)[-1][:2] == (EPD0, TransferId(f"{other.request}/0"))
+
+
+def test_two_suspects_that_are_at_one_instance_have_their_items_encoded_there() -> None:
+    """They were at it when an encode instance was lost for the second time."""
+    harness = RouterHarness(EPD0, restart_hold=60.0)
+    streams = [harness.submit(1.0), harness.submit(1.0)]
+    harness.register(E0)
+    for attempt in (0, 1, 2):
+        if attempt:
+            harness.router.handle(Deregister(E0))
+            if attempt == 1:
+                harness.register(E0, pid=2)
+        for stream in streams:
+            ask_for(harness, stream, EPD0, attempt)
+    for _ in streams:
+        to, transfer, _ = encode_targets(harness)[-1]
+        assert to == EPD0
+        harness.router.handle(Encoded(transfer, False, [], attempt=2))
+    assert [finish(harness, stream) for stream in streams] == [[7], [7]]
 
 
 def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_moves() -> None:

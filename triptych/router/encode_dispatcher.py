@@ -33,7 +33,18 @@ and doesn't read stays in this process's memory."""
 
 _SHORT, _LONG, _CACHED, _ON_TRIAL = "short", "long", "cached", "on trial"
 """Kinds of queued items: those that are encoded at once, those in time slices, those that an instance had cached when
-they were queued, and those of requests on trial. No kind blocks another."""
+they were queued. Those of a request on trial are a kind of their own, because they may wait for another one's trial to
+end. No kind blocks another."""
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """Kinds of items to look through: those that can be started, and those of requests on trial, which are few."""
+
+    startable: frozenset[str]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self.startable or str(kind).startswith(_ON_TRIAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +188,7 @@ class EncodeDispatcher:
         if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
             kind = _CACHED
         if self._on_trial(task.request):
-            kind = _ON_TRIAL
+            kind = f"{_ON_TRIAL} {task.request}"
         return self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
 
     def trial_begins(self, request: RequestId) -> None:
@@ -187,20 +198,20 @@ class EncodeDispatcher:
                 self._queue.remove(ticket)
                 items.queued[index] = self._queued(ticket.work)
 
-    def on_trial_at(self, instance: InstanceLease) -> set[RequestId]:
-        """Return the requests on trial of which an instance is encoding an item."""
-        unfinished = {
-            one.task.request for one in self._at.get(instance.address, {}).values() if one in self._unfinished
-        }
-        return {request for request in unfinished if self._on_trial(request)}
+    def encodes_other_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
+        """Return whether an instance is encoding an item of another request that is on trial."""
+        return any(
+            one.task.request != request and one in self._unfinished and self._on_trial(one.task.request)
+            for one in self._at.get(instance.address, {}).values()
+        )
 
     def dispatch(self) -> None:
         """Dispatch queued items to encode instances with capacity, as the policy chooses."""
         while len(self._queue):
             instances = self._membership.encode_instances(begun=True)
-            kinds = {kind for one in instances for kind in self._startable(one)}
+            kinds = _Kinds(frozenset(kind for one in instances for kind in self._startable(one)))
             fits = functools.partial(self._fits_any, instances)
-            if not kinds or (ticket := self._queue.pop(fits, kinds)) is None:
+            if (ticket := self._queue.pop(fits, kinds)) is None:
                 return
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
@@ -227,7 +238,6 @@ class EncodeDispatcher:
             yield _LONG
         if self._has_patches(instance, CACHED_CREDITS):
             yield _CACHED
-        yield _ON_TRIAL  # these are few, so each is looked at
 
     @staticmethod
     def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:

@@ -249,9 +249,13 @@ class RequestLifecycle:
         return [one for one in instances if not self._others_on_trial(state.id, one)]
 
     def _others_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
-        """Return whether an instance works on another request that is on trial."""
-        suspects = {one.id for one in self.requests.at(instance) if one.on_trial}
-        return bool((suspects | self.encodes.on_trial_at(instance)) - {request})
+        """Return whether an instance works on another request that is on trial. Where two are at one already, each may
+        have its items encoded there, one at a time: otherwise they would wait for each other."""
+        own = self.requests.get(request)
+        is_there = own is not None and own.works_on(instance)
+        if not is_there and any(one.on_trial and one.id != request for one in self.requests.at(instance)):
+            return True
+        return self.encodes.encodes_other_on_trial(request, instance)
 
     def _dispatch(self, state: RequestState, instance: InstanceLease) -> None:
         again = state.num_dispatches > 0
@@ -323,9 +327,11 @@ class RequestLifecycle:
     def prefill_waiting(self) -> None:
         """Send the prompts that wait for a prefill instance, if there is one for them now, or an instance that needs
         none. Call a few times a second, and when one has joined or a request's trial may be over."""
-        for state in self.requests.waiting_for_prefill:
-            instances = self._membership.prefill_instances(begun=True)
-            can_move = not instances and bool(self._membership.serving_instances())
+        if not (waiting := self.requests.waiting_for_prefill):
+            return
+        instances = self._membership.prefill_instances(begun=True)
+        can_move = not instances and bool(self._membership.serving_instances())
+        for state in waiting:
             if state.prefill_needed is not None and (can_move or self._apart(instances, state)):
                 self.prefill(state, state.prefill_needed)
 
@@ -374,7 +380,7 @@ class RequestLifecycle:
             for state in self.admission.queued():
                 if unavailable := self.unavailable(bool(state.prompt.items), now):
                     self.fail(state, InstanceLost(LOST) if state.interrupted else unavailable)
-        if Stage.ENCODE in missing:
+        if Stage.ENCODE in missing and not self._membership.encode_instances(begun=True):
             for request in self.encodes.queued_requests():
                 if waiting := self.requests.get(request):
                     self.fail_missing(waiting, Stage.ENCODE)

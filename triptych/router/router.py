@@ -298,7 +298,8 @@ class Router:
         admission.generated(state, len(report.tokens), self.last_token, first=not state.generated)
         state.generated += report.tokens
         record.num_reused = max(record.num_reused, message.reused)
-        frees_room = state.may_stall or state.on_trial
+        was_on_trial = state.on_trial
+        frees_room = state.may_stall or was_on_trial
         state.has_answered = True
         self._requests.first_token(state)
         self.metrics.received_tokens(record, len(report.tokens), time.time())
@@ -311,6 +312,8 @@ class Router:
             self.lifecycle.update_phase(state)
             if frees_room:
                 self.lifecycle.dispatch_queued()
+            if was_on_trial:
+                self._encodes.dispatch()
                 self.lifecycle.prefill_waiting()
         state.stream.put(report)
 
