@@ -44,10 +44,9 @@ def test_preemption_and_rows_from_another_instance(model: Model) -> None:
     pages = -(-longest // FLOAT32.page_size) + 1
 
     async def run() -> None:
-        engine = replace(
-            TWO_RANKS, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, max_num_batched_tokens=64
-        )
-        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
+        engine = replace(TWO_RANKS, kv_cache_tokens=pages * FLOAT32.page_size, max_num_batched_tokens=64)
+        competing = together(len(REQUESTS), with_rows=True)
+        async with running(model.folder, "1E1PD", engine, prepare=competing) as service:
             assert await service.answers(REQUESTS) == model.answers
             assert service.engine_loops()[0].scheduler.num_preemptions > 0
 

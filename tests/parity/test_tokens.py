@@ -64,19 +64,24 @@ def test_receive_pool_of_one_block(model: Model, topology: str, block_rows: int)
     assert asyncio.run(answers()) == model.answers
 
 
-def test_preemption(model: Model) -> None:
-    """A cache that holds little more than the longest answer alone: the others must give way and start over."""
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_preemption(model: Model, *, with_rows: bool) -> None:
+    """A cache that holds little more than the longest answer alone: the others must give way and start over. With a
+    pool for few rows, too, they may also come one after the other."""
     longest = max(len(prompt.tokens) for prompt in model.prompts) + 32
     pages = -(-longest // FLOAT32.page_size) + 1
 
     async def answers() -> tuple[list[list[int]], int]:
-        engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size, receive_blocks=2, receive_block_rows=8)
-        async with running(model.folder, "1E1PD", engine, prepare=together(len(REQUESTS))) as service:
+        engine = replace(FLOAT32, kv_cache_tokens=pages * FLOAT32.page_size)
+        if not with_rows:
+            engine = replace(engine, receive_blocks=2, receive_block_rows=8)
+        competing = together(len(REQUESTS), with_rows=with_rows)
+        async with running(model.folder, "1E1PD", engine, prepare=competing) as service:
             tokens = await service.answers(REQUESTS)
             return tokens, service.engine_loops()[0].scheduler.num_preemptions
 
     tokens, preemptions = asyncio.run(answers())
-    assert preemptions > 0
+    assert preemptions > 0 or not with_rows
     assert tokens == model.answers
 
 
