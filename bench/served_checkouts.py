@@ -85,9 +85,12 @@ async def main() -> None:
     shown = {name: str(value) for name, value in vars(options).items() if name != "out"}
     found: dict[str, Any] = {"machine": machine(), "options": shown}
     found["commits"] = [commit(checkout) for checkout in checkouts]
-    found["flags"] = {
-        flags: await compared(options.model.absolute(), checkouts, flags, options.rounds) for flags in options.flags
-    }
+    found["flags"] = {}
+    for flags in options.flags:
+        try:
+            found["flags"][flags] = await compared(options.model.absolute(), checkouts, flags, options.rounds)
+        except (peer_engines.NotStarted, RuntimeError) as error:
+            parser.exit(1, f"{flags}: {error}\n")
     report(found, options.out)
 
 
