@@ -17,7 +17,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 HERE = Path(__file__).parent.parent
 KINDS = ("encode", "prefill", "decode")
@@ -82,39 +84,60 @@ def work(checkout: str, model: str, name: str, threads: str) -> None:
 
 
 def ratios(workers: list[Worker], works: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return by work each checkout's median milliseconds, and the quartiles of the ratios of this one to the other."""
+    """Return ``compared`` by work."""
     found: dict[str, dict[str, Any]] = {}
     for name in [name for name in workers[0].works if name.split()[0] in works]:
         taken: list[list[float]] = [[], []]
         for turn in range(1 + rounds):
-            turns = list(zip(workers, taken, strict=True))
-            for worker, seconds in turns if turn % 2 else reversed(turns):
+            for worker, seconds in in_turn(list(zip(workers, taken, strict=True)), turn):
                 time.sleep(REST)
                 seconds.append(worker.seconds(name))
-        before, after = (seconds[1:] for seconds in taken)
-        quartiles = statistics.quantiles([own / other for own, other in zip(after, before, strict=True)], n=4)
-        found[name] = {
-            "median_ms": [round(1e3 * statistics.median(seconds), 2) for seconds in (before, after)],
-            "least_ms": [round(1e3 * min(seconds), 2) for seconds in (before, after)],
-            "ratio_quartiles": [round(ratio, 3) for ratio in quartiles],
-        }
+        found[name] = compared(*(seconds[1:] for seconds in taken))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def in_turn(checkouts: list[T], turn: int) -> list[T]:
+    """Return the checkouts in the order of a turn: the one that was last is first."""
+    return checkouts if turn % 2 else checkouts[::-1]
+
+
+def compared(before: list[float], after: list[float]) -> dict[str, list[float]]:
+    """Return the medians and the least of the other checkout's and of this one's seconds, in milliseconds, and the
+    quartiles of the ratios of this one to the other, turn by turn."""
+    quartiles = statistics.quantiles([own / other for own, other in zip(after, before, strict=True)], n=4)
+    return {
+        "median_ms": [round(1e3 * statistics.median(seconds), 2) for seconds in (before, after)],
+        "least_ms": [round(1e3 * min(seconds), 2) for seconds in (before, after)],
+        "ratio_quartiles": [round(ratio, 3) for ratio in quartiles],
+    }
+
+
+def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what comparisons of two checkouts have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a checkpoint folder of a family with pictures")
     parser.add_argument("other", type=Path, help="the other checkout, which ratios are to")
-    parser.add_argument("--formats", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
-    parser.add_argument("--works", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9, help="at least 2")
+    parser.add_argument("--rounds", type=int, default=rounds, help="at least 2")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the given options. Ends the program if they are wrong."""
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("quartiles need at least 2 rounds")
     if not (options.other / "triptych").is_dir():
         parser.error(f"{options.other} is not a checkout of the project")
+    return options
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=9)
+    parser.add_argument("--formats", nargs="+", default=["float32", "float16", "bfloat16", "int8"])
+    parser.add_argument("--works", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--threads", type=int, default=2)
+    options = parsed(parser)
     # not at the top: a worker imports the project from the checkout that it measures
     from bench.formats import FORMATS
     from bench.measuring import report

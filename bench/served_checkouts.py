@@ -9,10 +9,8 @@ services run on all cores. They are sent one request at a time, each its own pic
 work on the machine slows both. Each pair of turns yields a ratio.
 """
 
-import argparse
 import asyncio
 import dataclasses
-import statistics
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import httpx
 
 from bench import peer_engines
-from bench.checkouts import HERE, commit
+from bench.checkouts import HERE, commit, compared, in_turn, parsed, parser_of
 from bench.measuring import report
 from bench.peers import free_port
 from bench.serve import Load, Sample, ask, request_body
@@ -34,16 +32,16 @@ WARM = 2
 FIGURES = {"time to first token": "ttft", "time per token": "tpot"}
 
 
-async def compared(model: Path, checkouts: list[Path], flags: str, rounds: int) -> dict[str, Any]:
-    """Return by figure each checkout's median milliseconds, and the quartiles of the second one's ratios to the
-    first's. Raises NotStarted, and RuntimeError for a request that fails."""
+async def served(model: Path, checkouts: list[Path], flags: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return ``compared`` by figure, of services with these flags. Raises NotStarted, and RuntimeError for a request
+    that fails."""
     row = peer_engines.triptych(model, "1EPD", flags)
     assert row.server is not None
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         clients = []
         for number, checkout in enumerate(checkouts):
-            # -P for all processes: otherwise Python would import from the folder that this one runs in
+            # as -P, for all processes: otherwise Python would import from the folder that this one runs in
             variables = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
             server = dataclasses.replace(row.server, environment=variables)
             log = folder / f"{number}.log"
@@ -52,35 +50,21 @@ async def compared(model: Path, checkouts: list[Path], flags: str, rounds: int) 
             clients.append(await stack.enter_async_context(client))
         taken: list[list[Sample]] = [[], []]
         for turn in range(WARM + rounds):
-            turns = list(zip(clients, taken, strict=True))
-            for client, samples in turns if turn % 2 else reversed(turns):
+            for client, samples in in_turn(list(zip(clients, taken, strict=True)), turn):
                 sample = await ask(client, request_body(peer_engines.MODEL, Load(), turn))
                 if sample.error:
                     raise RuntimeError(sample.error)
                 samples.append(sample)
-    found = {}
-    for figure, name in FIGURES.items():
-        before, after = ([getattr(sample, name) for sample in samples[WARM:]] for samples in taken)
-        quartiles = statistics.quantiles([own / other for own, other in zip(after, before, strict=True)], n=4)
-        found[figure] = {
-            "median_ms": [round(1e3 * statistics.median(seconds), 2) for seconds in (before, after)],
-            "ratio_quartiles": [round(ratio, 3) for ratio in quartiles],
-        }
-    return found
+    return {
+        figure: compared(*([getattr(sample, name) for sample in samples[WARM:]] for samples in taken))
+        for figure, name in FIGURES.items()
+    }
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a checkpoint folder of a family with pictures")
-    parser.add_argument("other", type=Path, help="the other checkout, which ratios are to")
+    parser = parser_of(__doc__, rounds=10)
     parser.add_argument("--flags", nargs="+", default=["--dtype float32", "--dtype float16"], help="of both services")
-    parser.add_argument("--rounds", type=int, default=10, help="at least 2")
-    parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
-    options = parser.parse_args()
-    if options.rounds < 2:
-        parser.error("quartiles need at least 2 rounds")
-    if not (options.other / "triptych").is_dir():
-        parser.error(f"{options.other} is not a checkout of the project")
+    options = parsed(parser)
     checkouts = [options.other.absolute(), HERE]
     shown = {name: str(value) for name, value in vars(options).items() if name != "out"}
     found: dict[str, Any] = {"machine": machine(), "options": shown}
@@ -88,7 +72,7 @@ async def main() -> None:
     found["flags"] = {}
     for flags in options.flags:
         try:
-            found["flags"][flags] = await compared(options.model.absolute(), checkouts, flags, options.rounds)
+            found["flags"][flags] = await served(options.model.absolute(), checkouts, flags, options.rounds)
         except (peer_engines.NotStarted, RuntimeError) as error:
             parser.exit(1, f"{flags}: {error}\n")
     report(found, options.out)
