@@ -37,6 +37,13 @@ def ask_again(harness: RouterHarness, stream: TokenStream, transfer: TransferId,
     harness.router.handle(EncodeNeeded(stream.request, PD0, [missing], asked=1))
 
 
+def ask_for(harness: RouterHarness, stream: TokenStream, at: Address, attempt: int) -> None:
+    """Ask for a request's only item."""
+    missing = MissingItem(0, TransferId(f"{stream.request}/0"), attempt=attempt)
+    request = harness.router.debug_state().requests[stream.request].generate.request
+    harness.router.handle(EncodeNeeded(request, at, [missing], asked=attempt))
+
+
 def finish(harness: RouterHarness, stream: TokenStream) -> list[int]:
     state = harness.router.debug_state().requests[stream.request]
     harness.router.handle(Tokens(state.generate.request, [7], len(state.generated), finish_reason="stop"))
@@ -234,6 +241,40 @@ def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_wit
     assert harness.outstanding() == 0
 
 
+def test_a_suspect_waits_for_a_draining_prefill_instance_that_tries_another() -> None:
+    harness = RouterHarness(P0, D0, restart_hold=5.0)
+    streams = [harness.submit(), harness.submit()]
+    for attempt in range(3):
+        if attempt:
+            harness.router.handle(Deregister(P0))
+            harness.register(P0, pid=1 + attempt)
+        for stream in streams:
+            transfer = TransferId(f"{stream.request}/{attempt}")
+            harness.router.handle(PrefillNeeded(stream.request, D0, transfer, 0, [], asked=attempt))
+    harness.router.handle(Draining(P0))
+    harness.wait(6, P0, D0)
+    harness.router.handle(Tokens(streams[0].request, [5], 0))
+    assert harness.of(Prefill)[-1][1].generate.request == streams[1].request
+    assert [finish(harness, stream) for stream in streams] == [[5, 7], [7]]
+
+
+def test_a_suspect_waits_for_a_draining_encode_instance_that_tries_another() -> None:
+    harness = RouterHarness(E0, PD0, restart_hold=5.0)
+    streams = [harness.submit(1.0), harness.submit(1.0)]
+    for attempt in range(3):
+        if attempt:
+            harness.router.handle(Deregister(E0))
+            harness.register(E0, pid=1 + attempt)
+        for stream in streams:
+            ask_for(harness, stream, PD0, attempt)
+    harness.router.handle(Draining(E0))
+    harness.wait(6, E0, PD0)
+    for stream in streams:
+        assert encode_targets(harness)[-1][1] == TransferId(f"{stream.request}/0")
+        harness.router.handle(Encoded(TransferId(f"{stream.request}/0"), False, [], attempt=2))
+    assert [finish(harness, stream) for stream in streams] == [[7], [7]]
+
+
 def test_prompts_that_wait_for_prefill_go_to_an_instance_that_needs_none() -> None:
     harness = RouterHarness(P0, D0, restart_hold=60.0)
     stream = harness.submit()
@@ -265,13 +306,6 @@ def test_queued_items_of_a_suspect_block_no_other_item() -> None:
     assert encode_targets(harness)[-1][1] == tried, "it has priority"
     [wanted] = harness.need(harness.submit(1.0, client="a"), 0)
     assert encode_targets(harness)[-1][1] == wanted
-
-
-def ask_for(harness: RouterHarness, stream: TokenStream, at: Address, attempt: int) -> None:
-    """Ask for a request's only item."""
-    missing = MissingItem(0, TransferId(f"{stream.request}/0"), attempt=attempt)
-    request = harness.router.debug_state().requests[stream.request].generate.request
-    harness.router.handle(EncodeNeeded(request, at, [missing], asked=attempt))
 
 
 def test_a_suspect_that_waits_for_another_ones_trial_does_not_hold_that_ones_item_up() -> None:
