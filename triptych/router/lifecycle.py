@@ -73,7 +73,7 @@ class RequestLifecycle:
             policy=POLICIES[config.placement],
             clock=clock,
             changed=self.requests.changes.note,
-            on_trial=lambda request: (state := self.requests.get(request)) is not None and state.on_trial,
+            on_trial=self._on_trial,
             others_on_trial=self._others_on_trial,
         )
         self._decode_placement = PrefixPlacement(POLICIES[config.placement])
@@ -247,6 +247,10 @@ class RequestLifecycle:
         if state.losses < MAX_LOSSES - 1:
             return instances
         return [one for one in instances if not self._others_on_trial(state.id, one)]
+
+    def _on_trial(self, request: RequestId) -> bool:
+        state = self.requests.get(request)
+        return state is not None and state.on_trial
 
     def _others_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
         """Return whether an instance works on another request that is on trial. Where two are at one already, each may
