@@ -18,7 +18,14 @@ import torch
 from bench.measuring import like_an_instance, report, seconds_in_turns
 from bench.products import KERNELS
 from triptych.layers import native
-from triptych.layers.kernel_variants import Variant, compiled, find_compiler, processor_features, variants
+from triptych.layers.kernel_variants import (
+    Variant,
+    compiled,
+    find_compiler,
+    processor_features,
+    processor_maker,
+    supported_variants,
+)
 from triptych.transfer_bench.measure import machine
 from triptych.user_cache import user_cache
 
@@ -51,8 +58,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the result as JSON as well")
     options = parser.parse_args()
     like_an_instance(threads=1)
-    kind, features = platform.machine(), processor_features()
-    measured = [variant for variant in variants(kind) if variant.features.keys() <= features]
+    kind = platform.machine()
+    measured = supported_variants(kind, processor_features(), processor_maker())
     measured.insert(0, Variant("native", {"": "-march=native"}, kind))
     if options.variants:
         measured = [variant for variant in measured if variant.name in options.variants]

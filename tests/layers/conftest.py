@@ -13,7 +13,14 @@ from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
 from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.devices import attention_for
-from triptych.layers.kernel_variants import Variant, compiled, find_compiler, processor_features, variants
+from triptych.layers.kernel_variants import (
+    Variant,
+    compiled,
+    find_compiler,
+    processor_features,
+    processor_maker,
+    supported_variants,
+)
 from triptych.layers.pointwise import compiled_kernels
 from triptych.user_cache import user_cache
 
@@ -68,8 +75,7 @@ def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 def usable_variants() -> list[Variant]:
     """The variants that this processor supports, the fastest first."""
-    features = processor_features()
-    return [variant for variant in variants(platform.machine()) if variant.features.keys() <= features]
+    return supported_variants(platform.machine(), processor_features(), processor_maker())
 
 
 def load_variant(variant: Variant) -> ctypes.CDLL:

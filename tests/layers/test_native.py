@@ -211,3 +211,24 @@ def test_only_instructions_that_the_processor_has_are_used(
         native.kernels.cache_clear()
         assert answer() == 42
         assert name.replace(";", ", compiled on this machine;") in caplog.messages[-1]
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one variant")
+@pytest.mark.parametrize(
+    ("maker", "grants_tiles", "description"),
+    [
+        ("GenuineIntel", True, "amx, compiled on this machine"),
+        ("GenuineIntel", False, "avx512-vnni, compiled on this machine; avx512-bf16 is slower on this processor"),
+        ("AuthenticAMD", False, "avx512-bf16, compiled on this machine; amx needs amx_tile"),
+        ("", False, "avx512-bf16, compiled on this machine; amx needs amx_tile"),
+    ],
+)
+def test_instructions_that_are_slower_or_refused_are_not_used(
+    maker: str, grants_tiles: bool, description: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amx = variants("x86_64")[0]
+    monkeypatch.setattr(native, "processor_features", lambda: frozenset(amx.features))
+    monkeypatch.setattr(native, "processor_maker", lambda: maker)
+    monkeypatch.setattr(native, "grants_tiles", lambda: grants_tiles)
+    assert native.kernels().description == description

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,6 +49,9 @@ _X86 = {
 }
 _ASKED_FOR = frozenset(_AMX.keys() - _AVX512.keys() | {"avx_vnni"})
 """Features that a compiler uses only where a source asks for them, by the macro that the option defines."""
+_SLOW = {"GenuineIntel": "avx512-bf16"}
+"""By maker, the variant that is slower on its processors than the next one. Intel's multiply bfloat16 on vectors at half
+the rate of float32 (docs/decisions/0082-bfloat16-of-intel.md)."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,16 @@ def variants(machine: str) -> list[Variant]:
     return [Variant(name, features, machine) for name, features in found.items()]
 
 
+def supported_variants(machine: str, features: Collection[str], maker: str) -> list[Variant]:
+    """Return the variants for a processor with these features, by this maker, the fastest first."""
+    found = [variant for variant in variants(machine) if variant.features.keys() <= set(features)]
+    for place, variant in enumerate(found):
+        if variant.name == _SLOW.get(maker):
+            found[place : place + 2] = reversed(found[place : place + 2])
+            break
+    return found
+
+
 def pixel_kernels(machine: str) -> Variant:
     """Return the kernels that prepare pixels, for all processors of a kind of machine."""
     return Variant(PIXELS, {}, machine)
@@ -110,12 +123,21 @@ def pixel_kernels(machine: str) -> Variant:
 
 def processor_features() -> frozenset[str]:
     """Return the names of the processor's instruction set extensions; none if Linux doesn't list them."""
+    return frozenset(_in_cpuinfo("flags", "Features").split())
+
+
+def processor_maker() -> str:
+    """Return the name of the processor's maker, such as GenuineIntel; empty if Linux doesn't say."""
+    return _in_cpuinfo("vendor_id")
+
+
+def _in_cpuinfo(*names: str) -> str:
+    """Return what /proc/cpuinfo says of the first processor under one of these names; empty if nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
+        return ""
+    return next((line for line in lines if line.startswith(names)), "").partition(":")[2].strip()
 
 
 def find_compiler() -> list[str]:

@@ -18,6 +18,8 @@ from triptych.layers.kernel_variants import (
     find_compiler,
     is_whole,
     processor_features,
+    processor_maker,
+    supported_variants,
     variants,
 )
 from triptych.user_cache import user_cache
@@ -26,6 +28,10 @@ log = logging.getLogger(__name__)
 
 PREBUILT = Path(__file__).with_name("kernels") / "prebuilt"
 """A wheel's variants; a checkout has none."""
+
+
+_ARCH_PRCTL = 158
+"""Number of the system call on x86-64."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ def library() -> ctypes.CDLL | None:
 def kernels() -> Kernels:
     """Load the kernels. Logs which, with a warning if faster ones failed. PyTorch must have been imported."""
     known, features = variants(platform.machine()), processor_features()
-    usable = [variant for variant in known if variant.features.keys() <= features]
+    if "amx_tile" in features and not grants_tiles():
+        features -= {"amx_tile"}
+    usable = supported_variants(platform.machine(), features, processor_maker())
     attempts = [partial(_prebuilt, variant) for variant in usable if _file(variant).exists()]
     failures: dict[str, None] = {}  # each once
     for attempt in (*attempts, partial(_compiled, usable)):
@@ -56,14 +64,27 @@ def kernels() -> Kernels:
             stderr = getattr(error, "stderr", None) or b""
             failures[f"{error} {stderr.decode(errors='replace')[-500:]}".strip()] = None
             continue
-        beyond = [faster for faster in known[: known.index(variant)] if faster not in usable]
-        reasons = [f"{it.name} needs {', '.join(sorted(it.features.keys() - features))}" for it in beyond[-1:]]
+        tried = usable[: usable.index(variant)]
+        beyond = [faster for faster in known[: known.index(variant)] if faster not in tried]
+        reasons = [_why_not(one, features) for one in beyond[-1:]]
         description = "; ".join([f"{variant.name}, {origin}", *reasons, *failures])
         log.log(logging.WARNING if failures else logging.INFO, "kernels: %s", description)
         return Kernels(loaded, description)
     description = f"no compiled kernels, so PyTorch's slower ones are used: {'; '.join(failures)}"
     log.warning("%s", description)
     return Kernels(None, description)
+
+
+def _why_not(variant: Variant, features: frozenset[str]) -> str:
+    if missing := sorted(variant.features.keys() - features):
+        return f"{variant.name} needs {', '.join(missing)}"
+    return f"{variant.name} is slower on this processor"
+
+
+def grants_tiles() -> bool:
+    """Return whether the system lets this process use AMX's tiles. Linux before 5.16 and some sandboxes refuse."""
+    request, tile_data = 0x1023, 18  # ARCH_REQ_XCOMP_PERM: permission for all threads; XFEATURE_XTILEDATA
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, request, tile_data) == 0)
 
 
 @cache
