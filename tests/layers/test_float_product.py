@@ -111,7 +111,7 @@ class TestCompiled(Products):
         monkeypatch.setattr(native, "library", lambda: kernels)
 
     @pytest.mark.parametrize("tokens", [7, 64, 600])
-    @pytest.mark.parametrize("shape", [(70, 130), (3000, 65), (40, 3000)])
+    @pytest.mark.parametrize("shape", [(70, 130), (3000, 65), (40, 3000), (40, 9000)])
     def test_a_token_comes_to_the_same_in_any_batch(self, pack: Pack, tokens: int, shape: tuple[int, int]) -> None:
         torch.manual_seed(0)
         product, activations = pack(torch.randn(shape), torch.randn(shape[0])), torch.randn(tokens, shape[1])
