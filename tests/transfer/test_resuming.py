@@ -256,6 +256,18 @@ def test_rows_that_cost_one_producer_after_the_other_fail(fabric: str) -> None:
         w.finish()
 
 
+def test_producers_that_drain_one_after_the_other_do_not_count(fabric: str) -> None:
+    with wire(fabric, 4, 2) as w:
+        item = w.expect(4, (0, 0), resumable=True)
+        for attempt in range(1, 3 * MAX_IDLE_ATTEMPTS):
+            w.offer(item)
+            w.deliver_all()
+            w.senders[item.producer].abort(item.transfer, "the instance drains", is_suspect=False)
+            w.deliver_all()
+            assert item.attempt == attempt
+        resume(w, item)
+
+
 def test_landed_rows_count_as_progress(fabric: str) -> None:
     rows = MAX_IDLE_ATTEMPTS + 3
     with wire(fabric, 1, 1) as w:

@@ -144,7 +144,7 @@ class EncodeLoop:
         for job in list(self._jobs.values()):
             for transfer in [one for one, requester in job.transfers.items() if requester.frontend == frontend]:
                 self._leave(job, transfer)
-                self.sender.abort(transfer, "the frontend that owns the request is gone")
+                self.sender.abort(transfer, "the frontend that owns the request is gone", is_suspect=False)
 
     def hand_back(self) -> dict[Address, HandBack]:
         """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,
@@ -153,7 +153,7 @@ class EncodeLoop:
         for job in [job for job in self._jobs.values() if not job.preprocess_began]:
             self._drop(job)
             for transfer, requester in job.transfers.items():
-                self.sender.abort(transfer, "the instance drains")
+                self.sender.abort(transfer, "the instance drains", is_suspect=False)
                 handed_back.setdefault(requester.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
         return handed_back
 

@@ -48,6 +48,8 @@ class TransferFailure:
     transfer: TransferId
     error: ErrorKind
     reason: str
+    is_suspect: bool = True
+    """As in Abort."""
 
 
 class Receiver:
@@ -185,10 +187,15 @@ class Receiver:
             self._send(incoming.producer.address, self._abort(transfer, incoming.attempt, reason))
 
     def producer_lost(
-        self, producer: Address, offering: Collection[TransferId] = (), owner: Address = NO_OWNER
+        self,
+        producer: Address,
+        offering: Collection[TransferId] = (),
+        owner: Address = NO_OWNER,
+        *,
+        is_suspect: bool = True,
     ) -> None:
         """Fail, or orphan, the transfers of a producer that is gone for this owner, including those in ``offering``,
-        which it had yet to offer. Transfers of other owners go on."""
+        which it had yet to offer. Transfers of other owners go on. ``is_suspect`` is as in Abort."""
         lost = [
             incoming
             for transfer, incoming in self._transfers.items()
@@ -197,7 +204,7 @@ class Receiver:
         ]
         reason = "the instance that sent the rows is gone"
         aborts = [self._abort(t.transfer, t.attempt, reason) for t in lost if t.producer and not t.closing]
-        self._detach_all(lost, ErrorKind.INSTANCE_LOST, reason)
+        self._detach_all(lost, ErrorKind.INSTANCE_LOST, reason, is_suspect=is_suspect)
         for abort in aborts:
             self._tell_lost(producer, abort)
 
@@ -282,7 +289,7 @@ class Receiver:
         if abort.released:
             incoming.release()
             # not logged as an error: the request was cancelled, or the producer has logged the error
-            self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO)
+            self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO, is_suspect=abort.is_suspect)
         else:
             self._detach_all([incoming], ErrorKind.INTERNAL_ERROR, reason)
 
@@ -340,25 +347,44 @@ class Receiver:
             return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
-    def _fail(self, incoming: IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
+    def _fail(
+        self,
+        incoming: IncomingTransfer,
+        error: ErrorKind,
+        reason: str,
+        level: int = logging.ERROR,
+        *,
+        is_suspect: bool = True,
+    ) -> None:
         log.log(level, "transfer %s: %s", incoming.transfer, reason)
         incoming.failed = True
-        self._failures.append(TransferFailure(incoming.transfer, error, reason))
+        self._failures.append(TransferFailure(incoming.transfer, error, reason, is_suspect))
 
-    def _detach_all(self, incomings: Collection[IncomingTransfer], error: ErrorKind, reason: str) -> None:
+    def _detach_all(
+        self, incomings: Collection[IncomingTransfer], error: ErrorKind, reason: str, *, is_suspect: bool = True
+    ) -> None:
         """Fail or orphan transfers whose producers may be writing and can't be stopped. If the buffer can't relocate,
         their blocks stay allocated."""
         safe = self._relocation.protect(incomings, self._clock())
         for incoming in incomings:
             if safe or (incoming.can_resume and self._relocation.can_strand(incoming)):
-                self._detach(incoming, error, reason)
+                self._detach(incoming, error, reason, is_suspect=is_suspect)
             elif not incoming.closing:
-                self._fail(incoming, error, reason)
+                self._fail(incoming, error, reason, is_suspect=is_suspect)
 
-    def _detach(self, incoming: IncomingTransfer, error: ErrorKind, reason: str, level: int = logging.ERROR) -> None:
-        """Fail, orphan or drop a transfer whose producer is gone or has released it."""
+    def _detach(
+        self,
+        incoming: IncomingTransfer,
+        error: ErrorKind,
+        reason: str,
+        level: int = logging.ERROR,
+        *,
+        is_suspect: bool = True,
+    ) -> None:
+        """Fail, orphan or drop a transfer whose producer is gone or has released it. ``is_suspect`` as in Abort."""
         if incoming.can_resume:
-            incoming.lose_producer()
+            if is_suspect:
+                incoming.lose_producer()
             self._orphan(incoming, reason)
             return
         incoming.producer = None
@@ -366,7 +392,7 @@ class Receiver:
         if incoming.closing:
             self._drop(incoming)
         else:
-            self._fail(incoming, error, reason, level)
+            self._fail(incoming, error, reason, level, is_suspect=is_suspect)
 
     def _orphan(self, incoming: IncomingTransfer, reason: str) -> None:
         """Begin the next attempt of a transfer, in which another producer sends the rows that haven't landed."""

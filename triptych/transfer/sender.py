@@ -100,11 +100,12 @@ class Sender:
         for pending in outgoing.provide(rows, first_row, self._clock()):
             self._begin_if_ready(outgoing, pending)
 
-    def abort(self, transfer: TransferId, reason: str) -> None:
-        """Cancel a transfer: its rows will never exist, or are no longer needed."""
+    def abort(self, transfer: TransferId, reason: str, *, is_suspect: bool = True) -> None:
+        """Cancel a transfer: its rows will never exist, or are no longer needed. ``is_suspect`` is as in Abort."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
-            message = Abort(transfer, TransferSide.PRODUCER, self._address, reason, attempt=outgoing.attempt)
+            side = TransferSide.PRODUCER
+            message = Abort(transfer, side, self._address, reason, attempt=outgoing.attempt, is_suspect=is_suspect)
             self._end(outgoing, TransferState.FAILED, message)
 
     def consumer_lost(self, consumer: Address, owner: Address = NO_OWNER) -> None:
