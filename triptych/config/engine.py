@@ -32,8 +32,8 @@ class EngineConfig(Settings):
         "dtype of weights and of products. On CPUs activations are fp32 between products: float16 multiplies fp16 "
         "weights in fp32, or with AMX to about 17 bits; bfloat16 multiplies weights and rounded activations in "
         "bfloat16 and adds in fp32; float32 is for exact comparison with a reference; auto is bfloat16 if the "
-        "checkpoint is and the processor has instructions for it (AVX512-BF16), otherwise float16. On GPUs activations "
-        "have the dtype as well, and auto is the checkpoint's",
+        "checkpoint is and the processor multiplies it faster (with AMX, or AMD's with AVX512-BF16), else float16. "
+        "On GPUs activations have the dtype as well, and auto is the checkpoint's",
         choices=DTYPES,
     )
     quantization: str = setting(

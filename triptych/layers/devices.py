@@ -76,8 +76,8 @@ def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[st
 def _dtype_format(dtype: str, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
     """Return the format of ``--dtype``.
 
-    "auto" is the checkpoint's dtype on GPUs. On CPUs it is bfloat16 on processors with instructions for it, for a
-    checkpoint in bfloat16, and float16 on others.
+    "auto" is the checkpoint's dtype on GPUs. On CPUs it is bfloat16 on processors that multiply it faster than float32,
+    for a checkpoint in bfloat16, and float16 on others.
     """
     if device.type != "cpu":
         return CUDA_FORMATS[dtype if dtype != "auto" else stored_dtype(tensors)]

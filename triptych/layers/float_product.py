@@ -70,7 +70,7 @@ def bf16_product(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def has_bf16() -> bool:
-    """Return whether the processor multiplies in bfloat16 by instructions for it, and there are compiled kernels."""
+    """Return whether the kernels multiply in bfloat16 by instructions for it, which is then faster than in float32."""
     library = native.library()
     return library is not None and bool(ctypes.c_int.in_dll(library, "bf16_is_native").value)
 

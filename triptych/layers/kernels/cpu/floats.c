@@ -13,7 +13,7 @@
 #define TOKENS 6
 #endif
 
-#define MANY 64                 /* up to so many tokens a panel is converted as it is loaded */
+#define MANY 64                    /* tokens up to which a panel is converted as it is loaded */
 #define WIDEST (LANES * 64 * 1024) /* bytes of a converted panel that stay in the L2 cache, where it is used again */
 
 const int float_outputs = OUTPUTS, float_multiple = 1;
@@ -59,13 +59,13 @@ inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel
     }
 }
 
-/* Bytes of a panel in float32, if a product of so many tokens converts it; else 0. */
+/* Bytes of a panel in float32, if a product of ``tokens`` tokens converts it once; else 0. */
 inlined int64_t converted_bytes(const Linear *linear, int64_t tokens) {
     int64_t bytes = linear->inputs * OUTPUTS * sizeof(float);
     return linear->kind == HALF && tokens > MANY && bytes <= WIDEST ? bytes : 0;
 }
 
-/* Returns the weights with a panel converted into ``to``, and the others nowhere. */
+/* Converts a panel into ``to``. Returns the weights for its product; their other panels can't be read. */
 static Linear with_converted(const Linear *linear, int64_t panel, int64_t bytes, float *to) {
     const uint16_t *from = (const uint16_t *)linear->panels + panel * linear->inputs * OUTPUTS;
     for (int64_t i = 0; i < linear->inputs * OUTPUTS; i += LANES) {
