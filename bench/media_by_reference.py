@@ -79,10 +79,10 @@ class CountingChannel(Channel):
         self._returned = time.perf_counter()
         return messages
 
-    def _next_frame(self) -> bytes | None:
-        frame = super()._next_frame()
-        self.num_bytes += len(frame or b"")
-        return frame
+    def next_frames(self) -> list[bytes]:
+        frames = super().next_frames()
+        self.num_bytes += sum(map(len, frames))
+        return frames
 
 
 class Preprocessors:

@@ -1,4 +1,4 @@
-"""Messages arrive late, twice and in another order, and writes of rows are broken: every answer is right, nothing
+"""Messages arrive late, twice, in another order or never, and writes of rows are broken: every answer is right, nothing
 hangs, and nothing is left over."""
 
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import FAST, triptych
-from tests.support.disorder import disturb
+from tests.support.disorder import LossyChannel, disturb
 from tests.support.questions import Questions
 from tests.support.serving import Served, served, wait_for
 from triptych.messages.channel import Channel
@@ -26,7 +26,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
 
 @pytest.fixture(scope="module", params=["1E1P1D", pytest.param("2E2PD", marks=slow)])
 def service(request: pytest.FixtureRequest, questions: Questions) -> Iterator[Served]:
-    with served(questions.folder, request.param, request_timeout=60.0) as running:
+    with served(questions.folder, request.param, request_timeout=60.0, restart_hold=30.0) as running:
         yield running
 
 
@@ -48,6 +48,25 @@ def test_no_answer_is_lost_or_wrong(service: Served, questions: Questions, share
     finally:
         for one in disturbed:
             one.restore()
+    wait_for(service.everything_is_back, 5)
+
+
+@pytest.mark.parametrize(
+    ("share", "number"), [(0.002, 64), pytest.param(0.002, 2000, marks=slow), pytest.param(0.005, 500, marks=slow)]
+)
+def test_lost_messages_are_noticed_and_their_work_done_again(
+    service: Served, questions: Questions, share: float, number: int
+) -> None:
+    lossy = [LossyChannel(channel, share, seed) for seed, channel in enumerate(channels_of(service))]
+    try:
+        wrong = questions.wrong_answers(service.url, number)
+        lost = [one.num_lost for one in lossy]
+        print(lost)
+        assert not wrong, (len(wrong), wrong[:5])
+        assert sum(lost) > number * share
+    finally:
+        for one in lossy:
+            one.share = 0.0
     wait_for(service.everything_is_back, 5)
 
 

@@ -38,6 +38,7 @@ from triptych.messages.work import (
     Tokens,
 )
 from triptych.topology import Role
+from triptych.transfer.incoming import MAX_IDLE_ATTEMPTS
 from triptych.types import Placement, RequestId, Span, TransferId
 
 HALF = MEDIA_ROWS // 2
@@ -116,6 +117,20 @@ def test_an_encoder_that_is_lost_before_it_offers_is_replaced(pd: EngineInstance
     assert second.transfer == first.transfer
     b.offer(pd.address("pd"), second)
     b.provide(second)
+    assert pd.tokens("r") == expected
+
+
+def test_encoders_that_drop_their_work_and_live_on_do_not_count_as_lost(pd: EngineInstances) -> None:
+    b = pd.encoder("b")
+    expected = answer(pd, "undisturbed", b)
+    pd.give("pd", generate("r", media=True, salt="r"))
+    needed = pd.needed("r")
+    for attempt in range(1, 2 * MAX_IDLE_ATTEMPTS):
+        lost = PeerLost(pd.encoder(f"a{attempt}").address, [needed.transfer], FIRST, is_alive=True)
+        pd.loop("pd").peer_lost(lost)
+        pd.until(lambda: pd.needed("r").attempt == attempt)  # noqa: B023 - called at once
+    b.offer(pd.address("pd"), pd.needed("r"))
+    b.provide(pd.needed("r"))
     assert pd.tokens("r") == expected
 
 

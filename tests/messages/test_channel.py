@@ -12,12 +12,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from triptych.errors import BadAddress, Unavailable
+from tests.support.relay import Relay
+from triptych.errors import BadAddress, BadMessage, Unavailable
 from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.curve import ClusterKeys, CurveKey
-from triptych.messages.work import Heartbeat, Prefilled, PromptLogprobs
+from triptych.messages.work import Heartbeat, MessagesLost, Prefilled, PromptLogprobs
 from triptych.types import Address, TransferId
 
 SECRET = b"a secret of 24 bytes ..."
@@ -212,17 +213,127 @@ def test_a_disconnected_peer_gets_pending_messages_and_can_be_reconnected(pair: 
 
 
 def test_a_flood_is_taken_in_parts() -> None:
-    count = 3 * channels.MAX_FRAMES_PER_DRAIN
+    count = 3 * channels.MAX_PER_DRAIN
     with channel() as one, channel() as other:
         for number in range(count):
             one.send(other.address, beat(number))
         received: list[Message] = []
         while len(received) < count:
             part = other.receive(5.0)
-            assert 0 < len(part) <= channels.MAX_FRAMES_PER_DRAIN
+            assert 0 < len(part) <= channels.MAX_PER_DRAIN
             received += part
         assert received == [beat(number) for number in range(count)]
         assert not other.pending
+
+
+# ── what is lost ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def relay(pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """On the way to the second channel, over TCP."""
+    monkeypatch.setattr(channels, "_ipc_endpoint", lambda _: None)
+    monkeypatch.setattr(channels, "PING_PAUSE", 0.0)
+    host, port = pair[1].address.removeprefix("tcp://").split(":")
+    with Relay((host, int(port))) as between:
+        pair[0].send(address_of(between), beat(0))
+        assert receive(pair[1], 1) == [beat(0)]
+        yield between
+
+
+def address_of(relay: Relay) -> Address:
+    return Address(f"tcp://127.0.0.1:{relay.port}")
+
+
+def lose(relay: Relay, sender: Channel, *messages: Message) -> None:
+    """Send messages that are lost, and break the connection. Without a message, a ping is lost."""
+    relay.losing = True
+    for message in messages or [None]:
+        before = relay.num_lost
+        sender.send(address_of(relay), message) if message else sender.ping()
+        _until(lambda: relay.num_lost >= before + (len(encode(message)) if message else 1))  # noqa: B023 - called at once
+    relay.cut()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_receiver_notices_by_the_next_message_that_others_were_lost(
+    pair: tuple[Channel, Channel], relay: Relay
+) -> None:
+    one, other = pair
+    for number in (1, 5):
+        lose(relay, one, beat(number), beat(number + 1))
+        one.send(address_of(relay), beat(number + 2))
+        one.send(address_of(relay), beat(number + 3))
+        assert receive(other, 3) == [MessagesLost(one.address), beat(number + 2), beat(number + 3)]
+
+
+def test_a_receiver_notices_by_a_ping_that_the_last_messages_were_lost(
+    pair: tuple[Channel, Channel], relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    lose(relay, one, beat(1))
+    one.ping()
+    assert receive(other, 1) == [MessagesLost(one.address)]
+    lose(relay, one)
+    one.ping()
+    silence(other)
+    relay.losing = True
+    lost = relay.num_lost
+    for name, value in (("PING_SECONDS", 0.0), ("PING_PAUSE", 99.0)):  # nothing was sent lately; something was just now
+        with monkeypatch.context() as patch:
+            patch.setattr(channels, name, value)
+            one.ping()
+    silence(other)
+    assert relay.num_lost == lost
+
+
+def test_a_connection_that_breaks_and_loses_nothing_is_opened_again(
+    pair: tuple[Channel, Channel], relay: Relay
+) -> None:
+    one, other = pair
+    relay.cut()
+    _until(lambda: relay.num_connections == 2)
+    one.send(address_of(relay), beat(1))
+    assert receive(other, 1) == [beat(1)]
+
+
+def test_a_peer_hears_of_what_could_not_be_sent_once_it_reads_again(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    monkeypatch.setattr(channels, "OUTBOX_MESSAGES", 10)
+    with pytest.raises(Unavailable):
+        for number in range(10**6):
+            one.send(other.address, beat(number))
+    received: list[Message] = []
+
+    def hears() -> bool:
+        received.extend(other.receive(0.05))
+        with suppress(Unavailable):
+            one.send(other.address, beat(-1))
+        return MessagesLost(one.address) in received
+
+    _until(hears)
+    assert received[received.index(MessagesLost(one.address)) + 1] == beat(-1)
+
+
+def test_a_message_that_no_peer_takes_is_refused_and_others_arrive(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    one.send(other.address, beat(1))
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 2000)
+    large = Prefilled(TransferId("t" * 3000), 0, None, 0, [], 1)
+    with pytest.raises(BadMessage, match="Prefilled of 30"):
+        one.send(other.address, large)
+    one.send(other.address, beat(2))
+    assert receive(other, 2) == [beat(1), beat(2)]
 
 
 # ── who has the secret and who hasn't ────────────────────────────────────────────────────────────────────────
@@ -386,9 +497,9 @@ def test_an_address_is_listened_at_too_once_it_is_free(secret: bytes | None) -> 
         while not second.listen_too(control):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        peer.send(control, beat(2))  # by the connection that the first had
+        peer.send(control, beat(2))  # by the connection that the first had, which got the messages before
         peer.send(second.address, beat(3))
-        assert sorted(receive(second, 2), key=str) == [beat(2), beat(3)]
+        assert sorted(receive(second, 3), key=str) == [beat(2), beat(3), MessagesLost(peer.address)]
     finally:
         second.close(linger=0)
         peer.close(linger=0)

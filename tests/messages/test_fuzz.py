@@ -31,6 +31,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.errors import BadMessage, InstanceLost, Unavailable
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, decode, encode
+from triptych.messages.links import Link
 from triptych.messages.operations import OperationsMessage, SetRole
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowMessage, TransferSide, Wrote
 from triptych.messages.work import (
@@ -41,6 +42,7 @@ from triptych.messages.work import (
     FrontendEnding,
     Generate,
     Heartbeat,
+    MessagesLost,
     Prefill,
     Register,
     RegisterAgain,
@@ -58,7 +60,7 @@ from triptych.types import Address, ItemPlan, RequestId, TransferId
 
 KINDS: list[type[Any]] = [*get_args(RowMessage), *get_args(WorkMessage), *get_args(OperationsMessage)]
 ENDING: list[type[Any]] = [Stop, FrontendEnding, ChangeRole, SetRole]
-RESETTING: list[type[Any]] = [Registered, RegisterAgain]
+RESETTING: list[type[Any]] = [Registered, RegisterAgain, MessagesLost]
 """After these an instance may begin again (``Registered`` carries the length of a lease). They are rare, so that other
 messages find something to disturb."""
 
@@ -248,7 +250,7 @@ def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
 @pytest.mark.parametrize("secret", [None, b"a secret of 24 bytes ..."], ids=["plain", "curve"])
 def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> None:
     inbox, friend = Channel(secret=secret), Channel(secret=secret)
-    outbox = friend.outbox(inbox.address)
+    outbox = friend.outbox(inbox.address).socket
     nonsense = Nonsense(1, addresses=[inbox.address])
     received: list[Message] = []
 
@@ -257,7 +259,9 @@ def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> Non
         for start in range(0, count, 1000):
             for _ in range(min(1000, count - start)):
                 frame = nonsense.frame()
-                outbox.send_multipart([frame, frame]) if len(frame) % 50 == 0 else outbox.send(frame)
+                header = Link(friend.address).header()
+                together = {0: [frame, frame], 1: [header, frame], 2: [frame, encode(last)], 3: [header, frame, frame]}
+                outbox.send_multipart(together.get(len(frame) % 20, [frame]))
             friend.send(inbox.address, last)
             received.clear()
             while last not in received:

@@ -261,6 +261,36 @@ def test_one_that_hands_over_keeps_its_lease_until_its_requests_have_ended() -> 
     assert old in instance.wire.disconnected
 
 
+def test_one_whose_messages_were_lost_gives_its_work_again() -> None:
+    instance = Instance()
+    instance.registered(A, B)
+    assert instance.frontends.messages_lost(A)
+    assert (instance.given_up, instance.frontends.holds(A), instance.frontends.holds(B)) == ([A], False, True)
+    instance.wait(BEAT, B)
+    registers = [message for to, message in instance.wire.take(Register) if to == A]
+    assert [message.resets for message in registers if isinstance(message, Register)][-1] == 1
+    assert not instance.frontends.messages_lost(PEER)
+
+
+def test_what_was_lost_may_be_the_answer_to_a_registration_and_work() -> None:
+    """The frontend would keep the lease, and the work, at the next registration of the same number of resets."""
+    instance = Instance()
+    instance.wait(RETRY_INTERVAL)
+    assert instance.frontends.messages_lost(A)
+    instance.get(Registered(EXPIRY, A, "127.0.0.1:1", 0))
+    assert not instance.frontends.holds(A)
+    instance.get(Registered(EXPIRY, A, "127.0.0.1:1", 1))
+    assert instance.frontends.holds(A)
+
+
+def test_one_that_hands_over_keeps_its_lease_when_messages_of_it_were_lost() -> None:
+    old, instance = Address("tcp://127.0.0.1:11"), Instance()
+    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0), HandingOver(old))
+    assert instance.frontends.messages_lost(old)
+    assert instance.frontends.holds(old)
+    assert not instance.given_up
+
+
 def test_one_that_says_so_and_stays_keeps_its_work() -> None:
     instance = Instance()
     instance.registered(A)
@@ -288,6 +318,8 @@ def test_a_lost_peer_is_disconnected_once_all_have_lost_it() -> None:
     assert not instance.frontends.peer_lost(PeerLost(PEER, [], A))
     assert instance.frontends.peer_lost(PeerLost(PEER, [], B))
     assert not instance.frontends.peer_lost(PeerLost(PEER, [], B)), "that is another loss"
+    for frontend in (A, B):
+        assert not instance.frontends.peer_lost(PeerLost(PEER, [], frontend, is_alive=True))
 
 
 def test_two_names_of_one_frontend_are_one_lease() -> None:

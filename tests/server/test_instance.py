@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tests.support.disorder import LossyChannel
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, StartError, TriptychError
+from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -29,6 +31,7 @@ from triptych.messages.work import (
     Generate,
     HandBack,
     Heartbeat,
+    MessagesLost,
     PeerLost,
     Register,
     RegisterAgain,
@@ -359,6 +362,46 @@ def test_every_stage_loop_receives_peer_lost(start: Callable[..., InstanceHarnes
     lost = PeerLost(Address("tcp://127.0.0.1:1"), [TransferId("t")], harness.channel.address)
     harness.send(lost)
     _until(lambda: lost in harness.loop.received)
+
+
+def test_work_of_a_frontend_whose_messages_were_lost_is_given_up(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    harness.send(MessagesLost(harness.channel.address))
+    harness.await_count(Register, 2)
+    assert harness.registered().resets == 1
+    assert harness.loop.received == [harness.channel.address]
+    deregister = harness.received[_last(harness.received, Deregister)]
+    assert deregister == Deregister(harness.instance.channel.address, suspect=False, resets=0)
+
+
+def test_another_instance_notices_that_the_last_message_was_lost(
+    start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "PING_PAUSE", 0.0)
+    harness, peer = start(), Channel()
+    harness.join()
+    LossyChannel(peer, share=1.0, seed=0)
+    own, received = harness.instance.channel, list[Message]()
+    harness.loop.on_advance = lambda: own.send(peer.address, Heartbeat(own.address))
+    try:
+        while not received:
+            received = peer.receive(10.0)
+            assert received, "no ping came"
+        assert received[0] == MessagesLost(own.address)
+    finally:
+        peer.close(linger=0)
+
+
+def test_frontends_hear_that_messages_of_another_instance_were_lost(start: Callable[..., InstanceHarness]) -> None:
+    harness = start()
+    harness.join()
+    lost = MessagesLost(Address("tcp://127.0.0.1:1"))
+    harness.send(lost)
+    harness.await_count(MessagesLost, 1)
+    assert harness.received[_last(harness.received, MessagesLost)] == lost
+    assert harness.loop.received == []
+    assert harness.count(Register) == 1
 
 
 def test_a_leak_is_logged_and_no_reason_to_end(

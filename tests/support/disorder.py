@@ -1,4 +1,4 @@
-"""Messages that arrive late, twice or in another order: what a channel hands out, disturbed at random."""
+"""Messages that arrive late, twice, in another order or never: what a channel receives, disturbed at random."""
 
 import random
 import threading
@@ -83,3 +83,23 @@ class DisturbedChannel:
 def disturb(channels: list[Channel], **settings: Any) -> list[DisturbedChannel]:
     """Disturb what each of the channels receives."""
     return [DisturbedChannel(channel, Disorder(seed=number, **settings)) for number, channel in enumerate(channels)]
+
+
+@dataclass
+class LossyChannel:
+    """Loses a share of the messages of other processes, pings aside, before the channel has read their numbers."""
+
+    channel: Channel
+    share: float
+    seed: int
+    num_lost: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._next: Callable[[], list[bytes]] = self.channel.next_frames
+        self.channel.next_frames = self.next_frames  # type: ignore[method-assign]
+
+    def next_frames(self) -> list[bytes]:
+        while (frames := self._next()) and frames[-1] and self._random.random() < self.share:
+            self.num_lost += 1
+        return frames

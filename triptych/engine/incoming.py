@@ -87,9 +87,11 @@ class IncomingTransfers:
         """Revoke the peers' access to the receive pool."""
         self.receiver.buffer.close()
 
-    def producer_lost(self, producer: Address, offering: Collection[TransferId], owner: Address) -> None:
+    def producer_lost(
+        self, producer: Address, offering: Collection[TransferId], owner: Address, *, is_suspect: bool
+    ) -> None:
         """As ``Receiver.producer_lost``."""
-        self.receiver.producer_lost(producer, offering, owner)
+        self.receiver.producer_lost(producer, offering, owner, is_suspect=is_suspect)
 
     def _on_wrote(self, wrote: Wrote) -> None:
         self.receiver.on_wrote(wrote)

@@ -3,7 +3,8 @@
 Every process has one Channel: an inbox (PULL), whose address names the process, and an outbox (PUSH) for each peer.
 Messages carry the address to answer to. A message to the channel's own address stays in the process; stages of one
 instance communicate that way. Loopback addresses use a Unix socket. With a secret, every connection is encrypted and
-authenticated (docs/decisions/0010-trust.md).
+authenticated (docs/decisions/0010-trust.md). Messages are numbered, so that the receiver notices that some were lost
+(docs/decisions/0084-lost-messages.md).
 """
 
 import contextlib
@@ -15,6 +16,8 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -23,6 +26,8 @@ from triptych.config import MAX_MESSAGE_BYTES, host_and_port
 from triptych.errors import BadAddress, BadMessage, Unavailable
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
+from triptych.messages.links import Arrival, Link, Links, decode_header
+from triptych.messages.work import MessagesLost
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -32,8 +37,8 @@ OUTBOX_MESSAGES = 10_000
 MAX_OUTBOXES = 256
 """Peers that a process is connected to at a time, several times the processes of a service. Messages carry addresses to
 answer to, so without a limit they could exhaust this process's file descriptors."""
-MAX_FRAMES_PER_DRAIN = 1000
-"""Frames that one ``drain`` takes. Bounded, so that a peer that sends faster than it is read can't stall the loop."""
+MAX_PER_DRAIN = 1000
+"""Messages that one ``drain`` takes. Bounded, so that a peer that sends faster than it is read can't stall the loop."""
 CLOSE_LINGER_MS = 1000
 """Milliseconds to deliver pending messages to a disconnected peer, which may be about to register again."""
 HANDSHAKE_TIMEOUT_MS = 10_000
@@ -50,6 +55,12 @@ POLL_RESOLUTION = 1e-3
 """Resolution of polling, in seconds; shorter waits sleep."""
 LOG_INTERVAL = 10.0
 """Seconds between log lines about frames that aren't messages; a peer may send thousands of them."""
+PING_SECONDS = 2 * (UNACKNOWLEDGED_MS + CONNECT_TIMEOUT_MS) / 1000
+"""Seconds for which a peer gets pings after a message: longer than a connection takes to break and to be opened."""
+PING_PAUSE = 0.2
+"""Seconds without a message after which a peer gets pings."""
+ENCRYPTION_BYTES = 1024
+"""More bytes than encryption adds to a message."""
 
 ZERO_COPY_BYTES = 64 * 2**10
 """Message size in bytes from which sending without a copy is faster."""
@@ -78,6 +89,21 @@ def endpoint_of(host_port: str) -> Address:
     return endpoint(*host_and_port(host_port))
 
 
+@dataclass
+class Outbox:
+    """A connection to a peer, which may break and be opened again."""
+
+    socket: "zmq.Socket[bytes]"
+    link: Link
+    used: float = float("-inf")
+    """When the last message was sent, pings aside."""
+
+    def send(self, header: bytes, frame: bytes) -> None:
+        """Queue a message, or an empty one. Raises ZMQError."""
+        self.socket.send(header, flags=zmq.NOBLOCK | zmq.SNDMORE)
+        self.socket.send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
+
+
 class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 
@@ -85,7 +111,8 @@ class Channel:
         """Bind the inbox; port 0 takes any free one. All peers must have the same ``secret``, or none. Raises
         BadAddress if the inbox can't be bound."""
         self._keys = None if secret is None else ClusterKeys.derive(secret)
-        self._outboxes: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
+        self._outboxes: OrderedDict[Address, Outbox] = OrderedDict()
+        self._links = Links()
         self._to_self: deque[Message] = deque()
         self._num_dropped = 0
         self._log_at = 0.0
@@ -118,36 +145,75 @@ class Channel:
 
     def send(self, to: Address, message: Message) -> None:
         """Queue a message; never blocks. Raises Unavailable if the peer has stopped reading or can't be connected to
-        now, and BadAddress if it never can be."""
+        now, BadAddress if it never can be, and BadMessage for a message that is too large."""
         if to == self.address:
             self._to_self.append(message)
             return
+        frame = encode(message)
+        if len(frame) > MAX_MESSAGE_BYTES:  # it would break the connection, and after the recovery the next one
+            raise BadMessage(f"{type(message).__name__} of {len(frame)} bytes")
         try:
-            frame = encode(message)
-            self.outbox(to).send(frame, flags=zmq.NOBLOCK, copy=len(frame) < ZERO_COPY_BYTES)
+            outbox = self.outbox(to)
+            outbox.used = time.monotonic()
+            outbox.send(outbox.link.header(), frame)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
         except zmq.ZMQError as error:  # no descriptor left, or the channel is closed
             raise Unavailable(f"no connection to a peer: {error}") from None
 
+    def ping(self) -> None:
+        """Tell each peer that was lately sent messages how many these are, so that it notices if the last ones were
+        lost. Call about twice a second, unless such peers get messages as often in any case."""
+        now = time.monotonic()
+        for outbox in self._outboxes.values():
+            if PING_PAUSE < now - outbox.used < PING_SECONDS:
+                with contextlib.suppress(zmq.ZMQError):  # the next one will do
+                    outbox.send(outbox.link.ping(), b"")
+
     def receive(self, timeout: float | None) -> list[Message]:
         """Return the messages received; waits up to ``timeout`` seconds (None: forever) for one or for ``wake``."""
-        if not self._to_self and timeout != 0:
-            self._wait(timeout)
+        ends = None if timeout is None else time.monotonic() + timeout
+        while timeout != 0 and not self._to_self:
+            woken = self._wait(timeout)
+            messages = self.drain()
+            if messages or woken:
+                return messages
+            if ends is not None:
+                timeout = max(0.0, ends - time.monotonic())  # what came was a ping, or no message
         return self.drain()
 
     def drain(self) -> list[Message]:
-        """Return the messages received, without waiting: at most ``MAX_FRAMES_PER_DRAIN`` from other processes."""
+        """Return the messages received, without waiting: at most ``MAX_PER_DRAIN`` from other processes."""
         messages = list(self._to_self)
         self._to_self.clear()
-        for _ in range(MAX_FRAMES_PER_DRAIN):
-            if not self._has_frame() or (frame := self._next_frame()) is None:
+        for _ in range(MAX_PER_DRAIN):
+            if not self._has_frame() or not (frames := self.next_frames()):
                 break
             try:
-                messages.append(decode(frame))
+                messages.extend(self._decoded(frames))
             except BadMessage as error:
-                self._log_dropped(frame, error)
+                self._log_dropped(frames, error)
         return messages
+
+    def _decoded(self, frames: list[bytes]) -> Iterator[Message]:
+        """Yield the message of frames that arrived together, after MessagesLost if others were lost before it. Raises
+        BadMessage for other frames. Without a header, messages aren't numbered: an earlier version sends such."""
+        if len(frames) == 1:
+            yield decode(frames[0])
+            return
+        if len(frames) != 2:
+            raise BadMessage(f"{len(frames)} frames instead of 2")
+        header = decode_header(frames[0])
+        match self._links.arrived(header, is_ping=not frames[1]):
+            case Arrival.LATE:
+                raise BadMessage(f"message {header.number} of {header.sender} counts as lost")
+            case Arrival.AFTER_LOST:
+                log.warning("messages from %s were lost before number %d", header.sender, header.number)
+                yield MessagesLost(header.sender)
+            case Arrival.NEXT:
+                pass
+        if frames[1]:
+            yield decode(frames[1])
 
     @property
     def pending(self) -> bool:
@@ -193,12 +259,12 @@ class Channel:
     def disconnect(self, peer: Address) -> None:
         """Close the connection to a peer that is gone. A later message to it opens a new one."""
         if outbox := self._outboxes.pop(peer, None):
-            outbox.close(linger=CLOSE_LINGER_MS)
+            outbox.socket.close(linger=CLOSE_LINGER_MS)
 
     def close(self, linger: float = 1.0) -> None:
         """Close all sockets; messages already queued have ``linger`` seconds to be delivered."""
         for outbox in self._outboxes.values():
-            outbox.close(linger=int(linger * 1000))
+            outbox.socket.close(linger=int(linger * 1000))
         self._outboxes.clear()
         self._inbox.close()
         if self.zap_authenticator:
@@ -211,7 +277,9 @@ class Channel:
     def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.IPV6, int(ipv6))  # otherwise an IPv4 address is reported as IPv4-mapped IPv6
-        self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)  # larger frames are dropped by the socket itself
+        self._inbox.set(
+            zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + ENCRYPTION_BYTES
+        )  # larger frames are dropped by the socket itself
         self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         # connections of a machine that loses power are never closed by it
         self._inbox.set(zmq.TCP_KEEPALIVE, 1)
@@ -222,58 +290,63 @@ class Channel:
             self._inbox.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
             self._inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, every peer would be accepted
 
-    def outbox(self, to: Address) -> "zmq.Socket[bytes]":
+    def outbox(self, to: Address) -> Outbox:
         """Return the connection to a peer, closing the least recently used one if there are too many.
 
-        Raises ZMQError."""
+        Raises ZMQError, and BadAddress."""
         if to in self._outboxes:
             self._outboxes.move_to_end(to)
             return self._outboxes[to]
         if not _is_endpoint(to):
             raise BadAddress(f"{to[:100]!r} is not an address of a process")
         if len(self._outboxes) >= MAX_OUTBOXES:
-            self._outboxes.popitem(last=False)[1].close(linger=CLOSE_LINGER_MS)
-        outbox = self.context.socket(zmq.PUSH)
+            self._outboxes.popitem(last=False)[1].socket.close(linger=CLOSE_LINGER_MS)
+        opened = self.context.socket(zmq.PUSH)
         try:
-            outbox.set(zmq.SNDHWM, OUTBOX_MESSAGES)
-            outbox.set(zmq.IPV6, 1)
-            outbox.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
-            outbox.set(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+            opened.set(zmq.SNDHWM, OUTBOX_MESSAGES)
+            opened.set(zmq.IPV6, 1)
+            opened.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
+            opened.set(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             if self._keys:
-                outbox.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
-                outbox.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)
-                outbox.set(zmq.CURVE_SECRETKEY, self._keys.client.secret)
-            outbox.connect(_ipc_endpoint(to) or to)
+                opened.set(zmq.CURVE_SERVERKEY, self._keys.server.public)
+                opened.set(zmq.CURVE_PUBLICKEY, self._keys.client.public)
+                opened.set(zmq.CURVE_SECRETKEY, self._keys.client.secret)
+            opened.connect(_ipc_endpoint(to) or to)
         except zmq.ZMQError as error:
-            outbox.close(linger=0)
+            opened.close(linger=0)
             raise BadAddress(f"can't connect to {to!r}: {error}") from None
-        self._outboxes[to] = outbox
-        return outbox
+        self._outboxes[to] = Outbox(opened, Link(self.address))
+        return self._outboxes[to]
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait for a frame or for ``wake``; return whether it was ``wake``."""
         milliseconds = None if timeout is None else round(timeout * 1000)
         if timeout is not None and timeout < POLL_RESOLUTION:
             milliseconds = 0
             if not self._has_frame():
                 time.sleep(timeout)
-        if any(item == self._wake_fd for item, _ in self._poller.poll(milliseconds)):
+        woken = any(item == self._wake_fd for item, _ in self._poller.poll(milliseconds))
+        if woken:
             self._clear_wake()
+        return woken
 
     def _has_frame(self) -> bool:
         """Return whether a frame is waiting; cheaper than catching the exception."""
         return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
 
-    def _next_frame(self) -> bytes | None:
+    def next_frames(self) -> list[bytes]:
+        """Return the next message's frames: its header and itself; none if nothing is waiting."""
         try:
-            return self._inbox.recv(flags=zmq.NOBLOCK)
+            return self._inbox.recv_multipart(flags=zmq.NOBLOCK)
         except zmq.Again:
-            return None
+            return []
 
-    def _log_dropped(self, frame: bytes, error: BadMessage) -> None:
+    def _log_dropped(self, frames: list[bytes], error: BadMessage) -> None:
         self._num_dropped += 1
         if (now := time.monotonic()) >= self._log_at:
             self._log_at = now + LOG_INTERVAL
-            log.warning("dropped %d frames, the last of %d bytes: %s", self._num_dropped, len(frame), error)
+            size = sum(map(len, frames))
+            log.warning("dropped %d messages, the last of %d bytes: %s", self._num_dropped, size, error)
             self._num_dropped = 0
 
     def _clear_wake(self) -> None:

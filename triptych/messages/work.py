@@ -183,13 +183,22 @@ class HandBack(Struct, frozen=True, tag=True):
 
 
 class PeerLost(Struct, frozen=True, tag=True):
-    """Frontend → instances: the process at this address is gone; release everything held for it that belongs to my
-    requests. Another frontend may still have it."""
+    """Frontend → instances: the process at this address is gone, or drops my requests; release everything held for it
+    that belongs to them. Another frontend may still have it."""
 
     address: Address
     transfers: list[TransferId]
     """Transfers that it was assigned and may never have offered."""
     frontend: Address
+    is_alive: bool = False
+    """Whether it only drops that work, and registers again. Then the work isn't the cause."""
+
+
+class MessagesLost(Struct, frozen=True, tag=True):
+    """Instance → frontends: messages from this sender, another instance, were lost on their way to me. A channel also
+    hands it to its own process, before the first message after those that were lost."""
+
+    sender: Address
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -528,7 +537,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 WorkMessage = (
     Register | Registered | RegistrationRefused | Heartbeat | HeartbeatReceived | RegisterAgain | Draining | HandBack
-    | Deregister | FrontendEnding | HandingOver | PeerLost | Stop | ChangeRole | ChangingRole | RoleKept
+    | Deregister | FrontendEnding | HandingOver | PeerLost | MessagesLost | Stop | ChangeRole | ChangingRole | RoleKept
     | Generate | PrefillNeeded | Prefill | Prefilled | EncodeNeeded | Encode | FetchMedia | MediaBytes | MediaGone
     | Encoded | EncodeFailed
     | Tokens | Failed | Cancel

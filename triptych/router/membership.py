@@ -59,6 +59,10 @@ class InstanceLease:
     """Items that are probably in its encoder cache."""
     draining: bool = False
     """Whether it is about to leave and gets no new work."""
+    since: float = 0.0
+    """When it registered."""
+    lost_messages: bool = False
+    """Whether messages that it has sent since were lost, and it is to register again."""
     credit: Credit = NO_CREDIT
     """What this frontend may have there at a time."""
     stats: InstanceStats = field(default_factory=InstanceStats)
@@ -165,6 +169,7 @@ class Membership:
             capacity=message.capacity,
             context_length=message.context_length,
             last_seen=now,
+            since=now,
             credit=message.credit or message.capacity.whole,
             resets=message.resets,
             join=message.join,

@@ -38,6 +38,7 @@ from triptych.messages.work import (
     HandBack,
     Heartbeat,
     HeartbeatReceived,
+    MessagesLost,
     PeerLost,
     PrefillNeeded,
     Register,
@@ -63,6 +64,10 @@ from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
+
+SETTLED = 3.0
+"""Seconds from a registration in which lost messages don't yet cause the next one. One fault breaks many connections,
+and their ends notice it one after the other."""
 
 
 class Router:
@@ -131,6 +136,7 @@ class Router:
             Draining: self._on_draining,
             HandBack: self._on_hand_back,
             Deregister: self._on_deregister,
+            MessagesLost: self._on_messages_lost,
             LauncherReport: self._on_launcher_report,
             PrefillNeeded: self._on_prefill_needed,
             EncodeNeeded: self._on_encode_needed,
@@ -147,6 +153,9 @@ class Router:
             StartScale: self._on_start_change,
             StopService: self._on_start_change,
         }
+
+    handed_over = False
+    """Whether instances have been told to register with another frontend: one that loses its lease here is gone."""
 
     leaving = False
     """Whether another frontend takes over: requests that still come are admitted, but none should be sent here."""
@@ -448,6 +457,22 @@ class Router:
             kind = "lost" if message.suspect else "left"
             self._remove_instance(lease, "has left", kind=kind, suspect=message.suspect)
 
+    def _on_messages_lost(self, message: MessagesLost) -> None:
+        """Messages from an instance were lost on their way here or to another one."""
+        if lease := self.membership.get(message.sender):
+            lease.lost_messages = True
+            self._reset_where_messages_were_lost(self.clock())
+
+    def _reset_where_messages_were_lost(self, now: float) -> None:
+        """Have the senders of lost messages register again. What these said can't be known, so all of their work is
+        done again. Instances that have just registered have a moment to hear of all that one fault has lost."""
+        for lease in self.membership:
+            if lease.lost_messages and now - lease.since >= SETTLED and not self.handed_over:
+                why = "has sent messages that were lost"
+                log.warning("%s %s", lease.name, why)
+                self._remove_instance(lease, why, suspect=False, is_alive=True)
+                self._notify(lease.address, RegisterAgain(self._address))
+
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self.clock()
         for one in self.launcher_view.update(message, now):
@@ -481,6 +506,7 @@ class Router:
             why = f"sent no heartbeat for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._remove_instance(lease, why)
+        self._reset_where_messages_were_lost(now)
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
         self._encodes.dispatch()
@@ -488,12 +514,14 @@ class Router:
         self.lifecycle.prefill_waiting()
         self.load.tick(now)
 
-    def _remove_instance(self, lease: InstanceLease, why: str, *, kind: str = "lost", suspect: bool = True) -> None:
+    def _remove_instance(
+        self, lease: InstanceLease, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
+    ) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
-        event. ``suspect`` as in Deregister."""
+        event. ``suspect`` is as in Deregister, ``is_alive`` as in PeerLost."""
         self.membership.remove(lease, self.clock())
         self._role_changes.lost(lease, why)
         self._encodes.consumer_lost(lease.address)
@@ -506,7 +534,7 @@ class Router:
                 self._requests.prefilled(state)
                 self.metrics.recovered("prefill")
         for other in self.membership:
-            self._notify(other.address, PeerLost(lease.address, transfers, self._address))
+            self._notify(other.address, PeerLost(lease.address, transfers, self._address, is_alive))
         if kind != "changed":  # it is back at once, which is the event
             self.events.add(kind, f"{lease.name} {why}")
         suspects = blamed(affected.values()) if suspect else set()

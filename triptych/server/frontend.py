@@ -214,7 +214,7 @@ class Frontend:
         for where in self._taken:
             self.channel.stop_listening(where)
         if self._taken:
-            self._handed_over = True
+            self._handed_over = self.router.handed_over = True
             self._tell_instances(HandingOver(self.channel.address))
         for server in self._server.servers:
             server.close()

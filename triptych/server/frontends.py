@@ -163,6 +163,16 @@ class Frontends:
                 log.warning("this process was stopped for %.1f s and lost its lease with %s", pause, one.lease.join)
                 self._lose(one)
 
+    def messages_lost(self, sender: Address) -> bool:
+        """Return whether the sender of lost messages is a frontend. Its work is given up, and the instance registers
+        with it again; it may have answered a registration, and given work, by what was lost. One that has handed over
+        keeps its lease, because the instance registers with it no more."""
+        for one in self._all:
+            if sender in (one.lease.address, one.lease.endpoint):
+                log.warning("messages from the frontend at %s were lost; giving up its work", one.lease.join)
+                self._lose(one)
+        return any(sender in (one.lease.address, one.lease.endpoint) for one in (*self._all, *self._finishing))
+
     def _register_where_due(self, now: float) -> None:
         for one in self._all:
             if not self.leaving and one.lease.should_register(now):
@@ -277,6 +287,8 @@ class Frontends:
 
     def peer_lost(self, message: PeerLost) -> bool:
         """Record that a frontend has lost an instance. Return whether all have, so that nothing is left to tell it."""
+        if message.is_alive:
+            return False
         held = self._held
         for one in held:
             if one.lease.address == message.frontend:

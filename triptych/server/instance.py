@@ -27,6 +27,7 @@ from triptych.messages.work import (
     Draining,
     Encode,
     Generate,
+    MessagesLost,
     PeerLost,
     Prefill,
     Register,
@@ -118,6 +119,7 @@ class Instance:
         self.handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {
             **{(kind, None): handler for kind, handler in self.frontends.handlers.items()},
             (PeerLost, None): self._on_peer_lost,
+            (MessagesLost, None): self._on_messages_lost,
             (Stop, None): lambda _: self.stop(),
             (ChangeRole, None): self._on_change_role,
         }
@@ -227,6 +229,7 @@ class Instance:
             self._last_heartbeat = time.monotonic()
             self.pulse.stats = self._stats()
             self.frontends.beat(self.pulse.stats)
+            self.channel.ping()  # other instances get no heartbeats
             self._check_idle()
 
     def _beat(self) -> None:
@@ -398,6 +401,12 @@ class Instance:
             loop.peer_lost(message)
         if self.frontends.peer_lost(message):
             self.channel.disconnect(message.address)
+
+    def _on_messages_lost(self, message: MessagesLost) -> None:
+        """Give up the work of a frontend whose messages were lost. Those of other instances are the frontends' to
+        recover, because transfers have two ends, and only frontends can tell both."""
+        if not self.frontends.messages_lost(message.sender):
+            self.frontends.send(message)
 
 
 def _owner(message: Message) -> Address | None:
