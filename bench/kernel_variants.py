@@ -18,14 +18,7 @@ import torch
 from bench.measuring import like_an_instance, report, seconds_in_turns
 from bench.products import KERNELS
 from triptych.layers import native
-from triptych.layers.kernel_variants import (
-    Variant,
-    compiled,
-    find_compiler,
-    processor_features,
-    processor_maker,
-    supported_variants,
-)
+from triptych.layers.kernel_variants import Variant, compiled, find_compiler
 from triptych.transfer_bench.measure import machine
 from triptych.user_cache import user_cache
 
@@ -59,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     like_an_instance(threads=1)
     kind = platform.machine()
-    measured = supported_variants(kind, processor_features(), processor_maker())
+    measured = native.usable_variants()
     measured.insert(0, Variant("native", {"": "-march=native"}, kind))
     if options.variants:
         measured = [variant for variant in measured if variant.name in options.variants]

@@ -81,7 +81,7 @@ class CountingChannel(Channel):
 
     def next_frames(self) -> list[bytes]:
         frames = super().next_frames()
-        self.num_bytes += sum(map(len, frames))
+        self.num_bytes += len(frames[-1]) if frames else 0
         return frames
 
 

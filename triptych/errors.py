@@ -347,7 +347,7 @@ class BadAddress(TriptychError):
 
 
 class BadMessage(TriptychError):
-    """Bytes received on a process's socket aren't a message.
+    """Bytes received on a process's socket aren't a message, or a message is too large to be sent.
 
     They are dropped. If it repeats, check that all processes run the same version, and that nothing else connects.
     """

@@ -120,13 +120,13 @@ def test_an_encoder_that_is_lost_before_it_offers_is_replaced(pd: EngineInstance
     assert pd.tokens("r") == expected
 
 
-def test_encoders_that_drop_their_work_and_live_on_do_not_count_as_lost(pd: EngineInstances) -> None:
+def test_encoders_that_are_lost_for_other_reasons_than_their_work_do_not_count(pd: EngineInstances) -> None:
     b = pd.encoder("b")
     expected = answer(pd, "undisturbed", b)
     pd.give("pd", generate("r", media=True, salt="r"))
     needed = pd.needed("r")
     for attempt in range(1, 2 * MAX_IDLE_ATTEMPTS):
-        lost = PeerLost(pd.encoder(f"a{attempt}").address, [needed.transfer], FIRST, is_alive=True)
+        lost = PeerLost(pd.encoder(f"a{attempt}").address, [needed.transfer], FIRST, is_suspect=False)
         pd.loop("pd").peer_lost(lost)
         pd.until(lambda: pd.needed("r").attempt == attempt)  # noqa: B023 - called at once
     b.offer(pd.address("pd"), pd.needed("r"))

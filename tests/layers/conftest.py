@@ -1,7 +1,6 @@
 """Fixtures for the tests of ``triptych/layers``."""
 
 import ctypes
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,7 @@ from tests.support.checkpoints import make_checkpoint
 from triptych.layers import native
 from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.devices import attention_for
-from triptych.layers.kernel_variants import (
-    Variant,
-    compiled,
-    find_compiler,
-    processor_features,
-    processor_maker,
-    supported_variants,
-)
+from triptych.layers.kernel_variants import Variant, compiled, find_compiler
 from triptych.layers.pointwise import compiled_kernels
 from triptych.user_cache import user_cache
 
@@ -64,18 +56,13 @@ VARIANTS = ["the fastest", "avx512-bf16", pytest.param("avx2-vnni", marks=pytest
 def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The compiled kernels that this processor uses, and variants that have other paths than those; of the remaining
     variants, ``test_kernel_variants.py`` tests a part."""
-    usable = usable_variants()
+    usable = native.usable_variants()
     if request.param == usable[0].name:
         pytest.skip("this is the fastest")
     for variant in usable[:1] if request.param == "the fastest" else usable:
         if request.param in {variant.name, "the fastest"}:
             return load_variant(variant)
     pytest.skip("this processor lacks its instructions")
-
-
-def usable_variants() -> list[Variant]:
-    """The variants that this processor supports, the fastest first."""
-    return supported_variants(platform.machine(), processor_features(), processor_maker())
 
 
 def load_variant(variant: Variant) -> ctypes.CDLL:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
-from tests.layers.conftest import load_variant, usable_variants
+from tests.layers.conftest import load_variant
+from triptych.layers import native
 from triptych.layers.delta_rule.base import BLOCK, DeltaBatch, DeltaHeads, DeltaRule, DeltaState, DeltaWeights
 from triptych.layers.delta_rule.compiled import CompiledDeltaRule
 from triptych.layers.delta_rule.reference import PyTorchDeltaRule
@@ -35,7 +36,7 @@ def triton_rule() -> DeltaRule:
 
 
 def compiled_rule(name: str | None) -> DeltaRule:
-    usable = [variant for variant in usable_variants() if name is None or variant.name == name]
+    usable = [variant for variant in native.usable_variants() if name is None or variant.name == name]
     if not usable or (name and platform.machine() != "x86_64"):
         pytest.skip("this processor lacks its instructions")
     return CompiledDeltaRule(load_variant(usable[0]))

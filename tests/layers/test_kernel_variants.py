@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.layers.conftest import load_variant, usable_variants
+from tests.layers.conftest import load_variant
 from tests.support.paged_cases import BATCHES, SHAPES, check, make_case, make_options
 from triptych.layers import native
 from triptych.layers.attention.base import PLAIN
@@ -26,7 +26,7 @@ ERRORS = {float_product: 1e-6, half_product: 2**-11, bf16_product: 2**-7, int8_p
 
 def variants() -> list[Any]:
     """The first one and the last one in every run, since compiling each takes long; all in the slow suite."""
-    usable = usable_variants()
+    usable = native.usable_variants()
     others = [pytest.param(one, marks=pytest.mark.slow) for one in usable[1:-1]]
     return [*usable[:1], *others, *usable[1:][-1:]]
 

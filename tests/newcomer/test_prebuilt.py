@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.conftest import usable_variants
 from tests.newcomer.conftest import Environment, build_wheel
+from triptych.layers import native
 from triptych.layers.kernel_variants import PIXELS, variants
 
 USED = """
@@ -38,7 +38,7 @@ def test_kernels_of_a_wheel_need_no_compiler(wheel: Path, installed: Environment
     command = [str(installed.bin / "python"), "-P", "-c", USED]
     done = subprocess.run(command, env=variables, cwd="/", capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{usable_variants()[0].name}, prebuilt")
+    assert done.stdout.startswith(f"{native.usable_variants()[0].name}, prebuilt")
     assert not list(tmp_path.rglob("*.so"))
 
 

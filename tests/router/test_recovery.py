@@ -25,7 +25,7 @@ from triptych.messages.work import (
     Stop,
     Tokens,
 )
-from triptych.router.router import SETTLED
+from triptych.router.router import RESET_PAUSE
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, TransferId
@@ -157,7 +157,7 @@ def test_work_of_an_instance_of_which_messages_were_lost_is_done_again_and_not_b
     harness = RouterHarness(PD0, restart_hold=60.0)
     stream = harness.submit()
     for resets in range(1, 5):
-        harness.wait(SETTLED, PD0)
+        harness.wait(RESET_PAUSE, PD0)
         harness.router.handle(MessagesLost(PD0))
         assert harness.of(RegisterAgain) == [(PD0, RegisterAgain(FRONTEND))] * resets
         assert harness.router.debug_state().queued == {stream.request}
@@ -166,33 +166,43 @@ def test_work_of_an_instance_of_which_messages_were_lost_is_done_again_and_not_b
     assert finish(harness, stream) == [7]
 
 
+def test_work_that_an_instance_gives_up_for_other_reasons_is_not_blamed() -> None:
+    """Also if the message that says so is overtaken by the registration after it."""
+    harness = RouterHarness(PD0, restart_hold=60.0)
+    stream = harness.submit()
+    for resets in range(1, 5):
+        harness.register(PD0, resets=resets, suspect=False)
+    assert harness.router.debug_state().requests[stream.request].losses == 0
+    assert finish(harness, stream) == [7]
+
+
 def test_others_drop_their_transfers_with_an_instance_of_which_messages_were_lost() -> None:
     harness = RouterHarness(E0, E1, PD0)
     stream = harness.submit(1.0)
     [transfer] = harness.need(stream, 0)
     sender = encode_targets(harness)[0][0]
-    harness.wait(SETTLED, E0, E1, PD0)
+    harness.wait(RESET_PAUSE, E0, E1, PD0)
     harness.router.handle(MessagesLost(sender))  # PD0 says so
-    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(sender, [transfer], FRONTEND, is_alive=True))
+    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(sender, [transfer], FRONTEND, is_alive=True, is_suspect=False))
     ask_again(harness, stream, transfer, first_row=3)
     assert encode_targets(harness)[-1] == (({E0, E1} - {sender}).pop(), transfer, 3)
 
 
 def test_many_connections_that_break_at_once_reset_an_instance_once_more() -> None:
     harness = RouterHarness(PD0)
-    harness.wait(SETTLED, PD0)
+    harness.wait(RESET_PAUSE, PD0)
     for _ in range(3):
         harness.router.handle(MessagesLost(PD0))
     harness.register(PD0, resets=1)
-    harness.wait(SETTLED / 3, PD0)
+    harness.wait(RESET_PAUSE / 3, PD0)
     for _ in range(3):
         harness.router.handle(MessagesLost(PD0))
-    harness.wait(SETTLED / 2, PD0)
+    harness.wait(RESET_PAUSE / 2, PD0)
     assert len(harness.of(RegisterAgain)) == 1
-    harness.wait(SETTLED / 2)
+    harness.wait(RESET_PAUSE / 2)
     assert len(harness.of(RegisterAgain)) == 2
     harness.register(PD0, resets=2)
-    harness.wait(2 * SETTLED, PD0)
+    harness.wait(2 * RESET_PAUSE, PD0)
     harness.router.handle(MessagesLost(D0))  # one that isn't here
     assert len(harness.of(RegisterAgain)) == 2
 
@@ -200,7 +210,7 @@ def test_many_connections_that_break_at_once_reset_an_instance_once_more() -> No
 def test_a_frontend_that_hands_over_resets_no_instance_which_would_not_come_back() -> None:
     harness = RouterHarness(PD0)
     stream = harness.submit()
-    harness.wait(SETTLED, PD0)
+    harness.wait(RESET_PAUSE, PD0)
     harness.router.handed_over = True
     harness.router.handle(MessagesLost(PD0))
     assert harness.of(RegisterAgain) == []

@@ -46,7 +46,7 @@ def test_a_lease_is_kept_by_answers_and_lost_by_silence() -> None:
     assert lease.demand == Demand(3, 4)
     assert not lease.is_silent(2.0 + EXPIRY)
     assert lease.is_silent(2.01 + EXPIRY)
-    lease.lose()
+    lease.lose(suspect=True)
     assert not lease.is_silent(99.0)
     assert lease.should_register(2.0)
     assert (lease.resets, lease.demand) == (1, Demand())
@@ -54,7 +54,7 @@ def test_a_lease_is_kept_by_answers_and_lost_by_silence() -> None:
 
 def test_an_answer_to_an_earlier_registration_counts_for_nothing() -> None:
     lease = FrontendLease("a:1")
-    lease.lose()
+    lease.lose(suspect=True)
     assert not lease.accepts(Registered(EXPIRY, A, "a:1", 0))
     assert not lease.accepts(Registered(EXPIRY, A, "b:1", 1))
     assert lease.accepts(Registered(EXPIRY, A, "a:1", 1))
@@ -268,19 +268,33 @@ def test_one_whose_messages_were_lost_gives_its_work_again() -> None:
     assert (instance.given_up, instance.frontends.holds(A), instance.frontends.holds(B)) == ([A], False, True)
     instance.wait(BEAT, B)
     registers = [message for to, message in instance.wire.take(Register) if to == A]
-    assert [message.resets for message in registers if isinstance(message, Register)][-1] == 1
+    assert [(message.resets, message.suspect) for message in registers if isinstance(message, Register)] == [(1, False)]
     assert not instance.frontends.messages_lost(PEER)
 
 
 def test_what_was_lost_may_be_the_answer_to_a_registration_and_work() -> None:
     """The frontend would keep the lease, and the work, at the next registration of the same number of resets."""
-    instance = Instance()
+    own, instance = Address("tcp://127.0.0.1:11"), Instance()
+    instance.registered(B)
+    assert not instance.frontends.messages_lost(own), "it may be another instance"
+    instance.get(Registered(EXPIRY, own, "127.0.0.1:1", 0))
+    assert not instance.frontends.holds(own)
+    assert (A, Deregister(OWN, suspect=False, resets=0)) in instance.wire.take(Deregister)
+    instance.get(Registered(EXPIRY, own, "127.0.0.1:1", 1))
+    assert instance.frontends.holds(own)
+    assert not instance.frontends.messages_lost(PEER)
+    instance.get(RegisterAgain(own), Registered(EXPIRY, PEER, "127.0.0.1:1", 2))
+    assert instance.frontends.holds(PEER), "what was lost before all held leases is of no account"
+
+
+def test_a_frontend_that_was_restarted_is_reached_by_new_connections_alone() -> None:
+    """It has the ports of the former one, and would miss what came before by the old ones."""
+    own, instance = Address("tcp://127.0.0.1:11"), Instance()
+    instance.get(Registered(EXPIRY, own, "127.0.0.1:1", 0))
+    instance.get(RegisterAgain(own))
+    instance.wire.disconnected.clear()
     instance.wait(RETRY_INTERVAL)
-    assert instance.frontends.messages_lost(A)
-    instance.get(Registered(EXPIRY, A, "127.0.0.1:1", 0))
-    assert not instance.frontends.holds(A)
-    instance.get(Registered(EXPIRY, A, "127.0.0.1:1", 1))
-    assert instance.frontends.holds(A)
+    assert {A, own} <= set(instance.wire.disconnected)
 
 
 def test_one_that_hands_over_keeps_its_lease_when_messages_of_it_were_lost() -> None:

@@ -130,7 +130,7 @@ class EncodeLoop:
         while silent := self.fetcher.advance(time.monotonic()):  # other frontends may have to be asked in their place
             for frontend in silent:
                 log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
-                self.frontend_lost(frontend)
+                self._leave_all_of(frontend, is_suspect=True)
         self._start_preprocessing()
 
     next_advance = float("inf")
@@ -139,12 +139,15 @@ class EncodeLoop:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def frontend_lost(self, frontend: Address) -> None:
-        """Leave its transfers, which ends the jobs that no other transfer needs. Consumers end the transfers of items
-        that are encoded already."""
+        self._leave_all_of(frontend, is_suspect=False)
+
+    def _leave_all_of(self, frontend: Address, *, is_suspect: bool) -> None:
+        """Leave a frontend's transfers, which ends the jobs that no other transfer needs. Consumers end those of items
+        that are encoded already. ``is_suspect`` is as in Abort."""
         for job in list(self._jobs.values()):
             for transfer in [one for one, requester in job.transfers.items() if requester.frontend == frontend]:
                 self._leave(job, transfer)
-                self.sender.abort(transfer, "the frontend that owns the request is gone", is_suspect=False)
+                self.sender.abort(transfer, "the frontend that owns the request is gone", is_suspect=is_suspect)
 
     def hand_back(self) -> dict[Address, HandBack]:
         """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,

@@ -160,10 +160,9 @@ class EngineLoop:
             self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        is_suspect = not lost.is_alive
-        self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend, is_suspect=is_suspect)
+        self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend, is_suspect=lost.is_suspect)
         if self._kv_source is not None:
-            self._kv_source.producer_lost(lost.transfers, is_suspect=is_suspect)
+            self._kv_source.producer_lost(lost.transfers, is_suspect=lost.is_suspect)
         self._remove_if(
             lambda active: (
                 active.outgoing_kv is not None

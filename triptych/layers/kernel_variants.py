@@ -64,6 +64,10 @@ class Variant:
     machine: str
     """As ``platform.machine`` names it."""
 
+    def missing(self, features: Collection[str]) -> list[str]:
+        """Return which of the features that it needs aren't among these."""
+        return sorted(self.features.keys() - set(features))
+
     @property
     def files(self) -> list[Path]:
         """Its sources, with headers."""
@@ -108,7 +112,7 @@ def variants(machine: str) -> list[Variant]:
 
 def supported_variants(machine: str, features: Collection[str], maker: str) -> list[Variant]:
     """Return the variants for a processor with these features, by this maker, the fastest first."""
-    found = [variant for variant in variants(machine) if variant.features.keys() <= set(features)]
+    found = [variant for variant in variants(machine) if not variant.missing(features)]
     for place, variant in enumerate(found):
         if variant.name == _SLOW.get(maker):
             found[place : place + 2] = reversed(found[place : place + 2])

@@ -51,10 +51,7 @@ def library() -> ctypes.CDLL | None:
 @cache
 def kernels() -> Kernels:
     """Load the kernels. Logs which, with a warning if faster ones failed. PyTorch must have been imported."""
-    known, features = variants(platform.machine()), processor_features()
-    if "amx_tile" in features and not grants_tiles():
-        features -= {"amx_tile"}
-    usable = supported_variants(platform.machine(), features, processor_maker())
+    known, features, usable = variants(platform.machine()), usable_features(), usable_variants()
     attempts = [partial(_prebuilt, variant) for variant in usable if _file(variant).exists()]
     failures: dict[str, None] = {}  # each once
     for attempt in (*attempts, partial(_compiled, usable)):
@@ -64,9 +61,10 @@ def kernels() -> Kernels:
             stderr = getattr(error, "stderr", None) or b""
             failures[f"{error} {stderr.decode(errors='replace')[-500:]}".strip()] = None
             continue
-        tried = usable[: usable.index(variant)]
-        beyond = [faster for faster in known[: known.index(variant)] if faster not in tried]
-        reasons = [_why_not(one, features) for one in beyond[-1:]]
+        beyond = known[: known.index(variant)]
+        lacking = [f"{one.name} needs {', '.join(one.missing(features))}" for one in beyond if one not in usable]
+        slower = [f"{one.name} is slower on this processor" for one in beyond if one in usable[usable.index(variant) :]]
+        reasons = [*lacking[-1:], *slower]
         description = "; ".join([f"{variant.name}, {origin}", *reasons, *failures])
         log.log(logging.WARNING if failures else logging.INFO, "kernels: %s", description)
         return Kernels(loaded, description)
@@ -75,10 +73,15 @@ def kernels() -> Kernels:
     return Kernels(None, description)
 
 
-def _why_not(variant: Variant, features: frozenset[str]) -> str:
-    if missing := sorted(variant.features.keys() - features):
-        return f"{variant.name} needs {', '.join(missing)}"
-    return f"{variant.name} is slower on this processor"
+def usable_variants() -> list[Variant]:
+    """Return the variants that this process can use, the fastest first."""
+    return supported_variants(platform.machine(), usable_features(), processor_maker())
+
+
+def usable_features() -> frozenset[str]:
+    """Return the processor's features that the system lets this process use."""
+    features = processor_features()
+    return features - {"amx_tile"} if "amx_tile" in features and not grants_tiles() else features
 
 
 def grants_tiles() -> bool:

@@ -208,7 +208,7 @@ class Channel:
             case Arrival.LATE:
                 raise BadMessage(f"message {header.number} of {header.sender} counts as lost")
             case Arrival.AFTER_LOST:
-                log.warning("messages from %s were lost before number %d", header.sender, header.number)
+                log.info("messages from %s were lost before number %d", header.sender, header.number)
                 yield MessagesLost(header.sender)
             case Arrival.NEXT:
                 pass

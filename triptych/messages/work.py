@@ -92,6 +92,8 @@ class Register(Struct, frozen=True, tag=True):
     """None for all of its capacity."""
     num_frontends: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """How many frontends it registers with."""
+    suspect: bool = True
+    """As in Deregister: of the work that it has given up, if this arrives before that."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -191,7 +193,9 @@ class PeerLost(Struct, frozen=True, tag=True):
     """Transfers that it was assigned and may never have offered."""
     frontend: Address
     is_alive: bool = False
-    """Whether it only drops that work, and registers again. Then the work isn't the cause."""
+    """Whether it only drops that work, and registers again."""
+    is_suspect: bool = True
+    """Whether the work may be the cause."""
 
 
 class MessagesLost(Struct, frozen=True, tag=True):

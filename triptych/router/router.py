@@ -65,9 +65,9 @@ from triptych.types import Address, RequestId
 
 log = logging.getLogger(__name__)
 
-SETTLED = 3.0
-"""Seconds from a registration in which lost messages don't yet cause the next one. One fault breaks many connections,
-and their ends notice it one after the other."""
+RESET_PAUSE = 3.0
+"""Least seconds from a registration until lost messages cause the next one. One fault breaks many connections, and
+their ends notice it one after the other."""
 
 
 class Router:
@@ -388,6 +388,7 @@ class Router:
                 held,
                 "was replaced by another at its address, gave up its work or changed its role",
                 kind="changed" if changed else "lost",
+                suspect=message.suspect,
             )
         if self._is_outdated(message):
             log.warning("told %s (process %d) to stop: a newer one of its name has joined", message.name, message.pid)
@@ -467,7 +468,7 @@ class Router:
         """Have the senders of lost messages register again. What these said can't be known, so all of their work is
         done again. Instances that have just registered have a moment to hear of all that one fault has lost."""
         for lease in self.membership:
-            if lease.lost_messages and now - lease.since >= SETTLED and not self.handed_over:
+            if lease.lost_messages and now - lease.since >= RESET_PAUSE and not self.handed_over:
                 why = "has sent messages that were lost"
                 log.warning("%s %s", lease.name, why)
                 self._remove_instance(lease, why, suspect=False, is_alive=True)
@@ -534,7 +535,7 @@ class Router:
                 self._requests.prefilled(state)
                 self.metrics.recovered("prefill")
         for other in self.membership:
-            self._notify(other.address, PeerLost(lease.address, transfers, self._address, is_alive))
+            self._notify(other.address, PeerLost(lease.address, transfers, self._address, is_alive, suspect))
         if kind != "changed":  # it is back at once, which is the event
             self.events.add(kind, f"{lease.name} {why}")
         suspects = blamed(affected.values()) if suspect else set()

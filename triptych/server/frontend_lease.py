@@ -32,6 +32,8 @@ class FrontendLease:
     """Whether the lease is held."""
     resets: int = 0
     """How often the lease was lost."""
+    suspect: bool = True
+    """Whether the work that was given up with it may be why."""
     expiry: float = 0.0
     """Seconds of silence after which the lease is lost."""
     heard: float = 0.0
@@ -86,8 +88,9 @@ class FrontendLease:
         self.endpoint = self.address
         return successor
 
-    def lose(self) -> None:
-        """Record that the lease is lost. The next registration is for another one."""
+    def lose(self, *, suspect: bool) -> None:
+        """Record that the lease is lost. The next registration is for another one. ``suspect`` is as in Register."""
         self.register_now()
+        self.suspect = suspect
         self.demand = NO_DEMAND
         self.resets += 1

@@ -29,7 +29,7 @@ from triptych.messages.work import (
 from triptych.server.credits import divide
 from triptych.server.frontend_lease import FrontendLease
 from triptych.server.name_lookup import NameLookup
-from triptych.types import Address
+from triptych.types import NO_OWNER, Address
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ class Frontends:
         self._clock = clock
         self.leaving = False
         """Whether the instance registers no more."""
+        self._unheard: set[Address] = set()
+        """Senders of lost messages that may be frontends which hold no lease yet."""
         self._alone_since: float | None = None
         self._stepped = 0.0
 
@@ -164,14 +166,23 @@ class Frontends:
                 self._lose(one)
 
     def messages_lost(self, sender: Address) -> bool:
-        """Return whether the sender of lost messages is a frontend. Its work is given up, and the instance registers
-        with it again; it may have answered a registration, and given work, by what was lost. One that has handed over
-        keeps its lease, because the instance registers with it no more."""
+        """Return whether the sender of lost messages is a frontend that holds a lease. Its work is given up, and the
+        instance registers with it again; one that has handed over keeps its lease, because the instance registers with
+        it no more. A frontend that holds none yet may have answered, and given work, by what was lost: it loses the
+        lease with its next answer."""
         for one in self._all:
-            if sender in (one.lease.address, one.lease.endpoint):
-                log.warning("messages from the frontend at %s were lost; giving up its work", one.lease.join)
-                self._lose(one)
-        return any(sender in (one.lease.address, one.lease.endpoint) for one in (*self._all, *self._finishing))
+            if one.lease.held and one.lease.address == sender:
+                self._lose_with_messages(one)
+                return True
+        if self.holds(sender):
+            return True
+        if not all(one.lease.held for one in self._all):
+            self._unheard.add(sender)
+        return False
+
+    def _lose_with_messages(self, one: _Frontend) -> None:
+        log.warning("messages from the frontend at %s were lost; giving up its work", one.lease.join)
+        self._lose(one)
 
     def _register_where_due(self, now: float) -> None:
         for one in self._all:
@@ -192,15 +203,21 @@ class Frontends:
             return
         if lease.endpoint is None:
             log.info("joining the frontend at %s", lease.join)
-        else:
-            self._channel.disconnect(lease.endpoint)  # or what waits for a frontend that is gone would pile up
+        else:  # what waits for a frontend that is gone would pile up, and its successor would miss what came before
+            for where in {lease.endpoint, lease.address} - {NO_OWNER}:
+                self._channel.disconnect(where)
         lease.endpoint, one.bad_address = found, ""
         (*_, credit) = self._credits([*(other for other in self._held if other is not one), one])
         register = self._registration()
         self._send(
             one,
             structs.replace(
-                register, join=lease.join, num_frontends=len(self._all), resets=lease.resets, credit=credit
+                register,
+                join=lease.join,
+                num_frontends=len(self._all),
+                resets=lease.resets,
+                credit=credit,
+                suspect=lease.suspect,
             ),
         )
 
@@ -254,7 +271,7 @@ class Frontends:
         """Lose all leases, because the instance has failed and has dropped its work, and register again."""
         for one in (*self._all, *self._finishing):
             self._deregister(one, suspect=True)
-            one.lease.lose()
+            one.lease.lose(suspect=True)
         for one in self._finishing:
             self._channel.disconnect(one.lease.address)
         self._finishing.clear()
@@ -276,7 +293,7 @@ class Frontends:
         granted to this instance."""
         self._give_up(one.lease.address)
         self._deregister(one, suspect=False)
-        one.lease.lose()
+        one.lease.lose(suspect=False)
         if one in self._finishing:
             self._finishing.remove(one)
             self._channel.disconnect(one.lease.address)
@@ -315,8 +332,13 @@ class Frontends:
                 first = not one.lease.held
                 if before := one.lease.accepted(message, self._clock()):
                     self._give_up(before)
-                if first:
+                if message.frontend in self._unheard:
+                    self._unheard.discard(message.frontend)
+                    self._lose_with_messages(one)
+                elif first:
                     log.info("the frontend at %s has this instance: ready", one.lease.join)
+        if all(one.lease.held for one in self._all):
+            self._unheard.clear()
 
     def _on_refused(self, message: RegistrationRefused) -> None:
         own = self._registration()

@@ -291,7 +291,7 @@ class Receiver:
             # not logged as an error: the request was cancelled, or the producer has logged the error
             self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO, is_suspect=abort.is_suspect)
         else:
-            self._detach_all([incoming], ErrorKind.INTERNAL_ERROR, reason)
+            self._detach_all([incoming], ErrorKind.INTERNAL_ERROR, reason, is_suspect=abort.is_suspect)
 
     def on_done(self, done: Done) -> None:
         """Drop a closed transfer, which its producer has released."""

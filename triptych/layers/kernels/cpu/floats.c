@@ -2,19 +2,20 @@
  * from the first input to the last, so that a token's outputs are bit-identical in any batch.
  *
  * Weights are in panels of OUTPUTS outputs, [ceil(outputs / OUTPUTS), inputs, OUTPUTS], the last padded with zeros. They
- * are loaded once for up to TOKENS tokens, whose sums stay in registers. For many tokens a panel of halves is converted
- * first, since conversions take the place of products in the processor's ports.
+ * are loaded once for up to TOKENS tokens, whose sums stay in registers. With AVX-512 and many tokens, a panel of halves is
+ * converted first, since conversions take the place of products in the processor's ports.
  */
 #include "panels.h"
 
 #ifdef __AVX512F__
 #define TOKENS 12
+#define WIDEST (1024 * 1024) /* bytes of a converted panel, which stay in the L2 cache while it is used again */
 #else
 #define TOKENS 6
+#define WIDEST 64 /* less than a panel: here this gains nothing */
 #endif
 
-#define MANY 64                    /* tokens up to which a panel is converted as it is loaded */
-#define WIDEST (LANES * 64 * 1024) /* bytes of a converted panel that stay in the L2 cache, where it is used again */
+#define MANY 128 /* tokens up to which a panel is converted as it is loaded */
 
 const int float_outputs = OUTPUTS, float_multiple = 1;
 
@@ -59,31 +60,28 @@ inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel
     }
 }
 
-/* Bytes of a panel in float32, if a product of ``tokens`` tokens converts it once; else 0. */
-inlined int64_t converted_bytes(const Linear *linear, int64_t tokens) {
-    int64_t bytes = linear->inputs * OUTPUTS * sizeof(float);
-    return linear->kind == HALF && tokens > MANY && bytes <= WIDEST ? bytes : 0;
-}
-
-/* Converts a panel into ``to``. Returns the weights for its product; their other panels can't be read. */
-static Linear with_converted(const Linear *linear, int64_t panel, int64_t bytes, float *to) {
-    const uint16_t *from = (const uint16_t *)linear->panels + panel * linear->inputs * OUTPUTS;
-    for (int64_t i = 0; i < linear->inputs * OUTPUTS; i += LANES) {
+/* Converts a panel of halves into memory of the calling thread, which keeps it for the next one. Returns the weights for
+ * the panel's product; their other panels can't be read. */
+static Linear with_converted(const Linear *linear, int64_t panel) {
+    static _Thread_local float memory[WIDEST / sizeof(float)] __attribute__((aligned(64)));
+    int64_t size = linear->inputs * OUTPUTS;
+    const uint16_t *from = (const uint16_t *)linear->panels + panel * size;
+    for (int64_t i = 0; i < size; i += LANES) {
         __builtin_prefetch(from + i + AHEAD / sizeof(uint16_t));
-        *(floats *)(to + i) = load_half(from + i, LANES);
+        *(floats *)(memory + i) = load_half(from + i, LANES);
     }
     Linear converted = *linear;
     converted.kind = FLOAT;
-    converted.panels = (const void *)((uintptr_t)to - panel * bytes);
+    converted.panels = (const void *)((uintptr_t)memory - panel * size * sizeof(float));
     return converted;
 }
 
 static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel) {
-    int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS, bytes = converted_bytes(linear, tokens);
+    int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
     Linear converted;
     Rows own = *rows;
-    if (bytes) {
-        converted = with_converted(linear, panel, bytes, rows->converted);
+    if (linear->kind == HALF && tokens > MANY && linear->inputs * OUTPUTS * (int64_t)sizeof(float) <= WIDEST) {
+        converted = with_converted(linear, panel);
         linear = &converted;
         own.ahead = 0;
         rows = &own;
@@ -115,8 +113,7 @@ void float_panel(const Linear *linear, const float *input, float *output, int64_
 inlined int64_t row_of(int64_t inputs) { return whole_lines(inputs * sizeof(float)); }
 
 int64_t float_room(const Linear *linear, int64_t tokens) {
-    int64_t bytes = omp_get_max_threads() * converted_bytes(linear, tokens);
-    return bytes + rounded_room(linear->inputs, tokens, row_of(linear->inputs));
+    return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
 }
 
 static void copy(const Linear *linear, const float *from, void *to, int64_t step) {
@@ -126,9 +123,6 @@ static void copy(const Linear *linear, const float *from, void *to, int64_t step
 void float_together(const Linear *linear, const Input *input, const Output *output, int64_t tokens, void *room) {
     int64_t bytes = linear->inputs * OUTPUTS * (linear->kind == HALF ? sizeof(uint16_t) : sizeof(float));
     Rows rows = {(const char *)input->values, *output, input->stride * sizeof(float), tokens, 0};
-    int64_t converted = converted_bytes(linear, tokens);
-    rows.converted = (float *)((char *)room + omp_get_thread_num() * converted);
-    room = (char *)room + omp_get_num_threads() * converted;
     if (input->norm || input->activation) {
         rows.stride = row_of(linear->inputs);
         rows.input = round_together(linear, input, tokens, room, rows.stride, 0, copy);

@@ -24,7 +24,6 @@ typedef struct {
     int64_t stride, tokens; /* stride: bytes of a token's inputs, with padding */
     int64_t ahead;          /* prefetch distance in bytes of weights */
     int64_t in_tiles;
-    float *converted;       /* the calling thread's memory for a panel in float32; floats.c only */
 } Rows;
 
 #define MOST_PANELS 4 /* most panels that tokens are multiplied by at a time */
@@ -133,7 +132,7 @@ inlined void multiply_together(const Linear *linear, const Rows *all, int64_t by
         output.values += first * (output.activation ? output.stride : linear->outputs);
         if (output.added) output.added += first * linear->outputs;
         int64_t ahead = distance_of(bytes, count > once);
-        Rows rows = {all->input + first * all->stride, output, all->stride, count, ahead, all->in_tiles, all->converted};
+        Rows rows = {all->input + first * all->stride, output, all->stride, count, ahead, all->in_tiles};
         /* dynamic, because the machine has other work: a slow core takes fewer panels, and none waits before the end */
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < tasks; i++)
