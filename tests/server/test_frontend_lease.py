@@ -277,12 +277,12 @@ def test_what_was_lost_may_be_the_answer_to_a_registration_and_work() -> None:
     own, instance = Address("tcp://127.0.0.1:11"), Instance()
     instance.registered(B)
     assert not instance.frontends.messages_lost(own), "it may be another instance"
+    assert not instance.frontends.messages_lost(PEER), "and this one is"
     instance.get(Registered(EXPIRY, own, "127.0.0.1:1", 0))
     assert not instance.frontends.holds(own)
     assert (A, Deregister(OWN, suspect=False, resets=0)) in instance.wire.take(Deregister)
     instance.get(Registered(EXPIRY, own, "127.0.0.1:1", 1))
     assert instance.frontends.holds(own)
-    assert not instance.frontends.messages_lost(PEER)
     instance.get(RegisterAgain(own), Registered(EXPIRY, PEER, "127.0.0.1:1", 2))
     assert instance.frontends.holds(PEER), "what was lost before all held leases is of no account"
 

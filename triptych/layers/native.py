@@ -51,7 +51,8 @@ def library() -> ctypes.CDLL | None:
 @cache
 def kernels() -> Kernels:
     """Load the kernels. Logs which, with a warning if faster ones failed. PyTorch must have been imported."""
-    known, features, usable = variants(platform.machine()), usable_features(), usable_variants()
+    known, features = variants(platform.machine()), usable_features()
+    usable = supported_variants(platform.machine(), features, processor_maker())
     attempts = [partial(_prebuilt, variant) for variant in usable if _file(variant).exists()]
     failures: dict[str, None] = {}  # each once
     for attempt in (*attempts, partial(_compiled, usable)):

@@ -388,7 +388,7 @@ class Router:
                 held,
                 "was replaced by another at its address, gave up its work or changed its role",
                 kind="changed" if changed else "lost",
-                suspect=message.suspect,
+                suspect=message.suspect and not changed,
             )
         if self._is_outdated(message):
             log.warning("told %s (process %d) to stop: a newer one of its name has joined", message.name, message.pid)

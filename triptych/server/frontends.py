@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 REMINDER_INTERVAL = 10.0
 """Seconds between log lines about frontends that don't answer."""
+MAX_UNHEARD = 1000
+"""Most senders of lost messages that are remembered because they may be frontends."""
 LOOKUP_POLL, RETRY_POLL = 0.02, 0.1
 """Seconds between two looks at a name that is being resolved, and at leases that aren't held."""
 
@@ -176,7 +178,7 @@ class Frontends:
                 return True
         if self.holds(sender):
             return True
-        if not all(one.lease.held for one in self._all):
+        if len(self._unheard) < MAX_UNHEARD and not all(one.lease.held for one in self._all):
             self._unheard.add(sender)
         return False
 

@@ -323,6 +323,7 @@ class Sender:
             return True
         log.error("transfer %s: a cancelled write hasn't ended", outgoing.transfer)
         if outgoing.final_message is not None:
+            final = outgoing.final_message
             reason = f"a write hasn't ended within {self._deadlines.write:g} s of being cancelled"
             outgoing.final_message = Abort(
                 outgoing.transfer,
@@ -331,6 +332,7 @@ class Sender:
                 reason,
                 released=False,
                 attempt=outgoing.attempt,
+                is_suspect=not isinstance(final, Abort) or final.is_suspect,
             )
         return False
 

@@ -5,14 +5,16 @@
  * are loaded once for up to TOKENS tokens, whose sums stay in registers. With AVX-512 and many tokens, a panel of halves is
  * converted first, since conversions take the place of products in the processor's ports.
  */
+#include <stdlib.h>
+
 #include "panels.h"
 
 #ifdef __AVX512F__
 #define TOKENS 12
-#define WIDEST (1024 * 1024) /* bytes of a converted panel, which stay in the L2 cache while it is used again */
+#define WIDEST (512 * 1024) /* bytes of a converted panel, which stay in the L2 cache while it is used again */
 #else
 #define TOKENS 6
-#define WIDEST 64 /* less than a panel: here this gains nothing */
+#define WIDEST 0 /* none is converted: here this gains nothing */
 #endif
 
 #define MANY 128 /* tokens up to which a panel is converted as it is loaded */
@@ -60,10 +62,16 @@ inlined void multiply_some(const Linear *linear, const Rows *rows, int64_t panel
     }
 }
 
-/* Converts a panel of halves into memory of the calling thread, which keeps it for the next one. Returns the weights for
- * the panel's product; their other panels can't be read. */
-static Linear with_converted(const Linear *linear, int64_t panel) {
-    static _Thread_local float memory[WIDEST / sizeof(float)] __attribute__((aligned(64)));
+/* Memory of the calling thread for a converted panel, which it keeps for the next ones; NULL if there is none. */
+static float *memory_for_panel(void) {
+    static _Thread_local float *memory;
+    if (!memory) memory = aligned_alloc(64, most(64, WIDEST));
+    return memory;
+}
+
+/* Converts a panel of halves into ``memory``. Returns the weights for the panel's product; their other panels can't be
+ * read. */
+static Linear with_converted(const Linear *linear, int64_t panel, float *memory) {
     int64_t size = linear->inputs * OUTPUTS;
     const uint16_t *from = (const uint16_t *)linear->panels + panel * size;
     for (int64_t i = 0; i < size; i += LANES) {
@@ -78,10 +86,12 @@ static Linear with_converted(const Linear *linear, int64_t panel) {
 
 static void multiply_panel(const Linear *linear, const Rows *rows, int64_t panel) {
     int64_t tokens = rows->tokens, tiles = (tokens + TOKENS - 1) / TOKENS;
+    int64_t bytes = linear->inputs * OUTPUTS * sizeof(float); /* of a converted panel */
+    float *memory = linear->kind == HALF && tokens > MANY && bytes <= WIDEST ? memory_for_panel() : NULL;
     Linear converted;
     Rows own = *rows;
-    if (linear->kind == HALF && tokens > MANY && linear->inputs * OUTPUTS * (int64_t)sizeof(float) <= WIDEST) {
-        converted = with_converted(linear, panel);
+    if (memory) {
+        converted = with_converted(linear, panel, memory);
         linear = &converted;
         own.ahead = 0;
         rows = &own;
