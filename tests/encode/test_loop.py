@@ -106,7 +106,7 @@ def test_a_lost_frontends_transfers_leave_their_jobs(harness: EncodeHarness) -> 
     harness.of(FetchMedia)
     harness.loop.frontend_lost(A)
     harness.loop.advance()
-    assert {abort.transfer: abort.is_suspect for _, abort in harness.of(Abort)} == {"first": False, "alone": False}
+    assert {abort.transfer: abort.suspect for _, abort in harness.of(Abort)} == {"first": False, "alone": False}
     assert len(harness.loop.debug_state().jobs) == 1
     assert harness.answer() == [(B, "second")]
     assert harness.encoded() == [(B, "second", False)]
@@ -135,7 +135,7 @@ def test_a_frontend_that_does_not_answer_counts_as_lost(
     harness.until(lambda: B in [to for to, message in harness.sent if isinstance(message, FetchMedia)])
     asked = [to for to, _ in harness.of(FetchMedia)]
     assert asked == [A] * 2 * (1 + fetch.MAX_REPEATS) + [B]
-    assert {abort.transfer: abort.is_suspect for _, abort in harness.of(Abort)} == {"first": True, "alone": True}
+    assert {abort.transfer: abort.suspect for _, abort in harness.of(Abort)} == {"first": True, "alone": True}
     harness.handle(MediaBytes(TransferId("second"), 0, b"png"))
     assert harness.encoded() == [(B, "second", False)]
 
@@ -229,7 +229,7 @@ def test_a_drain_hands_back_what_has_not_begun(harness: EncodeHarness) -> None:
         A: HandBack(HERE, [], [TransferId("fetched"), TransferId("shares")]),
         B: HandBack(HERE, [], [TransferId("fetching")]),
     }
-    aborts = {abort.transfer: abort.is_suspect for _, abort in harness.of(Abort)}
+    aborts = {abort.transfer: abort.suspect for _, abort in harness.of(Abort)}
     assert aborts == {"fetched": False, "fetching": False, "shares": False}
     assert harness.loop.hand_back() == {}
     harness.preprocessors.opened.set()

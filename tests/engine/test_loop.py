@@ -126,7 +126,7 @@ def test_encoders_that_are_lost_for_other_reasons_than_their_work_do_not_count(p
     pd.give("pd", generate("r", media=True, salt="r"))
     needed = pd.needed("r")
     for attempt in range(1, 2 * MAX_IDLE_ATTEMPTS):
-        lost = PeerLost(pd.encoder(f"a{attempt}").address, [needed.transfer], FIRST, is_suspect=False)
+        lost = PeerLost(pd.encoder(f"a{attempt}").address, [needed.transfer], FIRST, suspect=False)
         pd.loop("pd").peer_lost(lost)
         pd.until(lambda: pd.needed("r").attempt == attempt)  # noqa: B023 - called at once
     b.offer(pd.address("pd"), pd.needed("r"))

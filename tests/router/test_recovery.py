@@ -183,7 +183,7 @@ def test_others_drop_their_transfers_with_an_instance_of_which_messages_were_los
     sender = encode_targets(harness)[0][0]
     harness.wait(RESET_PAUSE, E0, E1, PD0)
     harness.router.handle(MessagesLost(sender))  # PD0 says so
-    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(sender, [transfer], FRONTEND, is_alive=True, is_suspect=False))
+    assert harness.of(PeerLost)[-1] == (PD0, PeerLost(sender, [transfer], FRONTEND, is_alive=True, suspect=False))
     ask_again(harness, stream, transfer, first_row=3)
     assert encode_targets(harness)[-1] == (({E0, E1} - {sender}).pop(), transfer, 3)
 

@@ -87,7 +87,7 @@ def test_an_idle_instance_gets_its_role_and_the_operator_an_answer() -> None:
     assert harness.answers() == []
     harness.register("p0", Role.D)
     assert harness.answers() == [RoleSet("p0", Role.D)]
-    lost = PeerLost(Address("p0"), [], FRONTEND, is_suspect=False)
+    lost = PeerLost(Address("p0"), [], FRONTEND, suspect=False)
     assert {to for to, message in harness.of(PeerLost) if message == lost} == {"p1", "d0"}
     assert harness.of(Registered)[-1][0] == "p0"
     assert {lease.name for lease in harness.router.membership.decode_instances()} == {"p0", "d0"}

@@ -140,17 +140,17 @@ def takes_the_same_blocks(w: Wire, place: int) -> Item:
     return item
 
 
-@pytest.mark.parametrize("is_suspect", [False, True])
-def test_a_write_that_never_ends_leaves_the_rows_as_suspect_as_they_were(fabric: str, is_suspect: bool) -> None:
+@pytest.mark.parametrize("suspect", [False, True])
+def test_a_write_that_never_ends_leaves_the_rows_as_suspect_as_they_were(fabric: str, suspect: bool) -> None:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = held(w)
-        w.senders[item.producer].abort(item.transfer, "the instance drains", is_suspect=is_suspect)
+        w.senders[item.producer].abort(item.transfer, "the instance drains", suspect=suspect)
         w.now += LIMITS.write + 1
         w.senders[item.producer].poll()
         [abort] = [one for one in w.sent if isinstance(one, Abort)]
-        assert (abort.released, abort.is_suspect) == (False, is_suspect)
+        assert (abort.released, abort.suspect) == (False, suspect)
         w.deliver_all()
-        assert [failure.is_suspect for failure in w.failures] == [is_suspect]
+        assert [failure.suspect for failure in w.failures] == [suspect]
 
 
 def test_a_write_that_never_ends_fails_only_its_transfer(fabric: str) -> None:

@@ -262,7 +262,7 @@ def test_producers_that_drain_one_after_the_other_do_not_count(fabric: str) -> N
         for attempt in range(1, 3 * MAX_IDLE_ATTEMPTS):
             w.offer(item)
             w.deliver_all()
-            w.senders[item.producer].abort(item.transfer, "the instance drains", is_suspect=False)
+            w.senders[item.producer].abort(item.transfer, "the instance drains", suspect=False)
             w.deliver_all()
             assert item.attempt == attempt
         resume(w, item)

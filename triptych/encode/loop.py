@@ -130,7 +130,7 @@ class EncodeLoop:
         while silent := self.fetcher.advance(time.monotonic()):  # other frontends may have to be asked in their place
             for frontend in silent:
                 log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
-                self._leave_all_of(frontend, is_suspect=True)
+                self._leave_all_of(frontend, suspect=True)
         self._start_preprocessing()
 
     next_advance = float("inf")
@@ -139,15 +139,15 @@ class EncodeLoop:
         """Do nothing: the sender ends its transfers, and thereby the jobs that no other transfer needs."""
 
     def frontend_lost(self, frontend: Address) -> None:
-        self._leave_all_of(frontend, is_suspect=False)
+        self._leave_all_of(frontend, suspect=False)
 
-    def _leave_all_of(self, frontend: Address, *, is_suspect: bool) -> None:
+    def _leave_all_of(self, frontend: Address, *, suspect: bool) -> None:
         """Leave a frontend's transfers, which ends the jobs that no other transfer needs. Consumers end those of items
-        that are encoded already. ``is_suspect`` is as in Abort."""
+        that are encoded already. ``suspect`` is as in Abort."""
         for job in list(self._jobs.values()):
             for transfer in [one for one, requester in job.transfers.items() if requester.frontend == frontend]:
                 self._leave(job, transfer)
-                self.sender.abort(transfer, "the frontend that owns the request is gone", is_suspect=is_suspect)
+                self.sender.abort(transfer, "the frontend that owns the request is gone", suspect=suspect)
 
     def hand_back(self) -> dict[Address, HandBack]:
         """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,
@@ -156,7 +156,7 @@ class EncodeLoop:
         for job in [job for job in self._jobs.values() if not job.preprocess_began]:
             self._drop(job)
             for transfer, requester in job.transfers.items():
-                self.sender.abort(transfer, "the instance drains", is_suspect=False)
+                self.sender.abort(transfer, "the instance drains", suspect=False)
                 handed_back.setdefault(requester.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
         return handed_back
 

@@ -88,10 +88,10 @@ class IncomingTransfers:
         self.receiver.buffer.close()
 
     def producer_lost(
-        self, producer: Address, offering: Collection[TransferId], owner: Address, *, is_suspect: bool
+        self, producer: Address, offering: Collection[TransferId], owner: Address, *, suspect: bool
     ) -> None:
         """As ``Receiver.producer_lost``."""
-        self.receiver.producer_lost(producer, offering, owner, is_suspect=is_suspect)
+        self.receiver.producer_lost(producer, offering, owner, suspect=suspect)
 
     def _on_wrote(self, wrote: Wrote) -> None:
         self.receiver.on_wrote(wrote)

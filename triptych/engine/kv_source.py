@@ -99,13 +99,13 @@ class KVSource:
             comes = kv.complete or self._receiver.is_offered(kv.transfer)
         return len(request.tokens) if comes else request.num_computed
 
-    def producer_lost(self, offering: Collection[TransferId], *, is_suspect: bool) -> None:
+    def producer_lost(self, offering: Collection[TransferId], *, suspect: bool) -> None:
         """Fail the transfers that lack only the first token, which a lost producer had yet to send. The receiver has
-        dropped them already. ``is_suspect`` is as in Abort."""
+        dropped them already. ``suspect`` is as in Abort."""
         for active in self._incoming.requests:
             if (kv := active.incoming_kv) is not None and kv.complete and kv.transfer in offering:
                 reason = "the prefill instance was lost before it sent the next token"
-                self._incoming.fail(TransferFailure(kv.transfer, ErrorKind.INSTANCE_LOST, reason, is_suspect))
+                self._incoming.fail(TransferFailure(kv.transfer, ErrorKind.INSTANCE_LOST, reason, suspect))
 
     def _forget(self, active: ActiveRequest, kv: IncomingKV) -> None:
         active.incoming_kv = None

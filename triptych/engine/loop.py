@@ -160,9 +160,9 @@ class EngineLoop:
             self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
-        self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend, is_suspect=lost.is_suspect)
+        self.incoming.producer_lost(lost.address, lost.transfers, lost.frontend, suspect=lost.suspect)
         if self._kv_source is not None:
-            self._kv_source.producer_lost(lost.transfers, is_suspect=lost.is_suspect)
+            self._kv_source.producer_lost(lost.transfers, suspect=lost.suspect)
         self._remove_if(
             lambda active: (
                 active.outgoing_kv is not None
@@ -370,7 +370,7 @@ class EngineLoop:
     def _on_failure(self, active: ActiveRequest, failure: TransferFailure) -> None:
         """Have the request prefilled again if its prefill instance was lost; fail it otherwise."""
         if active.incoming_kv is not None and failure.error is ErrorKind.INSTANCE_LOST:
-            active.prefill_attempts += failure.is_suspect
+            active.prefill_attempts += failure.suspect
             if active.prefill_attempts < MAX_PREFILL_ATTEMPTS:
                 log.info("request %s is prefilled again: %s", active.id, failure.reason)
                 self.scheduler.preempt(active.request)

@@ -151,7 +151,7 @@ class Abort(Struct, frozen=True, tag=True):
     released: bool = True
     """False if a producer can't cancel a write that it started, so that the consumer's memory may still change."""
     attempt: Count = 0
-    is_suspect: bool = True
+    suspect: bool = True
     """Whether the rows may be why the producer gives them up."""
 
 

@@ -194,13 +194,13 @@ class PeerLost(Struct, frozen=True, tag=True):
     frontend: Address
     is_alive: bool = False
     """Whether it only drops that work, and registers again."""
-    is_suspect: bool = True
+    suspect: bool = True
     """Whether the work may be the cause."""
 
 
 class MessagesLost(Struct, frozen=True, tag=True):
-    """Instance → frontends: messages from this sender, another instance, were lost on their way to me. A channel also
-    hands it to its own process, before the first message after those that were lost."""
+    """Instance → frontends: messages from this sender were lost on their way to me. A channel also hands it to its own
+    process, before the first message after those that were lost."""
 
     sender: Address
 

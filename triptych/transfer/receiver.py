@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triptych.errors import ErrorKind, Unavailable
 from triptych.messages.codec import Send
@@ -48,8 +49,19 @@ class TransferFailure:
     transfer: TransferId
     error: ErrorKind
     reason: str
-    is_suspect: bool = True
+    suspect: bool = True
     """As in Abort."""
+
+
+class Cause(NamedTuple):
+    """Why a transfer ends, or loses its producer."""
+
+    error: ErrorKind
+    reason: str
+    suspect: bool = True
+    """As in Abort."""
+    level: int = logging.ERROR
+    """At which a failure is logged."""
 
 
 class Receiver:
@@ -192,10 +204,10 @@ class Receiver:
         offering: Collection[TransferId] = (),
         owner: Address = NO_OWNER,
         *,
-        is_suspect: bool = True,
+        suspect: bool = True,
     ) -> None:
         """Fail, or orphan, the transfers of a producer that is gone for this owner, including those in ``offering``,
-        which it had yet to offer. Transfers of other owners go on. ``is_suspect`` is as in Abort."""
+        which it had yet to offer. Transfers of other owners go on. ``suspect`` is as in Abort."""
         lost = [
             incoming
             for transfer, incoming in self._transfers.items()
@@ -204,7 +216,7 @@ class Receiver:
         ]
         reason = "the instance that sent the rows is gone"
         aborts = [self._abort(t.transfer, t.attempt, reason) for t in lost if t.producer and not t.closing]
-        self._detach_all(lost, ErrorKind.INSTANCE_LOST, reason, is_suspect=is_suspect)
+        self._detach_all(lost, Cause(ErrorKind.INSTANCE_LOST, reason, suspect))
         for abort in aborts:
             self._tell_lost(producer, abort)
 
@@ -232,7 +244,7 @@ class Receiver:
                 self._drop(incoming)
             elif not incoming.closing:
                 state = incoming.state.value
-                self._fail(incoming, ErrorKind.DEADLINE_EXCEEDED, f"a transfer made no progress while {state}")
+                self._fail(incoming, Cause(ErrorKind.DEADLINE_EXCEEDED, f"a transfer made no progress while {state}"))
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +266,8 @@ class Receiver:
             incoming.position = (next(self._offers),)
         incoming.offer(Producer(offer.producer, self.buffer.common_fabric(offer.fabrics)), self._clock())
         if mismatch := self._mismatch(offer, incoming):
-            self._fail(incoming, ErrorKind.INTERNAL_ERROR, f"the two ends of a transfer are incompatible: {mismatch}")
+            reason = f"the two ends of a transfer are incompatible: {mismatch}"
+            self._fail(incoming, Cause(ErrorKind.INTERNAL_ERROR, reason))
 
     def on_wrote(self, wrote: Wrote) -> None:
         """Accept the rows of one grant. Rows that match no outstanding grant are ignored; corrupt rows are granted
@@ -289,9 +302,9 @@ class Receiver:
         if abort.released:
             incoming.release()
             # not logged as an error: the request was cancelled, or the producer has logged the error
-            self._detach(incoming, ErrorKind.INTERNAL_ERROR, reason, logging.INFO, is_suspect=abort.is_suspect)
+            self._detach(incoming, Cause(ErrorKind.INTERNAL_ERROR, reason, abort.suspect, logging.INFO))
         else:
-            self._detach_all([incoming], ErrorKind.INTERNAL_ERROR, reason, is_suspect=abort.is_suspect)
+            self._detach_all([incoming], Cause(ErrorKind.INTERNAL_ERROR, reason, abort.suspect))
 
     def on_done(self, done: Done) -> None:
         """Drop a closed transfer, which its producer has released."""
@@ -317,7 +330,7 @@ class Receiver:
             log.warning("transfer %s: rows %d+%d are corrupt", incoming.transfer, grant.first_row, grant.rows)
             if grant.resends > MAX_RESENDS:
                 grant.state = GrantState.RELEASED
-                self._fail(incoming, ErrorKind.INTERNAL_ERROR, "rows arrived corrupt too many times")
+                self._fail(incoming, Cause(ErrorKind.INTERNAL_ERROR, "rows arrived corrupt too many times"))
                 return
         self._granter.grant_again(incoming, grant)
 
@@ -347,52 +360,34 @@ class Receiver:
             return f"no fabric in common; theirs: {', '.join(one.fabric for one in offer.fabrics) or 'none'}"
         return ""
 
-    def _fail(
-        self,
-        incoming: IncomingTransfer,
-        error: ErrorKind,
-        reason: str,
-        level: int = logging.ERROR,
-        *,
-        is_suspect: bool = True,
-    ) -> None:
-        log.log(level, "transfer %s: %s", incoming.transfer, reason)
+    def _fail(self, incoming: IncomingTransfer, cause: Cause) -> None:
+        log.log(cause.level, "transfer %s: %s", incoming.transfer, cause.reason)
         incoming.failed = True
-        self._failures.append(TransferFailure(incoming.transfer, error, reason, is_suspect))
+        self._failures.append(TransferFailure(incoming.transfer, cause.error, cause.reason, cause.suspect))
 
-    def _detach_all(
-        self, incomings: Collection[IncomingTransfer], error: ErrorKind, reason: str, *, is_suspect: bool = True
-    ) -> None:
+    def _detach_all(self, incomings: Collection[IncomingTransfer], cause: Cause) -> None:
         """Fail or orphan transfers whose producers may be writing and can't be stopped. If the buffer can't relocate,
         their blocks stay allocated."""
         safe = self._relocation.protect(incomings, self._clock())
         for incoming in incomings:
             if safe or (incoming.can_resume and self._relocation.can_strand(incoming)):
-                self._detach(incoming, error, reason, is_suspect=is_suspect)
+                self._detach(incoming, cause)
             elif not incoming.closing:
-                self._fail(incoming, error, reason, is_suspect=is_suspect)
+                self._fail(incoming, cause)
 
-    def _detach(
-        self,
-        incoming: IncomingTransfer,
-        error: ErrorKind,
-        reason: str,
-        level: int = logging.ERROR,
-        *,
-        is_suspect: bool = True,
-    ) -> None:
-        """Fail, orphan or drop a transfer whose producer is gone or has released it. ``is_suspect`` as in Abort."""
+    def _detach(self, incoming: IncomingTransfer, cause: Cause) -> None:
+        """Fail, orphan or drop a transfer whose producer is gone or has released it."""
         if incoming.can_resume:
-            if is_suspect:
+            if cause.suspect:
                 incoming.lose_producer()
-            self._orphan(incoming, reason)
+            self._orphan(incoming, cause.reason)
             return
         incoming.producer = None
         incoming.release()
         if incoming.closing:
             self._drop(incoming)
         else:
-            self._fail(incoming, error, reason, level, is_suspect=is_suspect)
+            self._fail(incoming, cause)
 
     def _orphan(self, incoming: IncomingTransfer, reason: str) -> None:
         """Begin the next attempt of a transfer, in which another producer sends the rows that haven't landed."""

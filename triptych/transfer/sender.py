@@ -100,12 +100,12 @@ class Sender:
         for pending in outgoing.provide(rows, first_row, self._clock()):
             self._begin_if_ready(outgoing, pending)
 
-    def abort(self, transfer: TransferId, reason: str, *, is_suspect: bool = True) -> None:
-        """Cancel a transfer: its rows will never exist, or are no longer needed. ``is_suspect`` is as in Abort."""
+    def abort(self, transfer: TransferId, reason: str, *, suspect: bool = True) -> None:
+        """Cancel a transfer: its rows will never exist, or are no longer needed. ``suspect`` is as in Abort."""
         if outgoing := self._transfers.get(transfer):
             self.counters.aborted += 1
             side = TransferSide.PRODUCER
-            message = Abort(transfer, side, self._address, reason, attempt=outgoing.attempt, is_suspect=is_suspect)
+            message = Abort(transfer, side, self._address, reason, attempt=outgoing.attempt, suspect=suspect)
             self._end(outgoing, TransferState.FAILED, message)
 
     def consumer_lost(self, consumer: Address, owner: Address = NO_OWNER) -> None:
@@ -332,7 +332,7 @@ class Sender:
                 reason,
                 released=False,
                 attempt=outgoing.attempt,
-                is_suspect=not isinstance(final, Abort) or final.is_suspect,
+                suspect=not isinstance(final, Abort) or final.suspect,
             )
         return False
 
