@@ -277,9 +277,8 @@ class Channel:
     def _prepare_inbox(self, *, ipv6: bool) -> None:
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.IPV6, int(ipv6))  # otherwise an IPv4 address is reported as IPv4-mapped IPv6
-        self._inbox.set(
-            zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + ENCRYPTION_BYTES
-        )  # larger frames are dropped by the socket itself
+        # a larger frame ends its connection
+        self._inbox.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + ENCRYPTION_BYTES)
         self._inbox.set(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         # connections of a machine that loses power are never closed by it
         self._inbox.set(zmq.TCP_KEEPALIVE, 1)

@@ -1,6 +1,7 @@
 """Encodes and decodes messages: msgspec Structs in MessagePack, checked against their types. Never pickle."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -9,6 +10,8 @@ from triptych.messages.operations import OperationsMessage
 from triptych.messages.rows import RowMessage
 from triptych.messages.work import WorkMessage
 from triptych.types import Address
+
+T = TypeVar("T")
 
 Message = WorkMessage | RowMessage | OperationsMessage
 
@@ -26,7 +29,12 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes | memoryview) -> Message:
     """Decode one message. Raises BadMessage, and no other exception, for bytes that aren't exactly one message."""
+    return decode_by(_decoder, data)
+
+
+def decode_by(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    """Decode one value of the decoder's type. Raises BadMessage, and no other exception, for other bytes."""
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(repr(str(error)[:200])) from None  # the text may quote the bytes received

@@ -8,13 +8,12 @@ connections that takes.
 import enum
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from triptych.errors import BadMessage
+from triptych.messages.codec import decode_by
 from triptych.types import Address, Count
 
 MAX_LINKS = 4096
@@ -33,9 +32,9 @@ class Header(Struct, frozen=True, array_like=True):
 class Link:
     """The sender's side of a link."""
 
-    def __init__(self, sender: Address, new_id: Callable[[], int] = lambda: secrets.randbits(63)) -> None:
+    def __init__(self, sender: Address) -> None:
         self._sender = sender
-        self._id = new_id()
+        self._id = secrets.randbits(63)
         self._number = 0
 
     def header(self) -> bytes:
@@ -79,10 +78,7 @@ class Links:
 
 def decode_header(data: bytes) -> Header:
     """Decode a header. Raises BadMessage, and no other exception, for bytes that aren't exactly one header."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(repr(str(error)[:200])) from None  # the text may quote the bytes received
+    return decode_by(_decoder, data)
 
 
 _encoder = msgspec.msgpack.Encoder()

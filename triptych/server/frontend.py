@@ -97,7 +97,6 @@ class Frontend:
         self._awaits_instances = awaits_instances
         self._takes_over = [endpoint_of(one) for one in takes_over]
         self._taken: list[Address] = []
-        self._handed_over = False
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         builder = PromptBuilder(config.model, config.engine.max_model_len or None, _media_caps(config.frontend.media))
@@ -168,7 +167,7 @@ class Frontend:
         self.router.end_all(InstanceLost("the service has ended"))
         # a frontend that is restarted alone leaves its instances to its successor
         leaves_instances = self._supervised or self._config.lease.leave_instances
-        if self.router.launcher_view.stopping or self._handed_over or not leaves_instances:
+        if self.router.launcher_view.stopping or self.router.handed_over or not leaves_instances:
             self._tell_instances(FrontendEnding(self.channel.address))
         for lease in self.router.membership:
             self.router.handle(Deregister(lease.address, resets=lease.resets))
@@ -214,7 +213,7 @@ class Frontend:
         for where in self._taken:
             self.channel.stop_listening(where)
         if self._taken:
-            self._handed_over = self.router.handed_over = True
+            self.router.handed_over = True
             self._tell_instances(HandingOver(self.channel.address))
         for server in self._server.servers:
             server.close()
