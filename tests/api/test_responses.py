@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -11,7 +12,12 @@ from tests.support.chat import the_error
 from tests.support.reasoning import thinking_service
 from tests.support.responses import answer, post
 from tests.support.serving import Served, image, image_part, text_part
-from tests.support.tools import CITY, weather
+from tests.support.tools import CITY, ZONE, weather
+from triptych.api.answers import ChoiceDelta
+from triptych.api.response_items import OutputItems
+from triptych.api.responses_schemas import ResponsesRequest
+from triptych.api.validation import parse_request
+from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
 
 TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
 
@@ -133,10 +139,19 @@ def test_calls_and_reasoning_are_separate_items(thinker: Served) -> None:
     assert answer(thinker, input=items, tools=[TOOL])["output"]
 
 
-def test_earlier_items_become_one_message() -> None:
-    from triptych.api.responses_schemas import ResponsesRequest
-    from triptych.api.validation import parse_request
+def test_a_forced_call_and_a_format_of_text(thinker: Served) -> None:
+    """The format applies to text, and the answer has none."""
+    text = {"format": {"type": "json_schema", "name": "zone", "schema": ZONE}}
+    for forced in ("required", {"type": "function", "name": "weather"}):
+        (call,) = answer(
+            thinker, text=text, tools=[TOOL], tool_choice=forced, parallel_tool_calls=False, max_output_tokens=300
+        )["output"]
+        assert json.loads(call["arguments"])["days"] in (1, 22)
+    bad = {"format": {"type": "json_schema", "name": "zone", "schema": {"not": {}}}}
+    assert "not" in the_error(post(thinker, text=bad, tools=[TOOL], tool_choice="required"), 400)
 
+
+def test_earlier_items_become_one_message() -> None:
     items = [
         {"role": "user", "content": "Rome?"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -168,15 +183,17 @@ def test_text_format_and_log_probabilities(service: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "expected_message"),
     [
-        ({"store": True}, "store", "False"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "null"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "store: false"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "item_reference 'msg_1'"),
+        ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1]", "store: false"),
         ({"background": True}, "background", "False"),
         ({"conversation": "c"}, "conversation", "null"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
         ({"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs", "include"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]", "function_call_output"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type", "'computer_call' is not supported; use one of 'mess"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type", "required"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type", "text"),
         ({"input": [{"role": "user", "content": "see <|image_pad|>"}]}, "input", "media"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "'function'"),
@@ -230,12 +247,66 @@ def test_openais_client_works_unchanged(thinker: Served) -> None:
         assert client.responses.create(model=thinker.model, input=history, tools=[tool], max_output_tokens=4).output
 
 
+def logprob(token: str | bytes) -> msgspec.Raw:
+    """An entry of ``ChoiceDelta.logprobs``."""
+    data = token.encode() if isinstance(token, str) else token
+    return msgspec.Raw(msgspec.json.encode({"token": data.decode(errors="replace"), "bytes": list(data)}))
+
+
+Said = tuple[list[str | bytes], str, list[Any]]
+"""The tokens of a delta, its reasoning, and its events."""
+TEXT, START, ARGUMENTS = TextDelta, ToolCallStart(0, "weather"), ToolCallArguments(0, "{}")
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        ([(["Hi"], "", [TEXT("Hi")]), (["!"], "", [TEXT("!")])], ["Hi", "!"]),
+        ([(["<think>"], "", []), (["ok"], "ok", []), (["</think>"], "", []), (["Hi"], "", [TEXT("Hi")])], ["Hi"]),
+        # white space that the parser drops, within tokens of its own and within the first of the text
+        ([(["ok"], "ok", []), (["</think>"], "", []), (["\n\n"], "", []), ([" Hi"], "", [TEXT("Hi")])], [" Hi"]),
+        # several tokens in one delta
+        ([(["ok", "</think>", "Hi", "!"], "ok", [TEXT("Hi!")])], ["Hi", "!"]),
+        ([(["o"], "o", []), (["k", "</think>", "Hi"], "k", [TEXT("Hi")]), ([" k"], "", [TEXT(" k")])], ["Hi", " k"]),
+        # text that is held back until it is certain: not a tag, a whole character
+        ([(["ok"], "ok", []), (["</think>", "<"], "", []), (["b>"], "", [TEXT("<b>")])], ["<", "b>"]),
+        ([(["</think>"], "", []), (["\u00e9".encode()[:1]], "", []), (["\u00e9".encode()[1:]], "", [TEXT("\u00e9")])], 2),
+        # text before and after a call
+        (
+            [
+                (["Hm"], "", [TEXT("Hm")]),
+                (["<tool_call>"], "", []),
+                (["{"], "", [START]),
+                (["{}"], "", [ARGUMENTS]),
+                (["</tool_call>"], "", []),
+                (["Hi"], "", [TEXT("Hi")]),
+            ],
+            ["Hm", "Hi"],
+        ),
+        # a call alone, and reasoning alone
+        ([(["<tool_call>"], "", []), (["{"], "", [START]), (["{}"], "", [ARGUMENTS])], []),
+        ([(["ok"], "ok", [])], []),
+    ],
+)  # fmt: skip
+def test_text_has_the_log_probabilities_of_its_own_tokens(deltas: list[Said], expected: list[str] | int) -> None:
+    """Those of reasoning, tags and calls are left out, of a stream and of the whole."""
+    output = OutputItems()
+    changes = [
+        change
+        for tokens, reasoning, events in deltas
+        for change in output.add(ChoiceDelta(0, reasoning, events, [logprob(token) for token in tokens], None))
+    ] + list(output.finish("completed"))
+    whole = [one for item in output.items for part in item.get("content", ()) for one in part.get("logprobs", ())]
+    streamed = [one for kind, change in changes if kind == "response.output_text.delta" for one in change["logprobs"]]
+    assert whole == streamed
+    if isinstance(expected, int):
+        assert len(whole) == expected
+    else:
+        assert [json.loads(bytes(one))["token"] for one in whole] == expected
+
+
 def test_reasoning_is_streamed_as_items(thinker: Served) -> None:
     """Tests the items alone: this API lacks the chat fields that make the model reason."""
-    from triptych.api.answers import ChoiceDelta
-    from triptych.api.response_items import OutputItems
-    from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
-
     output = OutputItems()
     deltas = [
         ChoiceDelta(0, "Hm", [], [], None),

@@ -33,9 +33,8 @@ MAX_NAME = 128
 MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
-MESSAGE, CALL, OUTPUT, REASONING = "<message>", "<call>", "<output>", "<reasoning>"
 NAMED, ALLOWED = "<named>", "<allowed>"
-UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, MESSAGE, CALL, OUTPUT, REASONING, NAMED, ALLOWED)
+UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, NAMED, ALLOWED)
 """Tags of union members, such as "a string or an array". Pydantic adds them to the paths of its errors."""
 
 

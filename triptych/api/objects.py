@@ -222,7 +222,10 @@ class Error(TypedDict):
 
 
 class InputDetails(TypedDict):
+    """``cache_write_tokens`` is always 0: writing to the prefix cache isn't metered."""
+
     cached_tokens: int
+    cache_write_tokens: int
 
 
 class ResponseUsage(TypedDict):

@@ -20,14 +20,13 @@ _MAX_WHITESPACE = 20
 
 
 def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> GrammarSpec | None:
-    """Return the grammar of the answer, or None if it is unconstrained.
+    """Return the grammar of the answer, or None if it is unconstrained. Where calls are forced, the answer has no text
+    that a format could apply to.
 
     Raises InvalidRequest for constraints that exclude each other."""
     text_grammar = request.grammar_spec
     tools = request.callable_tools
     if tools and request.call_choice not in (None, "auto"):
-        if text_grammar is not None:
-            raise InvalidRequest("a required tool call excludes a format of the text", "tool_choice")
         answer: Format | None = _forced(request, tools)
     elif text_grammar is not None:
         if not tools and reasoning is Reasoning.NONE:

@@ -1,5 +1,7 @@
 """Output items of the Responses API, and the events that report their changes."""
 
+import bisect
+import itertools
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -29,14 +31,15 @@ class OutputItems:
         """Add a delta and yield the events for it."""
         if delta.reasoning:
             yield from self._append(REASONING, delta.reasoning)
+            self._logprobs = []  # only text has log probabilities
         self._logprobs += delta.logprobs
         for one in delta.events:
             if isinstance(one, TextDelta):
                 yield from self._append(MESSAGE, one.text)
             elif isinstance(one, ToolCallStart):
-                self._logprobs = []  # only text has log probabilities
                 yield from self._begin(CALL, {"call_id": new_call_id(), "name": one.name, "arguments": ""})
             elif isinstance(one, ToolCallArguments) and self._open is not None:
+                self._logprobs = list(delta.logprobs)
                 self._open["arguments"] += one.text
                 yield "response.function_call_arguments.delta", self._place() | {"delta": one.text}
 
@@ -48,7 +51,9 @@ class OutputItems:
 
     def _append(self, kind: str, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
+            logprobs = entries_of(text, self._logprobs) if kind == MESSAGE else []
             yield from self._begin(kind, {"role": "assistant"} if kind == MESSAGE else {"summary": []})
+            self._logprobs = logprobs
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
@@ -91,7 +96,6 @@ class OutputItems:
             part = item["content"][0]
             kind, more = "reasoning_text", {}
             if item["type"] == MESSAGE:
-                part["logprobs"] += self._logprobs
                 kind, more = "output_text", {"logprobs": part["logprobs"]}
             yield f"response.{kind}.done", place | {"content_index": 0, "text": part["text"]} | more
             yield "response.content_part.done", place | {"content_index": 0, "part": dict(part)}
@@ -100,6 +104,21 @@ class OutputItems:
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+class _Entry(msgspec.Struct):
+    """What is read of a token's entry."""
+
+    bytes: list[int]
+
+
+def entries_of(text: str, entries: list[msgspec.Raw]) -> list[msgspec.Raw]:
+    """Return the entries from the token on in which the text begins: those before it are of hidden tokens, such as
+    the end of reasoning. All of them if the text isn't in their bytes."""
+    pieces = [bytes(msgspec.json.decode(entry, type=_Entry).bytes) for entry in entries]
+    begin = b"".join(pieces).rfind(text.encode())
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return entries[bisect.bisect_right(ends, begin) :]
 
 
 def _copy(item: Item) -> Item:

@@ -108,7 +108,7 @@ class PreparedResponse:
         usage = self.chat.generation.usage
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.chat.generation.num_reasoning},
             "total_tokens": usage["total_tokens"],

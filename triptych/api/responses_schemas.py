@@ -10,12 +10,8 @@ from triptych.api import schemas
 from triptych.api.fields import (
     ALLOWED,
     ARRAY,
-    CALL,
     MAX_TOKEN_IDS,
-    MESSAGE,
     NAMED,
-    OUTPUT,
-    REASONING,
     STRING,
     ExtraFields,
     JsonObjectFormat,
@@ -128,24 +124,28 @@ class ReasoningItem(StrictModel):
     encrypted_content: None = None
 
 
-_KINDS = {"message": MESSAGE, "function_call": CALL, "function_call_output": OUTPUT, "reasoning": REASONING}
+class ItemReference(StrictModel):
+    """An item of an earlier answer, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: Name
 
 
 def _kind_of_item(value: Any) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-    return _KINDS.get(kind) if isinstance(kind, str) else None
+    """Return an item's type, which messages and references may leave out."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind is None and isinstance(value, dict):
+        return "message" if "role" in value or "id" not in value else "item_reference"
+    return kind if isinstance(kind, str) else None
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag(MESSAGE)]
-    | Annotated[FunctionCallItem, Tag(CALL)]
-    | Annotated[FunctionOutputItem, Tag(OUTPUT)]
-    | Annotated[ReasoningItem, Tag(REASONING)],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="item",
-        custom_error_message="Input should be an item of type " + ", ".join(_KINDS),
-    ),
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_kind_of_item),
 ]
 
 
@@ -230,9 +230,10 @@ class ResponsesRequest(ExtraFields):
     )
     """``reasoning.encrypted_content`` has no effect, because items have the reasoning as text."""
     truncation: Literal["disabled"] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
+    """Answers say whether they are stored: never."""
     background: Literal[False] | None = None
-    previous_response_id: None = None
+    previous_response_id: Name | None = None
     conversation: None = None
     prompt: None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -264,6 +265,11 @@ class ResponsesRequest(ExtraFields):
 
     def check(self) -> None:
         super().check()
+        if self.previous_response_id is not None:
+            raise _not_stored("previous_response_id", self.previous_response_id, "previous_response_id")
+        for number, item in enumerate(self.input):
+            if isinstance(item, ItemReference):
+                raise _not_stored("item_reference", item.id, f"input[{number}]")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidRequest("top_logprobs is only for include: message.output_text.logprobs", "top_logprobs")
         try:
@@ -285,12 +291,20 @@ class ResponsesRequest(ExtraFields):
             elif isinstance(item, InputMessage) and item.role != "assistant":
                 open_answer = None
                 messages.append(ChatMessage(role=item.role, content=_content(item)))
-            else:
+            elif not isinstance(item, ItemReference):
                 if open_answer is None or _starts_message(open_answer, item):
                     open_answer = ChatMessage(role="assistant", content="")
                     messages.append(open_answer)
                 _add(open_answer, item)
         return messages
+
+
+def _not_stored(kind: str, name: str, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: the {kind} {name!r} can't be resolved, because this service stores no responses; set store: false, "
+        "and send the items themselves",
+        param,
+    )
 
 
 def _starts_message(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningItem) -> bool:

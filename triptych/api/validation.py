@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from triptych.api.fields import ARRAY, UNION_MEMBERS, StrictModel
 from triptych.errors import InvalidRequest
 
-_PARTS = (("content", ARRAY), ("output", ARRAY))
+_TYPED = (("content", ARRAY), ("output", ARRAY), ("input", ARRAY))
+"""Lists of objects that have types, such as content parts. Pydantic adds the type to the paths of its errors."""
 KEY = "[key]"
 """What pydantic appends to the keys of objects in the paths of its errors."""
 
@@ -42,11 +43,11 @@ def _invalid(detail: Any) -> InvalidRequest:
 def _path(location: tuple[int | str, ...]) -> str:
     """Return the field's path, such as ``messages[0].content[1].text``.
 
-    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of a content part, the part's type."""
+    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of an object in _TYPED, its type."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] not in _PARTS:
+        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] not in _TYPED:
             path += f".{step}" if path else step
     return path
