@@ -270,7 +270,7 @@ TEXT, START, ARGUMENTS = TextDelta, ToolCallStart(0, "weather"), ToolCallArgumen
         ([(["o"], "o", []), (["k", "</think>", "Hi"], "k", [TEXT("Hi")]), ([" k"], "", [TEXT(" k")])], ["Hi", " k"]),
         # text that is held back until it is certain: not a tag, a whole character
         ([(["ok"], "ok", []), (["</think>", "<"], "", []), (["b>"], "", [TEXT("<b>")])], ["<", "b>"]),
-        ([(["</think>"], "", []), (["\u00e9".encode()[:1]], "", []), (["\u00e9".encode()[1:]], "", [TEXT("\u00e9")])], 2),
+        ([(["</think>"], "", []), ([b"\xc3"], "", []), ([b"\xa9"], "", [TEXT("\u00e9")])], 2),
         # text before and after a call
         (
             [

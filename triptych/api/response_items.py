@@ -106,7 +106,7 @@ class OutputItems:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-class _Entry(msgspec.Struct):
+class _TokenEntry(msgspec.Struct):
     """What is read of a token's entry."""
 
     bytes: list[int]
@@ -115,7 +115,7 @@ class _Entry(msgspec.Struct):
 def entries_of(text: str, entries: list[msgspec.Raw]) -> list[msgspec.Raw]:
     """Return the entries from the token on in which the text begins: those before it are of hidden tokens, such as
     the end of reasoning. All of them if the text isn't in their bytes."""
-    pieces = [bytes(msgspec.json.decode(entry, type=_Entry).bytes) for entry in entries]
+    pieces = [bytes(msgspec.json.decode(entry, type=_TokenEntry).bytes) for entry in entries]
     begin = b"".join(pieces).rfind(text.encode())
     ends = list(itertools.accumulate(map(len, pieces)))
     return entries[bisect.bisect_right(ends, begin) :]
