@@ -101,7 +101,7 @@ def test_time_limits_apply_to_each_request(server: Server) -> None:
 
 def test_memory_is_bounded(server: Server) -> None:
     _, connection = server.fork()
-    assert ask(connection, "hoard") == "it needs more memory than allowed"
+    assert ask(connection, "hoard") == "processing it needs more memory than allowed"
     assert ask(connection, "echo") == b"hello"
 
 

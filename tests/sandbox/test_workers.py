@@ -121,6 +121,25 @@ def test_a_worker_killed_from_outside_fails_no_item(workers: WorkerPool, tmp_pat
     assert workers.pids != before
 
 
+def test_an_input_that_crashes_workers_is_tried_once_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it; others are, and only so many are remembered."""
+    monkeypatch.setattr("triptych.sandbox.workers.CRASHES_KEPT", 2)
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+    try:
+        for name in (b"first", b"second", b"third"):
+            with pytest.raises(DecodeFailed, match="crashed"):
+                ask(made, "crash", name)
+        assert ask(made, "echo", b"first") == [(b"hello", b"first")], "forgotten"
+        before = made.pids
+        for name in (b"second", b"third"):
+            with pytest.raises(DecodeFailed, match="crashed"):
+                ask(made, "echo", name)
+        assert ask(made, "echo", b"other") == [(b"hello", b"other")]
+        assert made.pids == before
+    finally:
+        made.close()
+
+
 def test_an_item_is_not_at_fault_when_this_process_has_no_memory_for_its_result(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 CODECS = {"wav": "pcm_s16le", "flac": "flac", "mp3": "libmp3lame", "ogg": "libopus"}
 
+LAYOUTS = {1: "mono", 2: "stereo", 3: "2.1", 6: "5.1", 7: "6.1", 8: "7.1", 16: "hexadecagonal"}
+
 
 def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440.0) -> NDArray[np.float32]:
     """Return a tone of changing loudness, different in each channel, of shape (channels, samples)."""
@@ -34,13 +36,14 @@ def sound(
 
 def track(file: Any, samples: NDArray[np.float32], rate: int, codec: str) -> Iterator[Any]:
     """Add an audio track to an open file and return its packets."""
-    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
+    layout = LAYOUTS[len(samples)]
     stream: Any = file.add_stream(codec, rate=rate, options={"strict": "-2"} if codec == "vorbis" else {})
     stream.layout = layout
     stream.codec_context.open()
     size = stream.codec_context.frame_size or 4096
     resampler = av.AudioResampler(format=stream.format.name, layout=layout, rate=rate, frame_size=size)
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=layout)
+    # packed, because PyAV reads beyond the planes of eight channels
+    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T).reshape(1, -1), format="flt", layout=layout)
     frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
     made = [*resampler.resample(frame), *resampler.resample(None), None]
     return (packet for one in made for packet in stream.encode(one))

@@ -22,6 +22,9 @@ _DEMUXERS = DEMUXERS | {"WAV": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"
 _CODECS = frozenset({"aac", "flac", "mp3", "mp3float", "vorbis", "libvorbis", "opus", "libopus"})
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
+_BLOCK = 1 << 16
+"""Samples of each channel that are averaged and resampled at a time."""
+
 TOLERANCE = 0.1
 """Seconds by which the decoded length may differ from the header's, because encoders add silence and don't always
 declare it. The samples are cut or padded with silence to the planned length."""
@@ -35,6 +38,13 @@ def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
     Raises TruncatedMedia for a file that ends too early, MediaMismatch for one that contradicts its header, and
     UnsupportedMedia for one that can't be decoded.
     """
+    try:
+        return _decode(data, header, rate)
+    except _DECODING_ERRORS as error:
+        raise UnsupportedMedia(f"{_named(header)} is damaged and can't be decoded") from error
+
+
+def _decode(data: bytes, header: AudioHeader, rate: int) -> Samples:
     planned = header.resampled(rate)
     tolerance = (TRACK_TOLERANCE if header.in_video else TOLERANCE) * rate
     made = np.zeros(planned, dtype=np.float32)
@@ -55,19 +65,41 @@ def _named(header: AudioHeader) -> str:
 
 
 def _resampled(data: bytes, header: AudioHeader, rate: int) -> Iterator[Samples]:
-    """Yield resampled mono samples. The channels' mean is taken first, because FFmpeg's downmix would weight them."""
+    """Yield resampled mono samples."""
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
-    for samples, rate_of_file in _decoded(data, header):
+    for samples, rate_of_file in _averaged(_decoded(data, header)):
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
         frame.sample_rate = rate_of_file
         for made in resampler.resample(frame):
-            yield _as_floats(made)[0]
+            yield made.to_ndarray()[0]
     for made in resampler.resample(None):
-        yield _as_floats(made)[0]
+        yield made.to_ndarray()[0]
 
 
-def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
-    """Yield the channels' mean with its sample rate."""
+def _averaged(frames: Iterator[av.AudioFrame]) -> Iterator[tuple[Samples, int]]:
+    """Yield the channels' mean in blocks, with their sample rate. FFmpeg's downmix would weight the channels."""
+    packer = av.AudioResampler("flt", frame_size=_BLOCK)
+    for frame in frames:
+        for packed in packer.resample(frame):
+            yield _mean(packed), packed.sample_rate
+    for packed in packer.resample(None):
+        yield _mean(packed), packed.sample_rate
+
+
+def _mean(packed: av.AudioFrame) -> Samples:
+    """Return the mean of the channels of a frame of packed floats. Planes of eight channels or more would crash PyAV,
+    which looks for the pointer behind the last."""
+    channels = packed.layout.nb_channels
+    values = np.asarray(packed.to_ndarray(), np.float32).reshape(-1, channels)
+    total: Samples = values[:, 0].copy()
+    for channel in range(1, channels):
+        total += values[:, channel]
+    total /= np.float32(channels)
+    return total
+
+
+def _decoded(data: bytes, header: AudioHeader) -> Iterator[av.AudioFrame]:
+    """Yield the decoded frames, after checking them."""
     name = _named(header)
     try:
         container = av.open(
@@ -80,31 +112,25 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[tuple[Samples, int]]:
     except _DECODING_ERRORS as error:
         raise UnsupportedMedia(f"{name} is damaged and can't be opened") from error
     with closing(container):
-        try:
-            if not container.streams.audio:
-                raise UnsupportedMedia(f"the {header.format} file has no audio stream")
-            stream = container.streams.audio[0]
-            codec = stream.codec_context
-            if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
-                raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
-            codec.thread_count = 1
-            expected = None if header.in_video else (header.rate, header.channels)
-            in_floats: av.AudioResampler | None = None
-            for frame in container.decode(stream):
-                samples = header.seconds * frame.sample_rate * len(frame.layout.channels)
-                if expected is None and samples > MAX_TRACK_SAMPLES:
-                    raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
-                expected = _checked(frame, expected, name)
-                in_floats = in_floats or av.AudioResampler("fltp", frame.layout, frame.sample_rate)
-                for made in in_floats.resample(frame):
-                    yield np.ascontiguousarray(_as_floats(made).mean(axis=0)), frame.sample_rate
-        except _DECODING_ERRORS as error:
-            raise UnsupportedMedia(f"{name} is damaged and can't be decoded") from error
+        if not container.streams.audio:
+            raise UnsupportedMedia(f"the {header.format} file has no audio stream")
+        stream = container.streams.audio[0]
+        codec = stream.codec_context
+        if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
+            raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
+        codec.thread_count = 1
+        expected = None if header.in_video else (header.rate, header.channels)
+        for frame in container.decode(stream):
+            samples = header.seconds * frame.sample_rate * frame.layout.nb_channels
+            if expected is None and samples > MAX_TRACK_SAMPLES:
+                raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
+            expected = _checked(frame, expected, name)
+            yield frame
 
 
 def _checked(frame: av.AudioFrame, expected: tuple[int, int] | None, name: str) -> tuple[int, int]:
     """Return a frame's sample rate and number of channels. Raises MediaMismatch if they aren't as expected."""
-    rate, channels = frame.sample_rate, len(frame.layout.channels)
+    rate, channels = frame.sample_rate, frame.layout.nb_channels
     if expected is None:
         check_sound(rate, channels)
         return rate, channels
@@ -113,8 +139,3 @@ def _checked(frame: av.AudioFrame, expected: tuple[int, int] | None, name: str) 
     if channels != expected[1]:
         raise MediaMismatch(f"{name} has {channels} channels; its header says {expected[1]}")
     return expected
-
-
-def _as_floats(frame: av.AudioFrame) -> NDArray[np.float32]:
-    """Return float32 of shape (channels, samples)."""
-    return np.asarray(frame.to_ndarray(), dtype=np.float32)

@@ -105,7 +105,7 @@ def failure_of(error: Exception) -> TaskFailed:
     if isinstance(error, RequestError | ServiceError):
         return TaskFailed(ErrorKind.of(error), str(error)[:MAX_MESSAGE_TEXT])
     if isinstance(error, MemoryError):
-        return TaskFailed(None, "it needs more memory than allowed")
+        return TaskFailed(None, "processing it needs more memory than allowed")
     log.error("unexpected error in a sandboxed worker", exc_info=error)
     return TaskFailed(ErrorKind.INTERNAL_ERROR, "it failed")
 

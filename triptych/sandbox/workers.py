@@ -1,6 +1,7 @@
 """Pool of sandboxed worker processes: requests in, results out; crashes and exceeded limits become errors."""
 
 import errno
+import hashlib
 import itertools
 import logging
 import mmap
@@ -34,8 +35,13 @@ START_SECONDS = 60.0
 """Time for a worker to import its modules."""
 ATTEMPTS = 2
 """Attempts per item if its worker dies. The first death may have another cause."""
+CRASHES_KEPT = 1024
+"""Inputs that are remembered because their workers died."""
 EXHAUSTED = frozenset({errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE})
 """Errors of this process rather than of a worker: the item isn't at fault."""
+
+
+_CRASHED = "processing it crashed the worker"
 
 
 class _WorkerDied(Exception):
@@ -60,6 +66,8 @@ class WorkerPool:
         self._failed = failed
         self._workers = [_Worker(spec, failed) for _ in range(number)]
         self._items = itertools.count()
+        self._crashed: dict[bytes, None] = {}
+        """Digests of the inputs whose workers died in every attempt, oldest first. They aren't attempted again."""
 
     def wait_until_ready(self) -> None:
         """Wait until all workers are ready. Raises StartError when one can't start."""
@@ -69,9 +77,11 @@ class WorkerPool:
     def results(self, request: bytes, bulk: bytes = b"") -> Iterator[_Result]:
         """Yield the results of one request as payload and sealed bulk. Each is computed when it is asked for.
 
-        Raises what the handler raised, and ``failed`` when a worker takes too long, needs too much memory or dies.
-        Closing the iterator cancels the request.
+        Raises what the handler raised, and ``failed`` when a worker takes too long, needs too much memory or dies, or
+        died of the same ``bulk`` before. Closing the iterator cancels the request.
         """
+        if self._crashed and _digest(request, bulk) in self._crashed:
+            raise self._failed(_CRASHED)
         worker = min(self._workers, key=lambda one: len(one.items))
         item = next(self._items)
         yielded = deaths = received = 0
@@ -87,11 +97,12 @@ class WorkerPool:
                 except _WorkerDied:
                     deaths += 1
                     if deaths == ATTEMPTS:
-                        raise self._failed("it crashed the worker that processed it") from None
+                        self._remember(_digest(request, bulk))
+                        raise self._failed(_CRASHED) from None
                     pending, received = request, 0
                     continue
                 except _TimedOut:
-                    raise self._failed(f"it takes longer than {self.spec.limits.seconds:g} s") from None
+                    raise self._failed(f"processing it takes longer than {self.spec.limits.seconds:g} s") from None
                 pending = None
                 if result is None:
                     return
@@ -102,6 +113,12 @@ class WorkerPool:
         finally:
             worker.items.discard(item)
             worker.closed.append(item)
+
+    def _remember(self, digest: bytes) -> None:
+        """Remember an input that no worker survives."""
+        self._crashed[digest] = None
+        for oldest in list(self._crashed)[:-CRASHES_KEPT]:
+            self._crashed.pop(oldest, None)
 
     def debug_state(self) -> list[tuple[int, int]]:
         """For tests: each worker's number of items in progress, and of items that its process holds."""
@@ -115,6 +132,11 @@ class WorkerPool:
         """Kill all workers. Pending calls raise InternalError."""
         for worker in self._workers:
             worker.close()
+
+
+def _digest(request: bytes, bulk: bytes) -> bytes:
+    """Return what names an input: the digest of its file, whatever is asked of it."""
+    return hashlib.sha256(bulk or request).digest()
 
 
 class _Worker:
