@@ -98,6 +98,11 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert detokenizer.push([SPECIAL, first, SPECIAL, second, SPECIAL]) == "é"
 
 
+def test_kept_special_tokens_are_text(tokenizer: Tokenizer) -> None:
+    tokens = [SPECIAL, *tokenizer.encode("é"), SPECIAL + 1]
+    assert streamed(Detokenizer(tokenizer, keep_special=[SPECIAL]), tokens, [1]) == f"{tokenizer.token_of(SPECIAL)}é"
+
+
 def test_longest_possible_stop_is_held_back(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ["abc", "bd"])
     assert detokenizer.push(tokenizer.encode("xab")) == "x"

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -91,6 +91,8 @@ class Generation:
     context: RequestContext
     id: str
     intervals: list[Interval] = field(default_factory=list)
+    keep_special: Collection[int] = ()
+    """Special tokens that are part of the text although ``fields.skip_special_tokens`` is True."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_generated: int = 0
     """Generated tokens of all choices."""
@@ -119,7 +121,9 @@ class Generation:
 
         Raises RequestError and ServiceError."""
         try:
-            texts = [ChoiceText(self.service.tokenizer, self.fields) for _ in range(self.num_choices)]
+            texts = [
+                ChoiceText(self.service.tokenizer, self.fields, self.keep_special) for _ in range(self.num_choices)
+            ]
             self._streams.extend(self._submit(*numbered) for numbered in enumerate(texts))
             choices = [self._outputs(number, *one) for number, one in enumerate(zip(texts, self._streams, strict=True))]
             async with aclosing(merge_streams(choices)) as outputs:
@@ -181,9 +185,9 @@ class ChoiceText:
     The router calls ``read`` when a message arrives, not when the client takes it. So a stop string ends the choice at
     its instance at once, and no token after it counts."""
 
-    def __init__(self, tokenizer: Tokenizer, fields: SamplingFields) -> None:
+    def __init__(self, tokenizer: Tokenizer, fields: SamplingFields, keep_special: Collection[int] = ()) -> None:
         self._detokenizer = Detokenizer(
-            tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0
+            tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0, keep_special
         )
         self._untaken: list[str] = []
         self._by_token = False

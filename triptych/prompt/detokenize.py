@@ -4,7 +4,7 @@
 its text may differ from that of a full decode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from triptych.errors import InvalidRequest
@@ -24,15 +24,23 @@ class Detokenizer:
     The first stop string is the one that is complete first; of two complete at once, the longer one. ``stopped`` is
     True once one was found; it isn't part of the text. As in vLLM, a stop string counts only if it ends after the first
     ``min_tokens`` tokens. Raises InvalidRequest for an empty stop string.
+
+    ``keep_special`` are the special tokens that are part of the text although ``skip_special_tokens`` is True.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        keep_special: Collection[int] = (),
     ) -> None:
         if not all(stop):
             raise InvalidRequest("a stop string can't be empty", "stop")
         self.stopped = False
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._hidden = tokenizer.special_ids.difference(keep_special) if skip_special_tokens else frozenset()
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         self._stop = tuple(stop)
         self._unsearched = min_tokens
         """Number of next tokens that can't complete a stop string."""
@@ -63,7 +71,7 @@ class Detokenizer:
         return text
 
     def _decode_next(self, token_id: int) -> str:
-        if self.stopped:
+        if self.stopped or token_id in self._hidden:
             return ""
         self._window.append(token_id)
         text = self._window_text()

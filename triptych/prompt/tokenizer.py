@@ -21,6 +21,7 @@ one of 3.5 times its bytes at most (Unicode 16)."""
 
 class Tokenizer:
     """``eos_token_ids`` end generation: those of generation_config.json, else of config.json or its text_config.
+    ``special_ids`` are those of the special tokens, which have no text unless it is asked for.
 
     Raises CheckpointError, naming the file, for a missing or unreadable tokenizer.json and for a bad end token.
     """
@@ -37,7 +38,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.eos_token_ids = _eos_token_ids(folder)
-        self._special = frozenset(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = _byte_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
         self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
 
@@ -68,7 +71,7 @@ class Tokenizer:
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which need not be whole characters."""
         spelled = self.token_of(token_id) or ""
-        if self._bytes is None or token_id in self._special or not self._bytes.keys() >= set(spelled):
+        if self._bytes is None or token_id in self._added or not self._bytes.keys() >= set(spelled):
             return self.decode([token_id], skip_special_tokens=False).encode()
         return bytes(self._bytes[letter] for letter in spelled)
 
