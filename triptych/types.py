@@ -41,12 +41,11 @@ class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
     """In pixels, as displayed: rotation is applied."""
     height: int
     frames: Positive
-    """Number of frames: exact if ``counted``, else duration times rate."""
+    """Number of frames that are shown."""
     rate: Annotated[float, msgspec.Meta(gt=0)]
     """Average frames per second."""
     rotation: int = 0
     """Degrees clockwise that frames are rotated by for display: 0, 90, 180 or 270."""
-    counted: bool = True
     presampled: bool = False
     """Whether the client chose the frames, so that all of them are used."""
 

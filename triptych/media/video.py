@@ -1,8 +1,8 @@
 """Decodes selected frames of a video, and as few others as possible. Pure: bytes in, frames out.
 
-First all packets are read, which is cheap compared with decoding. They give each frame's presentation time, and the
-keyframes at which decoding can start. Then only the runs of packets that lead to a selected frame are decoded. Within
-these, frames that are neither selected nor referenced by others are skipped.
+First all packets are read, which is cheap compared with decoding. They give the frames' order, and the keyframes at
+which decoding can start. Then only the runs of packets that lead to a selected frame are decoded. Within these, frames
+that are neither selected nor referenced by others are skipped.
 """
 
 import bisect
@@ -11,43 +11,60 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.stream import Disposition
 from av.video.codeccontext import VideoCodecContext
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from triptych.errors import MediaMismatch, TruncatedMedia, UnsupportedMedia
+from triptych.media.shown import is_shown
 from triptych.types import VideoHeader
 
 Frame = NDArray[np.uint8]
 """RGB of shape (height, width, 3), as displayed."""
 
-_Packet: TypeAlias = "av.Packet[VideoStream]"
+_Packet: TypeAlias = "av.Packet[Any]"
 
 # Explicit demuxers, because some of those that FFmpeg might guess open other files.
 DEMUXERS = {"MP4": "mp4", "WebM": "matroska", "GIF": "gif"}
 OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # stored frames count, as in the header
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9", "gif"})
+_WITH_HIDDEN_PACKETS = {"libvpx": "vp8", "vp8": "vp8", "libvpx-vp9": "vp9", "vp9": "vp9"}
+"""Decoders of codecs whose packets may show nothing."""
+
+_MAX_LOOKED_AT = 64
+"""Keyframes looked at for the one to start from."""
 
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
 
 @dataclass(frozen=True)
 class _Packets:
-    """The packets of a video stream. Times are in ticks."""
+    """The packets of a video stream. A packet's ``pts`` is its rank: its place among all packets in display order."""
 
     packets: list[_Packet]
     """In decoding order."""
-    times: list[int]
-    """Presentation times of the frames, sorted."""
-    keyframes: list[tuple[int, int]]
-    """Presentation time and packet index of each keyframe, sorted."""
-    seconds_per_tick: float
-    last_duration: int
+    shown: list[int]
+    """Ranks of those that show a frame, sorted."""
+    indexes: list[int]
+    """The packet's index by rank."""
+
+    keyframes: list[int]
+    """Indexes of keyframes, sorted."""
+
+    def start(self, rank: int) -> int:
+        """Return the index of the last keyframe from which a packet can be decoded; 0 if there is none. A packet that
+        is shown before the keyframe may depend on what is before it."""
+        number = bisect.bisect_right(self.keyframes, self.indexes[rank])
+        for index in reversed(self.keyframes[max(0, number - _MAX_LOOKED_AT) : number]):
+            if _rank(self.packets[index]) <= rank:
+                return index
+        return 0
 
 
 def decode_frames(data: bytes, header: VideoHeader, numbers: Sequence[int]) -> Iterator[Frame]:
@@ -65,62 +82,62 @@ def decode_frames(data: bytes, header: VideoHeader, numbers: Sequence[int]) -> I
         raise UnsupportedMedia(f"the {name} video is damaged and can't be opened") from error
     with closing(container):
         try:
-            packets = _read_packets(container, name)
-            decoder = container.streams.video[0].codec_context
+            stream, packets = _read_packets(container, header)
+            decoder = stream.codec_context
             # frames larger than in the header are rejected; the margin is for decoders, which round up to whole blocks
             decoder.options = {"max_pixels": str((header.width + 128) * (header.height + 128))}
-            yield from FrameDecoder(decoder, packets, header).frames(_times_of(packets, header, numbers))
+            yield from FrameDecoder(decoder, packets, header).frames(numbers)
         except _DECODING_ERRORS as error:
             raise UnsupportedMedia(f"the {name} video is damaged and can't be decoded") from error
 
 
-def _read_packets(container: InputContainer, name: str) -> _Packets:
-    if not container.streams.video:
+def _read_packets(container: InputContainer, header: VideoHeader) -> tuple[VideoStream, _Packets]:
+    """Return the first video stream that has packets, with them. Raises as ``decode_frames`` does."""
+    name = header.format
+    streams = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    if not streams:
         raise UnsupportedMedia(f"the {name} file has no video stream")
-    stream = container.streams.video[0]
-    codec = stream.codec_context
+    of_stream: dict[int, list[_Packet]] = {stream.index: [] for stream in streams}
+    for packet in container.demux(streams):
+        if packet.size:
+            of_stream[packet.stream.index].append(packet)
+    stream = next((stream for stream in streams if of_stream[stream.index]), streams[0])
+    codec, packets = stream.codec_context, of_stream[stream.index]
     if codec.name not in _CODECS:
         raise UnsupportedMedia(f"the {name} video is encoded as {codec.name!r}, which isn't supported")
     codec.thread_count = 1  # instances control the number of threads; frame threads also add latency
-    packets = [packet for packet in container.demux(stream) if packet.size and packet.pts is not None]
-    if not packets or stream.time_base is None:
+    if not packets:
         raise TruncatedMedia(f"the {name} video has no frames")
     if packets[-1].is_corrupt:
         raise TruncatedMedia(f"the {name} video ends within a frame")
-    return _Packets(
-        packets=packets,
-        times=sorted(_time(packet) for packet in packets),
-        keyframes=sorted((_time(packet), index) for index, packet in enumerate(packets) if packet.is_keyframe),
-        seconds_per_tick=float(stream.time_base),
-        last_duration=max(packets, key=_time).duration or 0,
-    )
+    ranked = _ranked(packets, _WITH_HIDDEN_PACKETS.get(codec.name))
+    if len(ranked.shown) < header.frames:
+        raise TruncatedMedia(f"the {name} video has {len(ranked.shown)} of the {header.frames} frames it promises")
+    if len(ranked.shown) > header.frames:
+        raise MediaMismatch(f"the {name} video has {len(ranked.shown)} frames; its header says {header.frames}")
+    return stream, ranked
 
 
-def _time(packet: _Packet) -> int:
-    assert packet.pts is not None
-    return packet.pts
+def _ranked(packets: list[_Packet], hidden_in: str | None) -> _Packets:
+    """Number the packets. ``hidden_in`` is the codec, if packets of it may show nothing."""
+    times: list[int] = []
+    for packet in packets:  # of several in a block, only the first may have a time
+        times.append(packet.pts if packet.pts is not None else times[-1] if times else 0)
+    indexes = sorted(range(len(packets)), key=times.__getitem__)
+    shown = []
+    for rank, index in enumerate(indexes):
+        packet = packets[index]
+        packet.pts = rank
+        if hidden_in is None or is_shown(hidden_in, memoryview(packet), 0, packet.size):
+            shown.append(rank)
+    keyframes = [index for index, packet in enumerate(packets) if packet.is_keyframe]
+    return _Packets(packets, shown, indexes, keyframes)
 
 
-def _times_of(packets: _Packets, header: VideoHeader, numbers: Sequence[int]) -> list[int]:
-    """Return the presentation times of the frames with these numbers."""
-    shown = packets.times
-    if header.counted:
-        if len(shown) < header.frames:
-            raise TruncatedMedia(
-                f"the {header.format} video has {len(shown)} of the {header.frames} frames it promises"
-            )
-        if len(shown) > header.frames:
-            raise MediaMismatch(f"the {header.format} video has {len(shown)} frames; its header says {header.frames}")
-        return [shown[number] for number in numbers]
-    # Without frame counts, a number means the frame that is on display at that number's time at a constant rate.
-    ticks_per_frame = 1 / (header.rate * packets.seconds_per_tick)
-    times = [shown[0] + number * ticks_per_frame for number in numbers]
-    if times[-1] > shown[-1] + max(1.5 * ticks_per_frame, packets.last_duration):
-        raise TruncatedMedia(
-            f"the {header.format} video ends after {(shown[-1] - shown[0]) * packets.seconds_per_tick:.1f} s; "
-            f"its header says {header.seconds:.1f} s"
-        )
-    return [shown[max(0, bisect.bisect_right(shown, time + ticks_per_frame / 2) - 1)] for time in times]
+def _rank(made: "_Packet | av.VideoFrame") -> int:
+    """Return the rank of a packet, or of the packet that a frame is from."""
+    assert made.pts is not None
+    return made.pts
 
 
 class FrameDecoder:
@@ -130,50 +147,71 @@ class FrameDecoder:
         self._decoder = decoder
         self._packets = packets
         self._header = header
-        self._next = 0  # index of the next packet to decode
-        self._began = False
-        self._ready: Iterator[av.VideoFrame] = iter(())
+        self._selected: frozenset[int] = frozenset()
+        self._may_skip = decoder.name != "libdav1d"  # which reads the option only once
+        self._may_seek = True
+        self._next = -1  # index of the next packet to decode; -1 before the first one
+        self._coming: Iterator[av.VideoFrame] = iter(())
+        self._last: av.VideoFrame | None = None  # that was taken
+        self._following: av.VideoFrame | None = None  # not taken yet
 
-    def frames(self, times: Sequence[int]) -> Iterator[Frame]:
-        """Yield the frames with these presentation times, which are sorted."""
-        selected = frozenset(times)
-        for time, same in itertools.groupby(times):
-            frame = self._frame(time, selected)
+    def frames(self, numbers: Sequence[int]) -> Iterator[Frame]:
+        """Yield the frames with these numbers, which are sorted."""
+        self._selected = frozenset(self._packets.shown[number] for number in numbers)
+        for number, same in itertools.groupby(numbers):
+            frame = self._displayed(self._frame(self._packets.shown[number]))
             for _ in same:
                 yield frame
 
-    def _frame(self, time: int, selected: frozenset[int]) -> Frame:
-        self._seek(time)
-        for frame in self._ready:
-            if frame.pts == time:
-                return self._displayed(frame)
-        for frame in self._decode(selected):
-            if frame.pts == time:
-                return self._displayed(frame)
-        raise UnsupportedMedia(f"the {self._header.format} video is damaged: a frame can't be decoded")
+    def _frame(self, rank: int) -> av.VideoFrame:
+        """Return the frame of a packet, or of the last one before it that the decoder shows. Second fields, and what
+        depends on frames before the file's beginning, aren't shown."""
+        self._seek(self._packets.start(rank) if self._may_seek else 0)
+        self._advance(rank)
+        frame = self._last or self._following
+        if frame is None:
+            raise UnsupportedMedia(f"the {self._header.format} video is damaged: a frame can't be decoded")
+        return frame
 
-    def _seek(self, time: int) -> None:
-        """Skip to the last keyframe before a time, unless the decoder is already beyond it."""
-        keyframes = self._packets.keyframes
-        index = bisect.bisect_right(keyframes, time, key=lambda keyframe: keyframe[0]) - 1
-        first = keyframes[index][1] if index >= 0 else 0
-        if not self._began or first > self._next:
-            if self._began:
-                self._decoder.flush_buffers()
-            self._began = True
-            self._next = first
-            self._ready = iter(())
+    def _seek(self, start: int) -> None:
+        """Go on with the packet at an index, unless the decoder is already beyond it."""
+        if start <= self._next:
+            return
+        self._restart(start)
+        self._following = next(self._coming, None)
+        packet = self._packets.packets[start]
+        is_complete = self._following is not None and _rank(self._following) <= _rank(packet)
+        if start and not packet.is_discard and not is_complete:
+            # pictures are refreshed in parts, over several frames after each keyframe
+            self._may_seek = False
+            self._restart(0)
 
-    def _decode(self, selected: frozenset[int]) -> Iterator[av.VideoFrame]:
-        """Decode further packets. Frames that the consumer doesn't take stay in ``_ready`` for the next call."""
+    def _restart(self, index: int) -> None:
+        if self._next >= 0:
+            self._decoder.flush_buffers()
+        self._next = index
+        self._coming = self._decoded()
+        self._last = self._following = None
+
+    def _advance(self, rank: int) -> None:
+        """Take frames up to that of a packet."""
+        while self._last is None or _rank(self._last) < rank:
+            frame = self._following or next(self._coming, None)
+            if frame is None:
+                return
+            if _rank(frame) > rank:
+                self._following = frame
+                return
+            self._last, self._following = frame, None
+
+    def _decoded(self) -> Iterator[av.VideoFrame]:
         packets = self._packets.packets
         while self._next <= len(packets):
             packet = packets[self._next] if self._next < len(packets) else None
             self._next += 1
-            is_selected = packet is None or packet.pts in selected
-            self._decoder.skip_frame = "DEFAULT" if is_selected else "NONREF"
-            self._ready = iter(self._decoder.decode(packet))
-            yield from self._ready
+            may_skip = self._may_skip and packet is not None and packet.pts not in self._selected
+            self._decoder.skip_frame = "NONREF" if may_skip else "DEFAULT"
+            yield from self._decoder.decode(packet)
 
     def _displayed(self, frame: av.VideoFrame) -> Frame:
         """Return a frame's pixels as displayed. Raises MediaMismatch if its size contradicts the header."""

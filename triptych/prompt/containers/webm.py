@@ -1,53 +1,54 @@
 """Reads the headers of video and audio tracks in WebM and Matroska files (RFC 9559), element by element.
 
-If the header has the duration, as in every finished file, the clusters aren't read. Otherwise (an interrupted
-recording, or one made by a browser) their blocks are counted. That duration is the longest track's; the audio track's
-is taken from its first and last blocks.
+The format declares no numbers of frames, so the file's blocks are counted: all of them, in one pass over the headers of
+elements. What can't be read is skipped up to the next cluster, as FFmpeg does; a block that the file's end cuts off
+doesn't count.
 
 Untrusted bytes: every loop advances and is bounded. Only MediaError, ``struct.error`` and IndexError are raised; the
 latter two mean that the file is truncated.
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
+from triptych.media.shown import is_shown
 from triptych.types import AudioHeader, VideoHeader
 
-_MAX_ELEMENTS = 1 << 18
-"""Limit on the elements read in a file. Without a duration, every frame and every packet of audio is one."""
+_MAX_ELEMENTS = 1 << 19
+"""Limit on the elements read in a file. An hour at 60 frames a second, with packets of sound of 20 ms, has 400,000."""
 
 _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 0x1654AE6B, 0x1F43B675
+_CLUSTER_ID = _CLUSTER.to_bytes(4, "big")
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
 _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0xD7, 0x83, 0x86, 0x23E383, 0xE0
+_ENCODINGS = 0x6D80
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
-_PARENTS = frozenset({_SEGMENT, _CLUSTER})
-"""Elements that may have an unknown size: they end where the next element of their parent begins."""
+_BLOCKS = frozenset({_SIMPLE_BLOCK, _BLOCK})
+_PARENTS = frozenset({_SEGMENT, _CLUSTER, _BLOCK_GROUP})
+"""Elements whose content is read as if it were their parent's. So those of unknown size need no end."""
+_LACING = 0x06
 
-_CODECS = frozenset({b"V_VP8", b"V_VP9", b"V_AV1", b"V_MPEG4/ISO/AVC", b"V_MPEGH/ISO/HEVC"})
+_CODECS = {
+    b"V_VP8": "vp8",
+    b"V_VP9": "vp9",
+    b"V_AV1": "av1",
+    b"V_MPEG4/ISO/AVC": "h264",
+    b"V_MPEGH/ISO/HEVC": "hevc",
+}
+"""Names of codecs, as FFmpeg has them."""
 _AUDIO_CODECS = frozenset(
     {b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
 )
 _VIDEO_TYPE, _AUDIO_TYPE = 1, 2
 _NANO = 1_000_000_000
+_MILLISECOND = 1_000_000
 _MAX_RATE_TERM = 30_000
 """Frame durations are whole nanoseconds: 33333333 stands for 1/30 s, 33366667 for 1001/30000 s."""
-
-
-@dataclass
-class _WebmSource:
-    """A file's bytes, with a budget of elements to read."""
-
-    data: bytes
-    elements_left: int = _MAX_ELEMENTS
-
-    def look(self) -> None:
-        self.elements_left -= 1
-        if self.elements_left < 0:
-            raise UnsupportedMedia(f"the WebM video has more than {_MAX_ELEMENTS} elements")
 
 
 @dataclass
@@ -61,51 +62,63 @@ class _WebmTrack:
     """In nanoseconds; 0 if the header doesn't have it."""
     width: int = 0
     height: int = 0
+    encoded: bool = False
+    """Whether the blocks are compressed once more, or encrypted."""
 
 
 @dataclass
 class _WebmFile:
-    """A file's header."""
+    """A file's bytes, with a budget of elements to read, and what was read."""
 
-    segment: tuple[int, int]
-    """Start and end of the segment, which contains everything else."""
-    clusters: int
-    """Offset of the first cluster."""
-    scale: int = 1_000_000
+    data: bytes
+    elements_left: int = _MAX_ELEMENTS
+    scale: int = _MILLISECOND
     """Unit of time, in nanoseconds."""
     duration: float = 0.0
-    """In that unit; 0 if the header doesn't have it."""
+    """The longest track's, in that unit; 0 if the header doesn't have it."""
     tracks: list[_WebmTrack] = field(default_factory=list)
+    blocks: defaultdict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """By track number: (time in that unit, start, end) of each block, from its flags on."""
 
-    def first(self, kind: int, codecs: frozenset[bytes], *, name: str, missing: str) -> _WebmTrack:
-        """Return the first track of a kind. Raises UnsupportedMedia if there is none, or its codec isn't supported."""
-        track = next((track for track in self.tracks if track.kind == kind and track.number), None)
-        if track is None:
-            raise UnsupportedMedia(f"the WebM {missing}")
-        if track.codec not in codecs:
-            codec = track.codec[:32].decode("latin-1")
-            raise UnsupportedMedia(f"the WebM {name} is encoded as {codec!r}, which isn't supported")
-        return track
+    def first(self, kind: int) -> _WebmTrack | None:
+        """Return the first track of a kind that has blocks, or the first one if none has."""
+        tracks = [track for track in self.tracks if track.kind == kind and track.number]
+        return next((track for track in tracks if self.blocks[track.number]), tracks[0] if tracks else None)
+
+    def look(self) -> None:
+        self.elements_left -= 1
+        if self.elements_left < 0:
+            raise UnsupportedMedia(f"the WebM video has more than {_MAX_ELEMENTS} elements")
 
 
 def probe_webm(data: bytes) -> VideoHeader:
-    """Return the header of the file's first video track. Raises UnsupportedMedia, TruncatedMedia, ``struct.error`` or
-    IndexError."""
-    source = _WebmSource(data)
-    file = _read(source)
-    track = file.first(_VIDEO_TYPE, _CODECS, name="video", missing="file has no video track")
-    if file.duration and track.frame_duration:
-        frames = round(file.duration * file.scale / track.frame_duration)
-        return _header(track, frames, _rate(track.frame_duration), counted=False)
-    return _counted(source, file, track)
+    """Return the header of the file's first video track that has frames. Raises UnsupportedMedia, TruncatedMedia,
+    ``struct.error`` or IndexError."""
+    file = _read(data)
+    track = file.first(_VIDEO_TYPE)
+    if track is None:
+        raise UnsupportedMedia("the WebM file has no video track")
+    codec = _CODECS.get(track.codec)
+    if codec is None:
+        raise _unsupported("video", track)
+    times = _frame_times(file, track, codec)
+    if not times:
+        raise UnsupportedMedia("the WebM video has no frames")
+    return VideoHeader("WebM", track.width, track.height, len(times), _rate(file, track, times))
 
 
 def probe_webm_audio_track(data: bytes) -> AudioHeader:
     """Return the header of the file's first audio track. Raises as ``probe_webm`` does."""
-    source = _WebmSource(data)
-    file = _read(source)
-    track = file.first(_AUDIO_TYPE, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
-    first, before_last, last = _block_times(source, file, track)
+    file = _read(data)
+    track = file.first(_AUDIO_TYPE)
+    if track is None:
+        raise UnsupportedMedia("the WebM video has no audio track")
+    if track.codec not in _AUDIO_CODECS:
+        raise _unsupported("video's sound", track)
+    times = [time for time, _, _ in file.blocks[track.number]]
+    if not times:
+        raise UnsupportedMedia("the WebM video's audio track is empty")
+    first, before_last, last = times[0], times[max(0, len(times) - 2)], times[-1]
     end = last * file.scale + ((last - before_last) * file.scale or track.frame_duration)
     if file.duration:
         end = min(end, max(round(file.duration), last) * file.scale)
@@ -115,67 +128,98 @@ def probe_webm_audio_track(data: bytes) -> AudioHeader:
     return AudioHeader("WebM", _NANO, 1, ticks, in_video=True)
 
 
-def _read(source: _WebmSource) -> _WebmFile:
-    """Read the header, up to the first cluster."""
-    data = source.data
-    segment = next(((start, end) for kind, start, end in _elements(source, 0, len(data)) if kind == _SEGMENT), None)
-    if segment is None:
-        raise TruncatedMedia("the WebM video ends before its header")
-    file = _WebmFile(segment, segment[1])
-    for kind, start, end in _elements(source, *segment):
-        if kind == _INFO:
-            _read_info(source, start, end, file)
-        elif kind == _TRACKS:
-            file.tracks += [
-                _read_track(source, inner, inner_end)
-                for inner_kind, inner, inner_end in _elements(source, start, end)
+def _unsupported(name: str, track: _WebmTrack) -> UnsupportedMedia:
+    codec = track.codec[:32].decode("latin-1")
+    return UnsupportedMedia(f"the WebM {name} is encoded as {codec!r}, which isn't supported")
+
+
+def _frame_times(file: _WebmFile, track: _WebmTrack, codec: str) -> list[int]:
+    """Return when each frame is shown, in the file's unit, in file order."""
+    times: list[int] = []
+    for time, start, end in file.blocks[track.number]:
+        if file.data[start] & _LACING:
+            frame = track.frame_duration // file.scale
+            times += [time + number * frame for number in range(file.data[start + 1] + 1)]
+        elif track.encoded or is_shown(codec, file.data, start + 1, end):
+            times.append(time)
+    return times
+
+
+def _rate(file: _WebmFile, track: _WebmTrack, times: list[int]) -> float:
+    """Return the average rate: the declared one if the frames' times agree, which are rounded to the file's unit."""
+    declared = Fraction(track.frame_duration, _NANO).limit_denominator(_MAX_RATE_TERM)
+    gaps = len(times) - 1
+    spent = (max(times) - min(times)) * file.scale
+    if declared and abs(gaps * track.frame_duration - spent) <= file.scale:
+        return float(1 / declared)
+    if not spent:
+        return float(1 / declared) if declared else 1.0
+    return gaps / (spent / _NANO)
+
+
+def _read(data: bytes) -> _WebmFile:
+    """Read the header, wherever it is, and note all blocks."""
+    file = _WebmFile(data)
+    cluster_time = 0
+    for kind, start, end in _flattened(file):
+        if kind in _BLOCKS:
+            number, number_bytes = _number(data, start, keep_marker=False)
+            flags = start + number_bytes + 2
+            if flags + 1 < end:
+                time = cluster_time + int.from_bytes(data[flags - 2 : flags], "big", signed=True)
+                file.blocks[number].append((time, flags, end))
+        elif kind == _TIMESTAMP:
+            cluster_time = _unsigned(data, start, end)
+        elif kind == _INFO:
+            _read_info(file, start, end)
+        elif kind == _TRACKS and not file.tracks:
+            file.tracks = [
+                _read_track(file, inner, inner_end)
+                for inner_kind, inner, inner_end in _elements(file, start, end)
                 if inner_kind == _TRACK
             ]
-        elif kind == _CLUSTER:
-            file.clusters = start
-            break
+    if not file.tracks:
+        raise TruncatedMedia("the WebM video ends before its header")
     return file
 
 
-def _counted(source: _WebmSource, file: _WebmFile, track: _WebmTrack) -> VideoHeader:
-    times = list(_times(source, file.clusters, file.segment[1], track))
-    if not times:
-        raise UnsupportedMedia("the WebM video has no frames")
-    frames, seconds = len(times), (max(times) - min(times)) * file.scale / _NANO
-    if track.frame_duration:
-        rate = _rate(track.frame_duration)
-    else:
-        rate = (frames - 1) / seconds if frames > 1 and seconds > 0 else 1.0
-    return _header(track, frames, rate, counted=True)
+def _flattened(file: _WebmFile) -> Iterator[tuple[int, int, int]]:
+    """Yield (id, start, end) of the content of all elements but ``_PARENTS``, whose own follow instead, in file order.
+
+    Behind a damaged element, goes on at the next cluster. A last element that the file's end cuts off is left out.
+    """
+    data, end, start = file.data, len(file.data), 0
+    while start < end:
+        file.look()
+        try:
+            kind, id_bytes = _number(data, start, keep_marker=True)
+            size, size_bytes = _number(data, start + id_bytes, keep_marker=False)
+        except (IndexError, TruncatedMedia):
+            return
+        except UnsupportedMedia:
+            start = _next_cluster(data, start + 1)
+            continue
+        content = start + id_bytes + size_bytes
+        if kind in _PARENTS:
+            start = content
+        elif size < 0 or content + size > end:
+            start = _next_cluster(data, content)
+        else:
+            yield kind, content, content + size
+            start = content + size
 
 
-def _block_times(source: _WebmSource, file: _WebmFile, track: _WebmTrack) -> tuple[int, int, int]:
-    """Return when the first, the last but one and the last block of a track begin, in the file's unit. Clusters in
-    between are skipped."""
-    first = next(_times(source, file.clusters, file.segment[1], track), None)
-    clusters = [(start, end) for kind, start, end in _elements(source, *file.segment) if kind == _CLUSTER]
-    for start, end in reversed(clusters):
-        last = list(_times(source, start, end, track))[-2:]
-        if last and first is not None:
-            return first, last[0], last[-1]
-    raise UnsupportedMedia("the WebM video's audio track is empty")
-
-
-def _rate(frame_duration: int) -> float:
-    seconds = Fraction(frame_duration, _NANO).limit_denominator(_MAX_RATE_TERM)
-    return float(1 / seconds) if seconds else float("inf")
-
-
-def _header(track: _WebmTrack, frames: int, rate: float, *, counted: bool) -> VideoHeader:
-    if frames < 1:
-        raise UnsupportedMedia("the WebM video has no frames")
-    return VideoHeader("WebM", track.width, track.height, frames, rate, counted=counted)
+def _next_cluster(data: bytes, start: int) -> int:
+    found = data.find(_CLUSTER_ID, start)
+    return found if found >= 0 else len(data)
 
 
 def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
     """Return (value, bytes) of an EBML variable-length integer; the value is -1 for all bits set, meaning unknown."""
     first = data[start]
     length = 9 - first.bit_length()
+    if length == 1:
+        return (first if keep_marker else -1 if first == 0xFF else first & 0x7F), 1
     if length > 8:
         raise UnsupportedMedia("the WebM video has a damaged element")
     if start + length > len(data):
@@ -187,18 +231,17 @@ def _number(data: bytes, start: int, *, keep_marker: bool) -> tuple[int, int]:
     return (-1 if value == (1 << 7 * length) - 1 else value), length
 
 
-def _elements(source: _WebmSource, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (id, start, end) of each element's content, cut at ``end``; elements of unknown size extend to it."""
+def _elements(file: _WebmFile, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (id, start, end) of each element's content, cut at ``end``."""
     while start < end:
-        source.look()
-        kind, id_bytes = _number(source.data, start, keep_marker=True)
-        size, size_bytes = _number(source.data, start + id_bytes, keep_marker=False)
+        file.look()
+        kind, id_bytes = _number(file.data, start, keep_marker=True)
+        size, size_bytes = _number(file.data, start + id_bytes, keep_marker=False)
         content = start + id_bytes + size_bytes
-        if size < 0 and kind not in _PARENTS:
+        if size < 0:
             raise UnsupportedMedia("the WebM video has an element of unknown size")
-        content_end = end if size < 0 else content + size
-        yield kind, content, min(content_end, end)
-        start = content_end
+        yield kind, content, min(content + size, end)
+        start = content + size
 
 
 def _float(data: bytes, start: int, end: int) -> float:
@@ -214,67 +257,36 @@ def _unsigned(data: bytes, start: int, end: int) -> int:
     return int.from_bytes(data[start:end], "big")
 
 
-def _read_info(source: _WebmSource, start: int, end: int, file: _WebmFile) -> None:
-    for kind, inner, inner_end in _elements(source, start, end):
+def _read_info(file: _WebmFile, start: int, end: int) -> None:
+    for kind, inner, inner_end in _elements(file, start, end):
         if kind == _TIMESTAMP_SCALE:
-            file.scale = _unsigned(source.data, inner, inner_end)
+            file.scale = _unsigned(file.data, inner, inner_end) or _MILLISECOND
         elif kind == _DURATION:
-            duration = _float(source.data, inner, inner_end)
+            duration = _float(file.data, inner, inner_end)
             file.duration = duration if 0 < duration < 2**53 else 0.0
 
 
-def _read_track(source: _WebmSource, start: int, end: int) -> _WebmTrack:
+def _read_track(file: _WebmFile, start: int, end: int) -> _WebmTrack:
     track = _WebmTrack()
-    for kind, inner, inner_end in _elements(source, start, end):
+    for kind, inner, inner_end in _elements(file, start, end):
         if kind == _TRACK_NUMBER:
-            track.number = _unsigned(source.data, inner, inner_end)
+            track.number = _unsigned(file.data, inner, inner_end)
         elif kind == _TRACK_TYPE:
-            track.kind = _unsigned(source.data, inner, inner_end)
+            track.kind = _unsigned(file.data, inner, inner_end)
         elif kind == _CODEC:
-            track.codec = source.data[inner:inner_end].rstrip(b"\x00")
+            track.codec = file.data[inner:inner_end].rstrip(b"\x00")
         elif kind == _DEFAULT_DURATION:
-            track.frame_duration = _unsigned(source.data, inner, inner_end)
+            track.frame_duration = _unsigned(file.data, inner, inner_end)
+        elif kind == _ENCODINGS:
+            track.encoded = True
         elif kind == _VIDEO:
-            _read_size(source, inner, inner_end, track)
+            _read_size(file, inner, inner_end, track)
     return track
 
 
-def _read_size(source: _WebmSource, start: int, end: int, track: _WebmTrack) -> None:
-    for kind, inner, inner_end in _elements(source, start, end):
+def _read_size(file: _WebmFile, start: int, end: int, track: _WebmTrack) -> None:
+    for kind, inner, inner_end in _elements(file, start, end):
         if kind == _PIXEL_WIDTH:
-            track.width = _unsigned(source.data, inner, inner_end)
+            track.width = _unsigned(file.data, inner, inner_end)
         elif kind == _PIXEL_HEIGHT:
-            track.height = _unsigned(source.data, inner, inner_end)
-
-
-def _times(source: _WebmSource, start: int, end: int, track: _WebmTrack) -> Iterator[int]:
-    """Yield when each of the track's blocks begins, in the file's unit. ``start`` is a cluster's first content byte."""
-    cluster_time = 0
-    for kind, inner, inner_end in _flattened(source, start, end):
-        if kind == _TIMESTAMP:
-            cluster_time = _unsigned(source.data, inner, inner_end)
-        elif kind in (_SIMPLE_BLOCK, _BLOCK):
-            number, number_bytes = _number(source.data, inner, keep_marker=False)
-            if number == track.number:
-                time: int = struct.unpack_from(">h", source.data, inner + number_bytes)[0]
-                yield cluster_time + time
-
-
-def _flattened(source: _WebmSource, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the elements of all clusters, including those in block groups, in file order. A truncated last element is
-    skipped."""
-    while start < end:
-        source.look()
-        try:
-            kind, id_bytes = _number(source.data, start, keep_marker=True)
-            size, size_bytes = _number(source.data, start + id_bytes, keep_marker=False)
-        except (IndexError, TruncatedMedia):
-            return
-        content = start + id_bytes + size_bytes
-        if kind in (_CLUSTER, _BLOCK_GROUP):
-            start = content  # what is in it comes next
-            continue
-        if size < 0 or content + size > end:
-            return
-        yield kind, content, content + size
-        start = content + size
+            track.height = _unsigned(file.data, inner, inner_end)
