@@ -17,7 +17,7 @@ from triptych.api.answers import ChoiceDelta
 from triptych.api.response_items import OutputItems
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.validation import parse_request
-from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
 
@@ -253,6 +253,10 @@ def logprob(token: str | bytes) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode({"token": data.decode(errors="replace"), "bytes": list(data)}))
 
 
+def thought(text: str) -> list[Any]:
+    return [ReasoningDelta(text)] if text else []
+
+
 Said = tuple[list[str | bytes], str, list[Any]]
 """The tokens of a delta, its reasoning, and its events."""
 TEXT, START, ARGUMENTS = TextDelta, ToolCallStart(0, "weather"), ToolCallArguments(0, "{}")
@@ -294,7 +298,9 @@ def test_text_has_the_log_probabilities_of_its_own_tokens(deltas: list[Said], ex
     changes = [
         change
         for tokens, reasoning, events in deltas
-        for change in output.add(ChoiceDelta(0, reasoning, events, [logprob(token) for token in tokens], None))
+        for change in output.add(
+            ChoiceDelta(0, thought(reasoning) + events, [logprob(token) for token in tokens], None)
+        )
     ] + list(output.finish("completed"))
     whole = [one for item in output.items for part in item.get("content", ()) for one in part.get("logprobs", ())]
     streamed = [one for kind, change in changes if kind == "response.output_text.delta" for one in change["logprobs"]]
@@ -309,10 +315,10 @@ def test_reasoning_is_streamed_as_items(thinker: Served) -> None:
     """Tests the items alone: this API lacks the chat fields that make the model reason."""
     output = OutputItems()
     deltas = [
-        ChoiceDelta(0, "Hm", [], [], None),
-        ChoiceDelta(0, ".", [TextDelta("Yes")], [], None),
-        ChoiceDelta(0, "", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
-        ChoiceDelta(0, "", [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
+        ChoiceDelta(0, [ReasoningDelta("Hm")], [], None),
+        ChoiceDelta(0, [ReasoningDelta("."), TextDelta("Yes")], [], None),
+        ChoiceDelta(0, [ToolCallStart(0, "weather"), ToolCallArguments(0, "{")], [], None),
+        ChoiceDelta(0, [ToolCallArguments(0, "}"), TextDelta("Done.")], [], "stop"),
     ]
     changes = [change for delta in deltas for change in output.add(delta)] + list(output.finish("completed"))
     assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call", "message"]

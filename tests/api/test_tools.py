@@ -16,7 +16,7 @@ from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.validation import parse_request
 from triptych.errors import InvalidRequest
-from triptych.prompt.reasoning import Reasoning
+from triptych.prompt.formats.reasoning import Reasoning
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ import msgspec
 from triptych.api.generation import ChoiceOutput, Generation
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.messages.work import TokenLogprob
-from triptych.prompt.reasoning import Reasoning, ReasoningParser
+from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.hermes import Hermes
+from triptych.prompt.formats.parser import AnswerParser
+from triptych.prompt.formats.reasoning import THINK, Reasoning
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.prompt.tool_calls import Event, TextDelta, ToolCallArguments, ToolCallParser, ToolCallStart
 
 
 @dataclass
@@ -22,25 +24,32 @@ class PreparedChat:
 
     generation: Generation
     request: ChatCompletionRequest
-    tools: list[str]
-    """Names of the tools that the answer may call."""
 
     @property
     def reasoning(self) -> Reasoning:
         """How the answer may begin with reasoning."""
         return self.generation.prompts[0].reasoning
 
+    def new_parser(self) -> AnswerParser:
+        """Return a parser for one choice."""
+        tools = {tool.function.name: tool.function.parameters for tool in self.request.callable_tools}
+        return AnswerParser(self.reasoning, (THINK,), (Hermes(),), tools)
+
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """What one output of the model adds to a choice's message: reasoning, then text and tool calls in order."""
+    """What one output of the model adds to a choice's message: reasoning, text and tool calls in order."""
 
     choice: int
-    reasoning: str
     events: list[Event]
     logprobs: list[msgspec.Raw]
     """Entries in the format of ``choices[].logprobs.content``."""
     finish_reason: str | None
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of all events, joined."""
+        return "".join(one.text for one in self.events if isinstance(one, ReasoningDelta))
 
     @property
     def content(self) -> str:
@@ -48,27 +57,10 @@ class ChoiceDelta:
         return "".join(one.text for one in self.events if isinstance(one, TextDelta))
 
 
-class _ChoiceParser:
-    """Splits one choice's text into reasoning, tool calls and content."""
-
-    def __init__(self, reasoning: Reasoning, tools: Sequence[str]) -> None:
-        self.reasoning = ReasoningParser(reasoning)
-        self.calls = ToolCallParser(tools) if tools else None
-
-    def push(self, text: str, is_last: bool) -> tuple[str, list[Event]]:
-        reasoning, rest = self.reasoning.push(text)
-        if is_last:
-            more_reasoning, more = self.reasoning.finish()
-            reasoning, rest = reasoning + more_reasoning, rest + more
-        if self.calls is None:
-            return reasoning, [TextDelta(rest)] if rest else []
-        return reasoning, self.calls.push(rest) + (self.calls.finish() if is_last else [])
-
-
 async def stream_deltas(chat: PreparedChat) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield the deltas of all choices as they arrive. Raises as ``Generation.stream`` does."""
     generation = chat.generation
-    parsers = [_ChoiceParser(chat.reasoning, chat.tools) for _ in range(generation.num_choices)]
+    parsers = [chat.new_parser() for _ in range(generation.num_choices)]
     async with aclosing(generation.stream()) as stream:
         async for output in stream:
             delta = _delta(chat, output, parsers[output.choice])
@@ -77,19 +69,21 @@ async def stream_deltas(chat: PreparedChat) -> AsyncGenerator[ChoiceDelta, None]
             yield delta
 
 
-def _delta(chat: PreparedChat, output: ChoiceOutput, parser: _ChoiceParser) -> ChoiceDelta:
-    if parser.reasoning.in_reasoning:
+def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> ChoiceDelta:
+    if parser.in_reasoning:
         chat.generation.num_reasoning += len(output.tokens)
-    reasoning, events = parser.push(output.text, output.finish_reason is not None)
     reason = output.finish_reason
-    if parser.calls is not None and parser.calls.complete:
+    events = parser.push(output.text)
+    if reason is not None:
+        events += parser.finish()
+    if parser.complete:
         if chat.request.parallel_tool_calls is False:
-            events = [one for one in events if isinstance(one, TextDelta) or one.index == 0]
+            events = [one for one in events if getattr(one, "index", 0) == 0]
             reason = reason or "stop"
         if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
     logprobs = logprob_entries(chat.generation.service.tokenizer, output.tokens, output.logprobs)
-    return ChoiceDelta(output.choice, reasoning, events, logprobs, reason)
+    return ChoiceDelta(output.choice, events, logprobs, reason)
 
 
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:

@@ -24,8 +24,8 @@ from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.observe.timeline import Interval
+from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
 from triptych.prompt.prompt import PlannedPrompt
-from triptych.prompt.tool_calls import ToolCallArguments, ToolCallStart
 
 
 async def prepare(service: Service, request: ChatCompletionRequest, context: RequestContext) -> PreparedChat:
@@ -51,7 +51,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
         id=f"chatcmpl-{secrets.token_hex(12)}",
         intervals=intervals,
     )
-    return PreparedChat(generation, request, [tool.function.name for tool in request.callable_tools])
+    return PreparedChat(generation, request)
 
 
 async def plan_prompt(

@@ -10,8 +10,8 @@ from triptych.api.json_schema import StepBudget, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.messages.work import GrammarKind, GrammarSpec
-from triptych.prompt.reasoning import END_THINK, THINK, Reasoning
-from triptych.prompt.tool_calls import CALL, END_CALL
+from triptych.prompt.formats.hermes import CALL, END_CALL
+from triptych.prompt.formats.reasoning import THINK, Reasoning
 
 Format = dict[str, Any]
 
@@ -102,11 +102,11 @@ def _after_reasoning(answer: Format, reasoning: Reasoning) -> Format:
         return answer
     tag: Format = {
         "type": "tag",
-        "begin": "" if reasoning is Reasoning.OPEN else THINK,
+        "begin": "" if reasoning.is_open else THINK.open,
         "content": {"type": "any_text"},
-        "end": [f"{END_THINK}\n\n", END_THINK],
+        "end": [f"{THINK.close}\n\n", THINK.close],
     }
-    first = tag if reasoning is Reasoning.OPEN else {"type": "optional", "content": tag}
+    first = tag if reasoning.is_open else {"type": "optional", "content": tag}
     return {"type": "sequence", "elements": [first, answer]}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from triptych.api.answers import ChoiceDelta, new_call_id
-from triptych.prompt.tool_calls import TextDelta, ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -29,12 +29,12 @@ class OutputItems:
 
     def add(self, delta: ChoiceDelta) -> Iterator[Event]:
         """Add a delta and yield the events for it."""
-        if delta.reasoning:
-            yield from self._append(REASONING, delta.reasoning)
-            self._logprobs = []  # only text has log probabilities
         self._logprobs += delta.logprobs
         for one in delta.events:
-            if isinstance(one, TextDelta):
+            if isinstance(one, ReasoningDelta):
+                yield from self._append(REASONING, one.text)
+                self._logprobs = list(delta.logprobs)  # only text has them
+            elif isinstance(one, TextDelta):
                 yield from self._append(MESSAGE, one.text)
             elif isinstance(one, ToolCallStart):
                 yield from self._begin(CALL, {"call_id": new_call_id(), "name": one.name, "arguments": ""})

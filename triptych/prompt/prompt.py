@@ -28,10 +28,10 @@ from triptych.models.base import MediaToken, Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
+from triptych.prompt.formats.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_audio_track, probe_video
-from triptych.prompt.reasoning import Reasoning, reasoning_at_end
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, MODEL_SIZE, ItemContext, ItemPlan, MediaHeader, Placement, Span

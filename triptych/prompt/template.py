@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from triptych.checkpoint.config_files import read_json_object
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.prompt.bounded_jinja import BoundedEnvironment
-from triptych.prompt.reasoning import THINK
+from triptych.prompt.formats.reasoning import THINK
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _LEGACY_TEMPLATE_FILE = "chat_template.json"
@@ -44,7 +44,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"{folder}: the chat template doesn't parse: {error}") from error
         self.supports_tools = "tools" in read
-        self.supports_reasoning = THINK in source
+        self.supports_reasoning = THINK.open in source
         """Whether the template handles reasoning between tags."""
         own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
         self.variables = frozenset(read - own)

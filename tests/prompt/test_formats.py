@@ -3,22 +3,27 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.prompt.reasoning import Reasoning, ReasoningParser, reasoning_at_end
-from triptych.prompt.tool_calls import Event, TextDelta, ToolCallArguments, ToolCallParser, ToolCallStart
+from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.hermes import Hermes
+from triptych.prompt.formats.parser import AnswerParser
+from triptych.prompt.formats.reasoning import THINK, Reasoning, reasoning_at_end
 
-NAMES = ("weather", "time")
+TOOLS = {"weather": None, "time": None}
 
 
 def split(text: str, reasoning: Reasoning, cuts: list[int]) -> tuple[str, str]:
-    splitter = ReasoningParser(reasoning)
-    parts = [splitter.push(piece) for piece in pieces(text, cuts)] + [splitter.finish()]
-    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+    events = joined(AnswerParser(reasoning, (THINK,), (), {}), text, cuts)
+    return (
+        "".join(one.text for one in events if isinstance(one, ReasoningDelta)),
+        "".join(one.text for one in events if isinstance(one, TextDelta)),
+    )
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
@@ -26,20 +31,20 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def parsed(text: str, cuts: list[int]) -> list[Event]:
+def joined(parser: AnswerParser, text: str, cuts: list[int]) -> list[Event]:
     """The events, those of a kind that follow each other joined."""
-    parser = ToolCallParser(NAMES)
-    events = [event for piece in pieces(text, cuts) for event in parser.push(piece)] + parser.finish()
-    joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
-            joined[-1] = TextDelta(last.text + event.text)
-        elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
-            joined[-1] = ToolCallArguments(last.index, last.text + event.text)
+    events: list[Event] = []
+    for event in [event for piece in pieces(text, cuts) for event in parser.push(piece)] + parser.finish():
+        last = events[-1] if events else None
+        if type(event) is type(last) and not isinstance(event, ToolCallStart):
+            events[-1] = replace(last, text=last.text + event.text)  # type: ignore[union-attr, arg-type]
         else:
-            joined.append(event)
-    return joined
+            events.append(event)
+    return events
+
+
+def parsed(text: str, cuts: list[int]) -> list[Event]:
+    return joined(AnswerParser(Reasoning.NONE, (), (Hermes(),), TOOLS), text, cuts)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ ROME = {"city": 'Ro"m}e </tool_call> \\'}
         (f"{call({})}\nDone. ", [ToolCallStart(0, "weather"), ToolCallArguments(0, "{}"), TextDelta("Done. ")]),
         (
             '<tool_call>{"arguments": {"x":1}, "name": "time"}</tool_call>',
-            [ToolCallStart(0, "time"), ToolCallArguments(0, '{"x": 1}')],
+            [ToolCallStart(0, "time"), ToolCallArguments(0, '{"x":1}')],
         ),
         ('<tool_call>{"name": "time"}</tool_call>', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
         ('<tool_call>{"name": "time", "arguments": {}', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
@@ -152,7 +157,7 @@ def test_calls_are_the_same_for_any_split(text: str, cuts: list[int]) -> None:
 
 
 def test_a_long_call_costs_no_more_than_its_length() -> None:
-    parser = ToolCallParser(NAMES)
+    parser = AnswerParser(Reasoning.NONE, (), (Hermes(),), TOOLS)
     parser.push("<tool_call>")
     letters = random.Random(0).choices("abc{}", k=100_000)
     said = "".join(event.text for letter in letters for event in parser.push(letter) if isinstance(event, TextDelta))

@@ -1,0 +1,38 @@
+"""Calls as DeepSeek writes them, V3 and R1 with a block of code, V3.1 without::
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather
+```json
+{"city": "Rome"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import read_arguments
+from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+
+CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CODE, END_CODE = "```json\n", "```"
+
+
+class DeepSeek(Format):
+    name = "deepseek_v3"
+    parsers = ("deepseek_v3", "deepseek_v31")
+    openers = (CALLS, CALL)
+    closers = (END_CALLS, SEPARATOR, END_CALL)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        if opener == CALLS:
+            yield from reader.expect(CALL)
+        name, end = yield from reader.until(SEPARATOR)
+        if name.strip() == "function":
+            name, end = yield from reader.until(CODE)
+        if not end:
+            raise NotACallError
+        out.begin(name.strip())
+        if (yield from read_arguments(reader, out.argue)):
+            out.end()
+        yield from reader.space()
+        yield from reader.literal(END_CODE)
+        yield from reader.expect(END_CALL)

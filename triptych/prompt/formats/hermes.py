@@ -1,0 +1,23 @@
+"""Calls as Hermes and Qwen write them::
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import ignore, read_call
+from triptych.prompt.formats.reader import Reader, Steps
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+class Hermes(Format):
+    name = "hermes"
+    parsers = ("hermes",)
+    openers = (CALL,)
+    closers = (END_CALL,)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        yield from read_call(reader, out)
+        yield from reader.stream((END_CALL,), ignore)

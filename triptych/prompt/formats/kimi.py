@@ -1,0 +1,30 @@
+"""Calls as Kimi K2 writes them::
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import read_arguments
+from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+
+CALLS, END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+class Kimi(Format):
+    name = "kimi_k2"
+    parsers = ("kimi_k2",)
+    openers = (CALLS, CALL)
+    closers = (END_CALLS, ARGUMENTS, END_CALL)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        if opener == CALLS:
+            yield from reader.expect(CALL)
+        path, end = yield from reader.until(ARGUMENTS)
+        if not end:
+            raise NotACallError
+        out.begin(path.strip().rpartition(":")[0].removeprefix("functions."))
+        if (yield from read_arguments(reader, out.argue)):
+            out.end()
+        yield from reader.expect(END_CALL)

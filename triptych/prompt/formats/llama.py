@@ -1,0 +1,46 @@
+"""Calls as Llama 3 and 4 write them: JSON that is the whole answer, or calls of Python's::
+
+{"name": "weather", "parameters": {"city": "Rome"}}
+[weather(city="Rome"), time()]
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import read_calls
+from triptych.prompt.formats.python_calls import read_python_calls
+from triptych.prompt.formats.reader import Reader, Steps
+
+TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+
+
+class Llama(Format):
+    """Several calls in JSON stand one after the other, or with semicolons between them."""
+
+    name = "llama"
+    parsers = ("llama3_json", "llama4_json")
+    openers = (TAG, START)
+    first_openers = ("{", "[")
+    closers = (END,)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        if opener not in self.first_openers:
+            opener = yield from reader.expect(*self.first_openers)
+        yield from reader.space()
+        if opener == "[" and (yield from reader.next()) != "{":
+            yield from read_python_calls(reader, out)
+        else:
+            yield from read_calls(reader, out, opened=opener)
+        yield from reader.literal(END)
+
+
+class Pythonic(Format):
+    name = "pythonic"
+    parsers = ("pythonic", "llama4_pythonic")
+    openers = (START,)
+    first_openers = ("[",)
+    closers = (END,)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        if opener == START:
+            yield from reader.expect("[")
+        yield from read_python_calls(reader, out)
+        yield from reader.literal(END)

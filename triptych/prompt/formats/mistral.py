@@ -1,0 +1,34 @@
+"""Calls as Mistral's models write them, of older tokenizers and of those from version 11 on::
+
+[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]
+[TOOL_CALLS]weather[ARGS]{"city": "Rome"}
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import read_calls, read_value
+from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+
+CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class Mistral(Format):
+    name = "mistral"
+    parsers = ("mistral",)
+    openers = (CALLS,)
+    closers = (CALL_ID, ARGS)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        yield from reader.space()
+        if (yield from reader.next()) in ("[", "{"):
+            yield from read_calls(reader, out)
+            return
+        name, end = yield from reader.until("{", ARGS, CALL_ID)
+        if end == CALL_ID:
+            _, end = yield from reader.until(ARGS)
+        if not end:
+            raise NotACallError
+        out.begin(name.strip())
+        if end == "{":
+            out.argue(end)
+        if (yield from read_value(reader, out.argue, depth=int(end == "{"))):
+            out.end()

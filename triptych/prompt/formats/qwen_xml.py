@@ -1,0 +1,49 @@
+"""Calls as Qwen3-Coder and Qwen3.5 write them::
+
+<tool_call>
+<function=weather>
+<parameter=city>
+Rome
+</parameter>
+</function>
+</tool_call>
+"""
+
+from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.json_text import ObjectWriter
+from triptych.prompt.formats.reader import Reader, Steps
+from triptych.prompt.formats.typed import parameter_types, read_parameter
+
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+
+
+class QwenXml(Format):
+    """Models may leave out the outer tag."""
+
+    name = "qwen3_xml"
+    parsers = ("qwen3_coder", "qwen3_xml", "mimo")
+    openers = (CALL, FUNCTION)
+    closers = (END_CALL,)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        if opener == CALL:
+            yield from reader.expect(FUNCTION)
+        while True:
+            yield from self._function(reader, out)
+            reader.keep()
+            if (yield from reader.expect(FUNCTION, END_CALL)) == END_CALL:
+                return
+
+    def _function(self, reader: Reader, out: Output) -> Steps[None]:
+        name, _ = yield from reader.until(">")
+        out.begin(name.strip().strip("\"'"))
+        arguments = ObjectWriter(out.argue)
+        while (yield from reader.expect(PARAMETER, END_FUNCTION)) == PARAMETER:
+            key, _ = yield from reader.until(">")
+            arguments.key(key)
+            types = parameter_types(out.parameters, key)
+            yield from read_parameter(reader, out.argue, types, (END_PARAMETER,), lines=True)
+        arguments.end()
+        out.end()

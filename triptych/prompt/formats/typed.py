@@ -1,0 +1,120 @@
+"""Values that are written as plain text, made JSON by the types that a tool's schema allows."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from triptych.prompt.formats.json_text import dumps, escaped
+from triptych.prompt.formats.reader import Reader, Steps
+
+_MAX_DEPTH = 16
+"""Limit on schemas within schemas that are searched for types."""
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_INTEGER = re.compile(r"[+-]?\d{1,4000}")
+
+
+def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
+    """Return the types that a schema allows; none if it doesn't say."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return frozenset()
+    root = schema if root is None else root
+    if isinstance(reference := schema.get("$ref"), str):
+        return types_of(_resolve(reference, root), root, depth + 1)
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else {one for one in named or () if isinstance(one, str)}
+    if not found:
+        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+        found = {_TYPE_NAMES.get(type(value), "object") for value in values}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(key) or ():
+            found |= types_of(one, root, depth + 1)
+    return frozenset(found)
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    found = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def parameter_types(parameters: Any, name: str) -> frozenset[str]:
+    """Return the types that a tool's parameter may have; none if its schema doesn't say."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schema = properties.get(name) if isinstance(properties, dict) else None
+    return types_of(schema, parameters) if isinstance(schema, dict) else frozenset()
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """Return a value as JSON: as the first of null, integer, number, boolean, object, array and string that is allowed
+    and that the text is; a string if it is none of them."""
+    types = types or frozenset(_TYPE_NAMES.values())
+    bare = text.strip()
+    if "null" in types and bare.lower() in ("null", "none"):
+        return "null"
+    if types & {"integer", "number"} and _INTEGER.fullmatch(bare):
+        return str(int(bare))
+    if "number" in types and (number := _finite(bare)) is not None:
+        return dumps(number)
+    if "boolean" in types and bare.lower() in ("true", "false"):
+        return bare.lower()
+    if types & {"object", "array"}:
+        try:
+            value = json.loads(bare, parse_constant=_refuse)
+            if _TYPE_NAMES[type(value)] in types & {"object", "array"}:
+                return dumps(value)
+        except (ValueError, RecursionError):
+            pass
+    return dumps(text)
+
+
+def _finite(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def read_parameter(
+    reader: Reader, emit: Callable[[str], object], types: frozenset[str], ends: tuple[str, ...], *, lines: bool = False
+) -> Steps[str]:
+    """Pass on a parameter's value as JSON, up to one of ``ends``, which is returned; empty if the answer ends first.
+
+    Strings are passed on as they arrive. With ``lines`` a line break at each end belongs to the format."""
+    if types != {"string"}:
+        text, end = yield from reader.until(*ends)
+        if lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        if end:
+            emit(to_json(text, types))
+        return end
+    if lines:
+        yield from reader.literal("\n")
+    emit('"')
+    held = ""
+
+    def piece(text: str) -> None:
+        nonlocal held
+        text = held + text
+        held = "\n" if lines and text.endswith("\n") else ""
+        emit(escaped(text.removesuffix(held)))
+
+    end = yield from reader.stream(ends, piece)
+    if end:
+        emit('"')
+    return end
