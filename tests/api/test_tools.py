@@ -134,7 +134,6 @@ def test_calls_and_their_results_are_in_the_prompt(thinker: Served) -> None:
 @pytest.mark.parametrize(
     ("settings", "param"),
     [
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [tool("x", {"type": 3})]}, None),
         ({"tools": [tool("x", {"$ref": "#/nowhere"})]}, "tools[0].function.parameters"),
     ],

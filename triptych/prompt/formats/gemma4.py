@@ -20,7 +20,7 @@ _NOT_STRING = frozenset({"null", "integer", "number", "boolean"})
 Emit = Callable[[str], object]
 
 
-class Gemma4(Format):
+class GemmaCalls(Format):
     name = "gemma4"
     parsers = ("gemma4",)
     openers = (CALL,)
