@@ -1,10 +1,14 @@
 """``triptych doctor`` finds what would keep a service from starting."""
 
 import json
+import math
+import random
+import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -315,3 +319,102 @@ def test_a_folder_with_a_file_that_is_broken(
     said = capsys.readouterr()
     assert says in " ".join((said.out + said.err).replace("│", " ").split())
     assert "Traceback" not in said.err
+
+
+ODD_VALUES = (None, "x", -1, 0, 7, 2**70, 1.5, math.nan, True, [], {}, ["x"], [None], [[1]], {"a": 1})
+
+
+def with_odd_values(folder: Path, chance: random.Random) -> str:
+    """Change or delete a value or two anywhere in one of the folder's JSON files; return what was changed."""
+    path = chance.choice([folder / "config.json", *sorted(folder.glob("*config.json"))])
+    whole = json.loads(path.read_text())
+    changes = []
+    for _ in range(chance.choice((1, 1, 2))):
+        *parents, last = chance.choice([place for place in places(whole) if place])
+        owner = whole
+        for key in parents:
+            owner = owner[key]
+        changes.append(f"{path.name} {[*parents, last]}")
+        if chance.random() < 0.3:
+            del owner[last]
+        else:
+            owner[last] = chance.choice(ODD_VALUES)
+    path.write_text(json.dumps(whole))
+    return ", ".join(changes)
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of a JSON value and of all within it."""
+    yield here
+    within = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in within:
+        yield from places(member, (*here, key))
+
+
+def set_in_config(**settings: Any) -> Callable[[Path], None]:
+    """What sets values of config.json; ``__`` separates sections."""
+
+    def change(folder: Path) -> None:
+        whole = json.loads((folder / "config.json").read_text())
+        for name, value in settings.items():
+            *sections, key = name.split("__")
+            section = whole
+            for one in sections:
+                section = section[one]
+            section[key] = value
+        (folder / "config.json").write_text(json.dumps(whole))
+
+    return change
+
+
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+ODD_CHECKPOINTS: dict[str, Callable[[Path], None]] = {
+    "tied, with a head of its own": set_in_config(tie_word_embeddings=True),
+    "an activation that isn't known": set_in_config(vision_config__hidden_act="x"),
+    "a negative size": set_in_config(vision_config__in_channels=-1),
+    "no heads": set_in_config(vision_config__num_heads=0),
+    "layers that aren't numbers": set_in_config(vision_config__deepstack_visual_indexes=[["x"]]),
+    "a config that is a list": written("config.json", b"[]"),
+    "a config that is nested deeply": written("config.json", b"[" * 100_000),
+    "an empty config": written("config.json", b""),
+    "empty weights": written("model.safetensors", b""),
+    "weights without a header": written("model.safetensors", b"\xff" * 64),
+    "a header that is a list": written("model.safetensors", b"\x02" + 7 * b"\0" + b"[]"),
+    "an index that is a list": written("model.safetensors.index.json", b"[]"),
+    "an index of odd shards": written("model.safetensors.index.json", b'{"weight_map": {"a": 1, "b": "../x"}}'),
+    "a tokenizer that is a list": written("tokenizer.json", b"[]"),
+    "a tokenizer without a vocabulary": written("tokenizer.json", b'{"model": {"type": "BPE"}}'),
+    "a template that isn't text": written("chat_template.jinja", b"\xff\xfe"),
+    "a template that doesn't parse": written("chat_template.jinja", b"{% for %}"),
+    "a template without an end": written("chat_template.jinja", b"{% for x in range(10**12) %}{{ x }}{% endfor %}"),
+    "sampling that is a list": written("generation_config.json", b"[]"),
+    "an end token that isn't one": written("generation_config.json", b'{"eos_token_id": [[1]]}'),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CHECKPOINTS)
+def test_odd_checkpoints(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    odd = shutil.copytree(folder, tmp_path / "odd")
+    ODD_CHECKPOINTS[name](odd)
+    _ends_without_a_traceback(odd, capsys)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 400))])
+def test_checkpoints_with_odd_values(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    odd = shutil.copytree(folder, tmp_path / "odd")
+    changed = with_odd_values(odd, random.Random(seed))
+    print(changed)
+    _ends_without_a_traceback(odd, capsys)
+
+
+def _ends_without_a_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every exception but SystemExit fails the test; what is wrong is said."""
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", str(folder), "--device", "cpu", "--port", "0", "--fabric", "shm"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 0 or "wrong" in shown.out or shown.err.strip()

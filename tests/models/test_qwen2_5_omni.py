@@ -115,7 +115,8 @@ def test_other_windows_are_refused() -> None:
         ({"audio_config": {"n_window": 62}}, "n_window must be even and at most max_source_positions 60, is 62"),
         ({"audio_config": {"num_mel_bins": 128}}, "feature_size is 20, but audio_config.num_mel_bins of config.json"),
         ({"audio_config": {"d_model": "x"}}, "d_model must be a positive integer"),
-        ({"position_id_per_seconds": 0}, "position_id_per_seconds times seconds_per_chunk must be at least 1"),
+        ({"position_id_per_seconds": 0.4}, "position_id_per_seconds times seconds_per_chunk must be at least 1"),
+        ({"position_id_per_seconds": math.nan}, "position_id_per_seconds must be a positive number"),
         ({"audio_token_index": None}, "audio_token_id must be a positive integer"),
     ],
 )

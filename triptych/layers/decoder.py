@@ -94,9 +94,11 @@ class Decoder(nn.Module):
         """
         if not config.tie_embeddings:
             return reader.tensor(HEAD, embedding.shape)
-        if not reader.has(HEAD) or torch.equal(stored := reader.tensor(HEAD, embedding.shape), embedding):
+        if not reader.has(HEAD):
             return self.embedding
-        return stored
+        stored = reader.tensor(HEAD, embedding.shape)
+        # an outline has no values to compare
+        return self.embedding if stored.is_meta or torch.equal(stored, embedding) else stored
 
     @classmethod
     def load(

@@ -109,8 +109,7 @@ def load_module(
     if device.type == "cpu":
         native.library()  # builds the kernels now, if necessary, rather than while the first item waits
     dtype = weights.activations
-    with torch.device("meta"):
-        module = module_class._from_config(config, dtype=dtype)
+    module = _without_weights(module_class, config, dtype)
     expected = module.state_dict()
     if unknown := [key for name, key in keys.items() if name not in expected]:
         raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {listed(unknown)}")
@@ -124,6 +123,18 @@ def load_module(
         _materialise_buffers(module, device)
     use_our_modules(module, weights.bf16_attention, replaced)
     return module.eval().requires_grad_(False)
+
+
+def _without_weights(module_class: type[Module], config: "PreTrainedConfig", dtype: torch.dtype) -> Module:
+    """Return the module on the device ``meta``. Raises CheckpointError for settings that transformers can't build it
+    from, which it checks by using them."""
+    try:
+        with torch.device("meta"):
+            return module_class._from_config(config, dtype=dtype)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"config.json: no {module_class.__name__} can be made of it: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _pack_linears(

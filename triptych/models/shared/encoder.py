@@ -210,7 +210,7 @@ class MultimodalAdapter(SplitAdapter):
     def _check_deepstack(self, deepstack: list[int]) -> None:
         """Raises CheckpointError for layers that the vision tower doesn't have, or more layers than the decoder's."""
         depth, decoder = setting(self._sections[VISION], "depth", int), self.decoder_config
-        if len(deepstack) != len(set(range(depth)).intersection(deepstack)):
+        if len(deepstack) != sum(layer in deepstack for layer in range(depth)):
             raise CheckpointError(f"config.json: {self.specs[0].deepstack} {deepstack} in a tower of depth {depth}")
         if len(deepstack) > decoder.num_layers:
             raise CheckpointError(

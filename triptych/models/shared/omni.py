@@ -17,7 +17,7 @@ from triptych.models.shared.audio import AudioFraming, plan_audio
 from triptych.models.shared.interleaving import interleaved_parts, runs_by_modality
 from triptych.models.shared.mrope import MediaPositions, interleaved_positions, sequential_positions
 from triptych.models.shared.planner import VISION_TOKENS, PatchPlanner, VisionCostModel
-from triptych.models.shared.settings import setting
+from triptych.models.shared.settings import positive_number, setting
 from triptych.models.shared.video import PerFrameGeometry
 from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
@@ -73,7 +73,7 @@ class OmniPlanner(PatchPlanner):
         self.audio_in_video = has_end
         self._audio_start = setting(thinker, "audio_start_token_id", int)
         self._audio_end = setting(thinker, AUDIO_END, int) if has_end else None
-        self._positions_per_second = setting(thinker, "position_id_per_seconds", float, default=25.0)
+        self._positions_per_second = positive_number(thinker, "position_id_per_seconds", 25.0)
         self._framing = framing
         self._audio_cost = audio_cost
 
