@@ -1,7 +1,6 @@
 """The restart policy, under any history of ends and readiness."""
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,7 +21,6 @@ from triptych.cluster.supervision import (
     Supervision,
 )
 from triptych.messages.operations import LaunchState
-from triptych.observe.machine import oom_kills
 
 KILLED = Ended(-9)
 GROUPS = {
@@ -193,19 +191,6 @@ def test_whatever_happens(history: list[tuple[tuple[str, object, int, bool], flo
         assert not memory or decision.delay >= OUT_OF_MEMORY_DELAY
         assert made.processes[name].next_start == now + decision.delay
         made.started(name)
-
-
-def test_kills_for_memory_are_read_from_the_control_group(tmp_path: Path) -> None:
-    own, group = tmp_path / "cgroup", tmp_path / "system.slice" / "triptych.service"
-    own.write_text("1:name=systemd:/x\n0::/system.slice/triptych.service\n")
-    assert oom_kills(tmp_path, own) == 0, "no such file"
-    group.mkdir(parents=True)
-    (group / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n")
-    assert oom_kills(tmp_path, own) == 2
-    (group / "memory.events").write_text("low 0\n")
-    assert oom_kills(tmp_path, own) == 0
-    own.write_text("")
-    assert oom_kills(tmp_path, own) == 0
 
 
 def test_a_process_that_replaces_another_has_no_failures() -> None:

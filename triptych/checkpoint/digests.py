@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.checkpoint.digest_store import DigestStore
+from triptych.control_groups import usable_cores
 from triptych.errors import CheckpointError
 from triptych.user_cache import cache_home
 
@@ -130,7 +131,7 @@ def _hash_files(paths: Sequence[Path], where: str) -> list[tuple[FileState, str]
     if is_large:
         log.info("hashing %.1f GB of weights in %d files, to identify the model%s", total / 1e9, len(paths), where)
     stop = threading.Event()
-    num_threads = min(len(paths), len(os.sched_getaffinity(0)), MAX_THREADS)
+    num_threads = min(len(paths), usable_cores(), MAX_THREADS)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as threads:
         hashing = [threads.submit(_hash_file, path, stop) for path in paths]
         try:

@@ -18,6 +18,7 @@ from triptych.checkpoint.quantization import described_quantization, read_quanti
 from triptych.checkpoint.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo, has_weights, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
+from triptych.control_groups import OWN_GROUPS
 from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
@@ -220,7 +221,8 @@ def _prompts(config: ServeConfig) -> str:
 def _cores(config: ServeConfig) -> str:
     named, allowed = config.engine.cpus.cores, os.sched_getaffinity(0)
     check_cores(named)
-    return str(len(named or allowed))
+    cores, quota = len(named or allowed), OWN_GROUPS.cpu_quota()
+    return str(cores) if quota is None or quota >= cores else f"{cores}, with a CPU quota of {quota:g}"
 
 
 def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:

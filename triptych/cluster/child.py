@@ -13,8 +13,8 @@ from triptych import children, exit_codes
 from triptych.cluster.forks import InstanceForkServer
 from triptych.cluster.supervision import Ended
 from triptych.config import InstanceSpec
+from triptych.control_groups import OWN_GROUPS
 from triptych.observe import logs
-from triptych.observe.machine import oom_kills
 from triptych.server.fork_messages import ForkInstance
 from triptych.topology import Role
 
@@ -145,7 +145,7 @@ class Child:
         self._transport = transport
         """The transport of the output, unless the process closes it."""
         self._show = show
-        self._oom_kills = oom_kills()
+        self._oom_kills = OWN_GROUPS.oom_kills()
         self._relay = asyncio.create_task(self._relay_output())
 
     @classmethod
@@ -220,7 +220,7 @@ class Child:
             self._relay.cancel()
             if self._transport:
                 self._transport.close()
-        return Ended(code, out_of_memory=code == -signal.SIGKILL and oom_kills() > self._oom_kills)
+        return Ended(code, out_of_memory=code == -signal.SIGKILL and OWN_GROUPS.oom_kills() > self._oom_kills)
 
     async def _end_output(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

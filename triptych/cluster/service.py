@@ -25,6 +25,7 @@ from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.scale import Scale
 from triptych.cluster.service_folder import ServiceFolder, ServiceState
 from triptych.config import FrontendSpec, ServeConfig, changed, host_and_port
+from triptych.control_groups import usable_cores
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartChange, StartRollout, StartScale
 from triptych.models.registry import family_of, identity_of
@@ -90,6 +91,8 @@ class LocalService:
         check_roles(config.model, topology)
         config.cluster.secret()
         config.frontend.tls.check_files()
+        if launcher is None and config.engine.threads and (warning := _too_many_threads(config, topology)):
+            log.warning("%s", warning)
         self._config = config
         self._topology = topology
         self._restart = restart
@@ -437,10 +440,10 @@ def _step_timeout(config: ServeConfig) -> float:
 
 
 def _too_many_threads(config: ServeConfig, topology: Topology) -> str:
-    """Return a warning when a topology's instances compute with more threads than there are cores."""
-    cores = len(os.sched_getaffinity(0))
+    """Return a warning when a topology's instances compute with more threads than there are usable cores."""
+    cores = usable_cores()
     threads = sum(spec.engine.threads * spec.num_ranks for spec in config.instances(topology, ""))
-    return f"{topology} computes with {threads} threads on {cores} cores" if threads > cores else ""
+    return f"{topology} computes with {threads} threads on {cores} usable cores" if threads > cores else ""
 
 
 def _is_another_model(served: Path, new: Path, topology: Topology) -> bool:

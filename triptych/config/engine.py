@@ -1,6 +1,5 @@
 """Settings of how instances compute."""
 
-import os
 import re
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ from triptych.config.cpu_set import CpuSet
 from triptych.config.memory_size import MemorySize
 from triptych.config.rank_sizes import RankSizes
 from triptych.config.settings import Settings, setting
+from triptych.control_groups import usable_cores
 from triptych.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -54,7 +54,9 @@ class EngineConfig(Settings):
         "P=2,D=1",
         parse=RankSizes.parse,
     )
-    threads: int = setting(0, "compute threads of one process; 0 divides the cores evenly", ge=0)
+    threads: int = setting(
+        0, "compute threads of one process; 0 divides the cores evenly, or those of the control group's CPU quota", ge=0
+    )
     cpus: CpuSet = setting(
         CpuSet(),
         "cores that the processes of this command are pinned to, such as 0-3,8; default: all available cores",
@@ -122,5 +124,5 @@ class EngineConfig(Settings):
         return self.state_snapshots if self.enable_prefix_caching else 0
 
     def threads_per_process(self, num_processes: int) -> int:
-        """Return ``--threads``, or an even share of the cores that this process may use, at least one."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
+        """Return ``--threads``, or an even share of the usable cores, at least one."""
+        return self.threads or max(1, usable_cores() // num_processes)

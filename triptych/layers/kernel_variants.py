@@ -1,5 +1,5 @@
 """Variants of the compiled kernels: the instructions that each may use, and how it is compiled. Needs the standard
-library alone, because a wheel is built with this, too."""
+library and ``control_groups`` alone, because a wheel is built with this, too."""
 
 import logging
 import os
@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+
+from triptych.control_groups import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +234,7 @@ def _link(compiler: Sequence[str], objects: Sequence[Path], library: Path, scrat
 
 def _num_cores() -> int:
     """Those that this process may use: more compilers would take no less time, and might exceed their time limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return usable_cores() if hasattr(os, "sched_getaffinity") else 1
 
 
 def _with_headers(source: Path) -> str:

@@ -7,15 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
+from triptych.control_groups import OWN_GROUPS
 from triptych.errors import ConfigError
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without swapping: the kernel's estimate or, if lower, what is left of this
-    process's control group (a container's limit)."""
-    return min(_machine(Path("/proc/meminfo").read_text()), _container(_CGROUP))
+    """Return the bytes that can be allocated without swapping: the kernel's estimate or, if lower, what is left of
+    the process's control groups (a container's limit)."""
+    available = _machine(Path("/proc/meminfo").read_text())
+    return available if (left := OWN_GROUPS.available_bytes()) is None else min(available, left)
 
 
 def pin_to_cores(cores: frozenset[int]) -> None:
@@ -52,16 +52,6 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def oom_kills(root: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return how many processes of this process's control group the kernel has killed because the group had no memory
-    left; 0 where that isn't counted."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        group = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
-        lines = (line.split() for line in (root / group.lstrip("/") / "memory.events").read_text().splitlines())
-        return next(int(words[1]) for words in lines if words[0] == "oom_kill")
-    return 0
-
-
 def resident_bytes() -> int:
     """Return this process's resident memory, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -70,14 +60,3 @@ def resident_bytes() -> int:
 def _machine(meminfo: str) -> int:
     lines = (line.split() for line in meminfo.splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
-
-
-def _container(group: Path) -> int:
-    """Return what is left of a cgroup v2 limit; containers see theirs at the root. The page cache counts as free."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 2**63
-    return 2**63 if limit == "max" else max(0, int(limit) - used + int(statistics.get("inactive_file", 0)))
