@@ -87,10 +87,7 @@ class LocalService:
         starts them; None starts them on this machine. With ``folder``, which keeps the service's state, instances that
         were ready once are left running at the end, unless an operator stops the service or it can't go on. ``before``
         is its state under an earlier supervisor, whose settings and topology are given."""
-        check_installed("an instance")
-        check_roles(config.model, topology)
-        config.cluster.secret()
-        config.frontend.tls.check_files()
+        _check(config, topology)
         if launcher is None and config.engine.threads and (warning := _too_many_threads(config, topology)):
             log.warning("%s", warning)
         self._config = config
@@ -437,6 +434,14 @@ def _drain_timeout(config: ServeConfig) -> float:
 
 def _step_timeout(config: ServeConfig) -> float:
     return config.lease.start_timeout + _drain_timeout(config)
+
+
+def _check(config: ServeConfig, topology: Topology) -> None:
+    """Raise StartError for what would end each of the processes."""
+    check_installed("an instance")
+    check_roles(config.model, topology)
+    config.cluster.secret()
+    config.frontend.tls.check_files()
 
 
 def _too_many_threads(config: ServeConfig, topology: Topology) -> str:
