@@ -46,6 +46,8 @@ class VideoHeader(msgspec.Struct, frozen=True, tag="video"):
     """Average frames per second."""
     rotation: int = 0
     """Degrees clockwise that frames are rotated by for display: 0, 90, 180 or 270."""
+    mirrored: bool = False
+    """Whether frames are then mirrored left to right."""
     presampled: bool = False
     """Whether the client chose the frames, so that all of them are used."""
 

@@ -3,6 +3,7 @@
 import io
 import random
 import time
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.support import clips
-from tests.support.clips import all_frames, clip, turned
+from tests.support.clips import all_frames, clip
+from tests.support.mp4_edits import behind_an_empty_track, with_edits, with_matrix, without_size
 from tests.support.sounds import tone
 from tests.support.webm_edits import damaged_between_clusters, grouped, laced, tracks_last
 from triptych.errors import BadMediaSize, MediaError, MediaMismatch, TruncatedMedia, UnsupportedMedia
@@ -92,14 +94,111 @@ def test_few_packets_are_decoded_for_few_selected_frames(monkeypatch: pytest.Mon
     assert len(sent) < 30, "a keyframe is never more than 6 frames away"
 
 
-@pytest.mark.parametrize("degrees", [90, 180, 270])
-def test_rotation_is_applied(degrees: int) -> None:
-    data = turned(clip("mp4", frames=3), degrees)
+TURNS = {
+    90: (0, 1, -1, 0),
+    180: (-1, 0, 0, -1),
+    270: (0, -1, 1, 0),
+}
+MIRRORED = {
+    "left to right": ((-1, 0, 0, 1), lambda frame: frame[:, ::-1]),
+    "upside down": ((1, 0, 0, -1), lambda frame: frame[::-1]),
+    "sides swapped": ((0, 1, 1, 0), lambda frame: frame.transpose(1, 0, 2)),
+    "sides swapped, turned": ((0, -1, -1, 0), lambda frame: frame[::-1, ::-1].transpose(1, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("of_movie", [False, True])
+@pytest.mark.parametrize("degrees", TURNS)
+def test_rotation_is_applied(degrees: int, of_movie: bool) -> None:
+    data = with_matrix(clip("mp4", frames=3), TURNS[degrees], of_movie=of_movie)
     header = probe_video(data)
-    assert header.rotation == degrees
+    assert (header.rotation, header.mirrored) == (degrees, False)
+    with av.open(io.BytesIO(data), "r") as file:
+        assert next(file.decode(video=0)).rotation % 360 == -degrees % 360
     assert (header.width, header.height) == ((96, 64) if degrees == 180 else (64, 96))
     for frame, stored in zip(decode_frames(data, header, [0, 1, 2]), all_frames(data), strict=True):
         np.testing.assert_array_equal(frame, np.rot90(stored, -degrees // 90))
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_mirrored_frames_are_turned_back(name: str) -> None:
+    matrix, mirrored = MIRRORED[name]
+    data = with_matrix(clip("mp4", frames=2), matrix)
+    header = probe_video(data)
+    for frame, stored in zip(decode_frames(data, header, [0, 1]), all_frames(data), strict=True):
+        np.testing.assert_array_equal(frame, mirrored(stored))
+        assert frame.shape == (header.height, header.width, 3)
+
+
+def test_other_angles_are_not_applied() -> None:
+    header = probe_video(with_matrix(clip("mp4", frames=2), (1, 1, -1, 1)))
+    assert (header.rotation, header.width, header.height) == (0, 96, 64)
+
+
+EDITED = {
+    "out of order": clip("mp4", frames=24),
+    "in order": clip("mp4", frames=24, codec_options={"bf": "0"}),
+    "open GOPs": clip("mp4", frames=24, codec_options={"x264-params": "open-gop=1"}),
+    "negative shifts": clip("mp4", frames=24, options={"movflags": "negative_cts_offsets"}),
+    "uneven": clip("mp4", frames=10, times=[0, 40, 80, 500, 540, 700, 740, 1500, 1540, 1600]),
+}
+EDITS: dict[str, list[tuple[int, int]]] = {
+    "whole": [(60_000, 0)],
+    "begins later": [(60_000, 4096)],
+    "begins within a frame": [(60_000, 5000)],
+    "ends earlier": [(800, 2048)],
+    "within one group": [(300, 3072)],
+    "begins with a pause": [(500, -1), (1000, 3072)],
+    "two pauses": [(500, -1), (200, -1), (1000, 3072)],
+    "ends with a pause": [(700, 3072), (250, -1)],
+    "two parts": [(400, 2048), (500, 14_336)],
+    "two parts, backwards": [(400, 14_336), (500, 2048)],
+    "the same twice": [(600, 5120), (600, 5120)],
+    **{
+        f"random {seed}": [
+            (source.randrange(2500), source.choice([-1, source.randrange(30_000)]))
+            for _ in range(source.choice([1, 2, 3]))
+        ]
+        for seed in range(8)
+        for source in [random.Random(seed)]
+    },
+}
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("file", EDITED)
+def test_edit_lists_hide_frames_as_in_ffmpeg(file: str, version: int) -> None:
+    for name, edits in EDITS.items():
+        if file == "open GOPs" and len(edits) > 1:
+            continue  # what a second part's first frames depend on is gone, so they are seldom the same
+        data = with_edits(EDITED[file], edits, version)
+        whole = all_frames(data)
+        if not whole:
+            with pytest.raises(MediaError, match="no frames"):
+                list(decode_frames(data, probe_video(data), [0]))
+            continue
+        header = probe_video(data)
+        assert header.frames == len(whole), name
+        some = sorted(random.Random(name).choices(range(len(whole)), k=4))
+        for numbers in [some] if version else [range(len(whole)), some]:
+            for number, frame in zip(numbers, decode_frames(data, header, numbers), strict=True):
+                np.testing.assert_array_equal(frame, whole[number], err_msg=name)
+
+
+def test_many_edits_are_refused() -> None:
+    data = with_edits(EDITED["in order"], [(10, 0)] * 800_000)
+    with pytest.raises(UnsupportedMedia, match="has 800000 edits; at most 1024"):
+        probe_video(data)
+
+
+@pytest.mark.parametrize("edit", [without_size, behind_an_empty_track])
+def test_odd_headers_of_mp4(edit: Callable[[bytes], bytes]) -> None:
+    data = clip("mp4", frames=5)
+    whole = all_frames(data)
+    edited = edit(data)
+    header = probe_video(edited)
+    assert (header.frames, header.width, header.height) == (5, 96, 64)
+    np.testing.assert_array_equal(list(decode_frames(edited, header, range(5))), whole)
 
 
 HIDDEN_FRAMES = {"auto-alt-ref": "1", "lag-in-frames": "16", "arnr-maxframes": "7", "b": "200k"}
@@ -218,7 +317,7 @@ def test_mutated_files_raise_only_typed_errors(name: str) -> None:
 
 def test_planning_time_does_not_grow_with_length() -> None:
     """A forged header of two hours: 216,000 frames of different durations."""
-    data = clip("mp4", frames=12, options={"movflags": "faststart"})
+    data = clip("mp4", frames=12, options={"movflags": "faststart", "use_editlist": "0"})
     entries = np.empty((216_000, 2), dtype=">u4")
     entries[:, 0] = 1
     entries[:, 1] = np.arange(216_000) % 7 + 500

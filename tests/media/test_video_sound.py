@@ -116,7 +116,7 @@ def test_rounded_times_are_counted_whole_and_gaps_are_not(uneven: bool) -> None:
     """Such as 48 kHz on a clock of milliseconds."""
     durations = np.array([21, 21, 22] * 500 + [700] + [21, 21, 22] * 500)
     counts = np.ones(0 if uneven else len(durations), np.int64)
-    track = mp4.Mp4Track(1, 0, 0, b"mp4a", 1000, len(durations), (counts, durations[: len(counts)]))
+    track = mp4.Mp4Track((0, 0), (0, 0), 1, 0, 0, b"mp4a", 1000, len(durations), (counts, durations[: len(counts)]))
     if uneven:
         track.uneven = [durations[:700].astype(">u4"), durations[700:].astype(">u4")]
     assert track.ticks() == 1000 * 64 + 700

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.clips import clip, turned
+from tests.support.clips import clip
 from tests.support.harness import FLOAT32, Messages, running
+from tests.support.mp4_edits import with_matrix
 from tests.support.stage_loops import answer_of_two_encoders, count_parts, encode_loops
 from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
@@ -29,7 +30,7 @@ CASES: dict[str, Messages] = {
     "a list of frames": user(image_part(64, 64, 2), video_part(listed([0, 1, 2, 3, 4], 1.0)), "And now?"),
     "frames that stand still": user(video_part(listed([7] * 8)), "Does it move?"),
     "one frame": user(video_part(clip("mp4", frames=1)), "What is it?"),
-    "turned": user(video_part(turned(clip("mp4", frames=25, seed=5), 90)), "Which way is up?"),
+    "turned": user(video_part(with_matrix(clip("mp4", frames=25, seed=5), (0, 1, -1, 0))), "Which way is up?"),
 }
 
 

@@ -1,7 +1,6 @@
 """Small video files, made with PyAV."""
 
 import io
-import struct
 import tempfile
 from fractions import Fraction
 from typing import Any
@@ -84,18 +83,6 @@ def all_frames(data: bytes) -> list[NDArray[np.uint8]]:
     """Return every frame, decoded from the start."""
     with av.open(io.BytesIO(data), "r") as file:
         return [np.asarray(frame.to_ndarray(format="rgb24"), np.uint8) for frame in file.decode(video=0)]
-
-
-def turned(data: bytes, degrees: int) -> bytes:
-    """Return an MP4 file whose track matrix rotates it clockwise."""
-    one = 1 << 16
-    upright, asked = (
-        (one, 0, 0, 0, one),
-        {90: (0, one, 0, -one, 0), 180: (-one, 0, 0, 0, -one), 270: (0, -one, 0, one, 0)},
-    )
-    header = data.index(b"tkhd")
-    position = data.index(struct.pack(">5l", *upright), header)
-    return data[:position] + struct.pack(">5l", *asked[degrees]) + data[position + 20 :]
 
 
 def packed(pixels: NDArray[Any]) -> bytes:

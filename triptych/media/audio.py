@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from triptych.errors import MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media.sound_bounds import MAX_TRACK_SAMPLES, check_sound
-from triptych.media.video import DEMUXERS, OPTIONS
+from triptych.media.video import DEMUXERS
 from triptych.types import AudioHeader
 
 Samples: TypeAlias = NDArray[np.float32]
@@ -19,6 +19,7 @@ Samples: TypeAlias = NDArray[np.float32]
 
 # Explicit demuxers, because some of those that FFmpeg might guess open other files.
 _DEMUXERS = DEMUXERS | {"WAV": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
+_OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # stored samples count, as in the header
 _CODECS = frozenset({"aac", "flac", "mp3", "mp3float", "vorbis", "libvorbis", "opus", "libopus"})
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
@@ -106,7 +107,7 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[av.AudioFrame]:
             io.BytesIO(data),
             "r",
             format=_DEMUXERS[header.format],
-            options=OPTIONS.get(header.format, {}),
+            options=_OPTIONS.get(header.format, {}),
             metadata_errors="ignore",
         )
     except _DECODING_ERRORS as error:

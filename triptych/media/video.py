@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from triptych.errors import MediaMismatch, TruncatedMedia, UnsupportedMedia
-from triptych.media.shown import is_shown
+from triptych.media.hidden import hidden_packets
 from triptych.types import VideoHeader
 
 Frame = NDArray[np.uint8]
@@ -32,10 +32,7 @@ _Packet: TypeAlias = "av.Packet[Any]"
 
 # Explicit demuxers, because some of those that FFmpeg might guess open other files.
 DEMUXERS = {"MP4": "mp4", "WebM": "matroska", "GIF": "gif"}
-OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # stored frames count, as in the header
 _CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libvpx", "libvpx-vp9", "gif"})
-_WITH_HIDDEN_PACKETS = {"libvpx": "vp8", "vp8": "vp8", "libvpx-vp9": "vp9", "vp9": "vp9"}
-"""Decoders of codecs whose packets may show nothing."""
 
 _MAX_LOOKED_AT = 64
 """Keyframes looked at for the one to start from."""
@@ -75,9 +72,7 @@ def decode_frames(data: bytes, header: VideoHeader, numbers: Sequence[int]) -> I
     """
     name = header.format
     try:
-        container = av.open(
-            io.BytesIO(data), "r", format=DEMUXERS[name], options=OPTIONS.get(name, {}), metadata_errors="ignore"
-        )
+        container = av.open(io.BytesIO(data), "r", format=DEMUXERS[name], metadata_errors="ignore")
     except _DECODING_ERRORS as error:
         raise UnsupportedMedia(f"the {name} video is damaged and can't be opened") from error
     with closing(container):
@@ -110,7 +105,10 @@ def _read_packets(container: InputContainer, header: VideoHeader) -> tuple[Video
         raise TruncatedMedia(f"the {name} video has no frames")
     if packets[-1].is_corrupt:
         raise TruncatedMedia(f"the {name} video ends within a frame")
-    ranked = _ranked(packets, _WITH_HIDDEN_PACKETS.get(codec.name))
+    views = (memoryview(packet) for packet in packets)
+    # of other containers the packets are counted in tables
+    hidden = hidden_packets(codec.codec.canonical_name, views) if name == "WebM" else frozenset()
+    ranked = _ranked(packets, hidden)
     if len(ranked.shown) < header.frames:
         raise TruncatedMedia(f"the {name} video has {len(ranked.shown)} of the {header.frames} frames it promises")
     if len(ranked.shown) > header.frames:
@@ -118,17 +116,22 @@ def _read_packets(container: InputContainer, header: VideoHeader) -> tuple[Video
     return stream, ranked
 
 
-def _ranked(packets: list[_Packet], hidden_in: str | None) -> _Packets:
-    """Number the packets. ``hidden_in`` is the codec, if packets of it may show nothing."""
-    times: list[int] = []
-    for packet in packets:  # of several in a block, only the first may have a time
-        times.append(packet.pts if packet.pts is not None else times[-1] if times else 0)
-    indexes = sorted(range(len(packets)), key=times.__getitem__)
+def _ranked(packets: list[_Packet], hidden: frozenset[int]) -> _Packets:
+    """Number the packets. ``hidden`` are the indexes of those that show nothing."""
+    places: list[tuple[int, int]] = []
+    run = time = position = 0
+    for packet in packets:
+        # an edit list may show parts of a file in any order, each from the keyframe before it
+        if (packet.pos is not None and packet.pos < position) or (packet.is_discard and packet.is_keyframe):
+            run += 1
+        position = packet.pos or 0
+        time = packet.pts if packet.pts is not None else time  # of several in a block, only the first may have one
+        places.append((run, time))
+    indexes = sorted(range(len(packets)), key=places.__getitem__)
     shown = []
     for rank, index in enumerate(indexes):
-        packet = packets[index]
-        packet.pts = rank
-        if hidden_in is None or is_shown(hidden_in, memoryview(packet), 0, packet.size):
+        packets[index].pts = rank
+        if index not in hidden and not packets[index].is_discard:
             shown.append(rank)
     keyframes = [index for index, packet in enumerate(packets) if packet.is_keyframe]
     return _Packets(packets, shown, indexes, keyframes)
@@ -226,4 +229,5 @@ class FrameDecoder:
         if frame.is_corrupt:
             raise UnsupportedMedia(f"the {header.format} video is damaged: a frame can't be decoded")
         pixels: Frame = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
-        return np.ascontiguousarray(np.rot90(pixels, -header.rotation // 90)) if header.rotation else pixels
+        turned = np.rot90(pixels, -header.rotation // 90) if header.rotation else pixels
+        return np.ascontiguousarray(turned[:, ::-1] if header.mirrored else turned)

@@ -4,6 +4,7 @@ Untrusted bytes: every loop advances and is bounded. Only MediaError and ``struc
 that the file is truncated.
 """
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
+from triptych.prompt.containers.mp4_edits import SampleTimes, read_edits, shown_samples
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_BOXES = 1 << 18
 """Limit on the boxes read in a file, counting repeated reads. Long recordings in short fragments have many."""
-_MAX_FRAMES = 2**27
+_MAX_SAMPLES = 2**27
+_MAX_FRAMES = 2**20
+"""Limit on a video's frames: all packets are read, however few frames are sampled."""
 _SAMPLED_ENTRIES = 256
 """Tables, and entries of each, from which the most common sample duration is estimated."""
 
@@ -28,9 +32,10 @@ _AUDIO_CODECS = frozenset(
     {b"mp4a", b".mp3", b"Opus", b"fLaC", b"sowt", b"twos", b"lpcm", b"ipcm", b"in24", b"fl32", b"ulaw", b"alaw"}
 )
 
-# Of the matrix in a track's header: (a, b, c, d) in 16.16 fixed point, of x' = ax + cy, y' = bx + dy.
 _ONE = 1 << 16
-_ROTATIONS = {(0, _ONE, -_ONE, 0): 90, (-_ONE, 0, 0, -_ONE): 180, (0, -_ONE, _ONE, 0): 270}
+"""Of fixed point."""
+_MAX_TURN_ERROR = 1.0
+"""Degrees by which a rotation may differ from a multiple of 90. Others aren't applied."""
 
 # Flags of a track fragment's header and of a run of samples.
 _TFHD_BASE_OFFSET, _TFHD_DESCRIPTION, _TFHD_DURATION = 0x1, 0x2, 0x8
@@ -53,6 +58,10 @@ _Durations: TypeAlias = NDArray[np.integer[Any]]
 class Mp4Track:
     """A track's header and sample durations."""
 
+    place: tuple[int, int]
+    """Start and end of the track's boxes."""
+    tables: tuple[int, int]
+    """Start and end of its sample tables."""
     number: int
     header: int
     """Offset of its header's content."""
@@ -93,28 +102,33 @@ class Mp4Track:
 
 
 def probe_mp4(data: bytes) -> VideoHeader:
-    """Return the header of the first video track. Raises UnsupportedMedia, TruncatedMedia or ``struct.error``."""
-    track = _counted(_Mp4File(data), _VIDEO, _CODECS, name="video", missing="file has no video track")
-    ticks = track.ticks()
-    if not track.samples or not ticks:
+    """Return the header of the first video track with samples. Raises UnsupportedMedia, TruncatedMedia or
+    ``struct.error``."""
+    file = _Mp4File(data)
+    track = _counted(file, _VIDEO, _CODECS, name="video", missing="file has no video track")
+    if track.samples > _MAX_FRAMES:
+        raise UnsupportedMedia(f"the MP4 video has {track.samples} frames; at most {_MAX_FRAMES} are supported")
+    samples, ticks = _shown(file, track)
+    if not samples or not ticks:
         raise UnsupportedMedia("the MP4 video's track has no frames")
-    matrix = struct.unpack_from(">9l", data, track.header + (52 if data[track.header] == 1 else 40))
-    width, height = struct.unpack_from(">HH", data, track.description + 32)
-    rotation = _ROTATIONS.get((matrix[0], matrix[1], matrix[3], matrix[4]), 0)
+    width, height = _size(file, track)
+    rotation, mirrored = _turn(file, track)
     swapped = rotation in (90, 270)
     return VideoHeader(
         format="MP4",
         width=height if swapped else width,
         height=width if swapped else height,
-        frames=track.samples,
-        rate=track.samples * track.timescale / ticks,
+        frames=samples,
+        rate=samples * track.timescale / ticks,
         rotation=rotation,
+        mirrored=mirrored,
     )
 
 
 def probe_mp4_audio_track(data: bytes) -> AudioHeader:
     """Return the header of the file's first audio track. Raises as ``probe_mp4`` does."""
-    track = _counted(_Mp4File(data), _AUDIO, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
+    file = _Mp4File(data)
+    track = _counted(file, _AUDIO, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
     ticks = track.ticks(without_gaps=True)  # the decoder leaves gaps out
     if not ticks or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
@@ -122,17 +136,118 @@ def probe_mp4_audio_track(data: bytes) -> AudioHeader:
 
 
 def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: str, missing: str) -> Mp4Track:
-    """Return the file's first track of a handler, with the samples of fragments. Raises UnsupportedMedia if there is
-    none, or its codec isn't supported."""
+    """Return the file's first track of a handler that has samples, with those of fragments; the first one if none has
+    any. Raises UnsupportedMedia if there is no such track, or its codec isn't supported."""
     movie = _movie(file)
-    track = _first_track(file, movie, handler)
-    if track is None:
+    first: Mp4Track | None = None
+    for place in _tracks(file, movie, handler):
+        track = _read_track(file, place)
+        _count(file, movie, track)
+        if first is None or track.samples:
+            first = track
+        if track.samples:
+            break
+    if first is None:
         raise UnsupportedMedia(f"the MP4 {missing}")
-    if track.codec not in codecs:
-        codec = track.codec.decode("latin-1")
+    if first.codec not in codecs:
+        codec = first.codec.decode("latin-1")
         raise UnsupportedMedia(f"the MP4 {name} is encoded as {codec!r}, which isn't supported")
-    _count(file, movie, track)
-    return track
+    return first
+
+
+def _shown(file: _Mp4File, track: Mp4Track) -> tuple[int, int]:
+    """Return the number of samples that are shown, and their duration in ticks."""
+    movie = _movie(file)
+    header, edits = _child(file, movie, b"mvhd"), _child(file, track.place, b"edts", b"elst")
+    if edits is None or header is None or not _has_edits(file, movie, track):
+        return track.samples, track.ticks()
+    scale = struct.unpack_from(">L", file.data, header[0] + (20 if file.data[header[0]] == 1 else 12))[0]
+    listed = read_edits(file.data, edits, track.timescale, scale or 1)
+    if listed is None:
+        return track.samples, track.ticks()
+    durations = np.repeat(track.table[1], track.table[0])
+    times = SampleTimes(durations, _shifts(file, track), _keyframes(file, track))
+    shown = shown_samples(listed, times)
+    return len(shown), int(durations[shown].sum())
+
+
+def _has_edits(file: _Mp4File, movie: tuple[int, int], track: Mp4Track) -> bool:
+    """Whether a track's edit list applies: as in FFmpeg, not from the first track on whose samples are in fragments."""
+    for place in _tracks(file, movie):
+        times = _child(file, place, b"mdia", b"minf", b"stbl", b"stts")
+        if times is None or not struct.unpack_from(">L", file.data, times[0] + 4)[0]:
+            return False
+        if place == track.place:
+            break
+    return True
+
+
+def _shifts(file: _Mp4File, track: Mp4Track) -> NDArray[np.int64] | None:
+    """Return the samples' shifts from decoding to presentation, in ticks; None if the track doesn't have them."""
+    place = _child(file, track.tables, b"ctts")
+    if place is None:
+        return None
+    pairs = _table(file, place, columns=2)
+    counts = np.diff(np.minimum(np.cumsum(pairs[:, 0].astype(np.int64)), track.samples), prepend=0)
+    shifts = np.repeat(pairs[:, 1].astype(np.int32).astype(np.int64), counts)
+    return np.pad(shifts, (0, track.samples - len(shifts)))
+
+
+def _keyframes(file: _Mp4File, track: Mp4Track) -> NDArray[np.bool_]:
+    """Return which samples are keyframes: all, if the track has no table of them."""
+    places = [place for name in (b"stss", b"stps") if (place := _child(file, track.tables, name)) is not None]
+    if not places:
+        return np.ones(track.samples, np.bool_)
+    made = np.zeros(track.samples, np.bool_)
+    numbers = np.concatenate([_table(file, place, columns=1)[:, 0].astype(np.int64) for place in places])
+    made[numbers[(numbers >= 1) & (numbers <= track.samples)] - 1] = True
+    made[:1] |= not len(numbers)
+    return made
+
+
+def _table(file: _Mp4File, place: tuple[int, int], *, columns: int) -> NDArray[np.uint32]:
+    """Return a box's table of 32-bit numbers, whose number of rows comes before it. Raises TruncatedMedia."""
+    (entries,) = struct.unpack_from(">L", file.data, place[0] + 4)
+    if place[0] + 8 + 4 * columns * entries > place[1]:
+        raise TruncatedMedia("the MP4 video ends within its header")
+    table = np.frombuffer(file.data, dtype=">u4", count=columns * entries, offset=place[0] + 8)
+    return table.reshape(-1, columns).astype(np.uint32)
+
+
+def _size(file: _Mp4File, track: Mp4Track) -> tuple[int, int]:
+    """Return the width and height of stored frames. Some writers declare only the displayed ones."""
+    width, height = struct.unpack_from(">HH", file.data, track.description + 32)
+    if width and height:
+        return width, height
+    width, height = struct.unpack_from(">LL", file.data, track.header + (88 if file.data[track.header] == 1 else 76))
+    return width >> 16, height >> 16
+
+
+def _turn(file: _Mp4File, track: Mp4Track) -> tuple[int, bool]:
+    """Return by how many degrees frames are rotated clockwise, and whether they are then mirrored, by the matrices of
+    track and movie: x' = ax + cy, y' = bx + dy."""
+    header = _child(file, _movie(file), b"mvhd")
+    matrix = _matrix(file, track.header + (52 if file.data[track.header] == 1 else 40))
+    if header is not None:
+        matrix = matrix @ _matrix(file, header[0] + (48 if file.data[header[0]] == 1 else 36))
+    a, b, c, d = matrix.reshape(-1).tolist()
+    mirrored = a * d - b * c < 0
+    if mirrored:
+        a, c = -a, -c
+    across, down = math.hypot(a, c), math.hypot(b, d)
+    if not across or not down:
+        return 0, False
+    degrees = math.degrees(math.atan2(b / down, a / across))
+    turns = round(degrees / 90)
+    if abs(degrees - 90 * turns) > _MAX_TURN_ERROR:
+        return 0, False
+    return 90 * turns % 360, mirrored
+
+
+def _matrix(file: _Mp4File, start: int) -> NDArray[np.float64]:
+    """Return ((a, b), (c, d)) of a matrix."""
+    a, b, _, c, d = struct.unpack_from(">5l", file.data, start)
+    return np.array(((a, b), (c, d))) / _ONE
 
 
 def _movie(file: _Mp4File) -> tuple[int, int]:
@@ -171,14 +286,14 @@ def _child(file: _Mp4File, parent: tuple[int, int], *path: bytes) -> tuple[int, 
     return place
 
 
-def _first_track(file: _Mp4File, movie: tuple[int, int], wanted: bytes) -> Mp4Track | None:
+def _tracks(file: _Mp4File, movie: tuple[int, int], handler: bytes | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each track, or of each one of a handler."""
     for kind, start, end in _boxes(file, *movie):
         if kind != b"trak":
             continue
-        handler = _child(file, (start, end), b"mdia", b"hdlr")
-        if handler is not None and file.data[handler[0] + 8 : handler[0] + 12] == wanted:
-            return _read_track(file, (start, end))
-    return None
+        found = _child(file, (start, end), b"mdia", b"hdlr") if handler else None
+        if handler is None or (found is not None and file.data[found[0] + 8 : found[0] + 12] == handler):
+            yield start, end
 
 
 def _read_track(file: _Mp4File, place: tuple[int, int]) -> Mp4Track:
@@ -192,6 +307,8 @@ def _read_track(file: _Mp4File, place: tuple[int, int]) -> Mp4Track:
     (codec,) = struct.unpack_from("4s", file.data, description[0] + 12)
     samples, durations = _samples(file, table)
     return Mp4Track(
+        place=place,
+        tables=table,
         number=number,
         header=header[0],
         description=description[0] + 8,
@@ -206,7 +323,7 @@ def _count(file: _Mp4File, movie: tuple[int, int], track: Mp4Track) -> None:
     """Add the samples of fragments, if the track has none of its own."""
     if not track.samples:
         _count_fragments(file, track, _default_duration(file, movie, track.number))
-    if track.samples > _MAX_FRAMES:
+    if track.samples > _MAX_SAMPLES:
         raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
 
 
@@ -217,16 +334,11 @@ def _samples(file: _Mp4File, table: tuple[int, int]) -> tuple[int, tuple[NDArray
     if times is None or sizes is None:
         raise UnsupportedMedia("the MP4 video's track has no table of frames")
     (samples,) = struct.unpack_from(">L", file.data, sizes[0] + 8)
-    (entries,) = struct.unpack_from(">L", file.data, times[0] + 4)
-    if times[0] + 8 + 8 * entries > times[1]:
-        raise TruncatedMedia("the MP4 video ends within its header")
-    pairs = (
-        np.frombuffer(file.data, dtype=">u4", count=2 * entries, offset=times[0] + 8).reshape(-1, 2).astype(np.int64)
-    )
+    pairs = _table(file, times, columns=2).astype(np.int64)
     counted = int(pairs[:, 0].sum())
     if counted != samples:
         raise UnsupportedMedia(f"the MP4 video's header contradicts itself: {samples} frames, {counted} with a time")
-    if samples > _MAX_FRAMES:
+    if samples > _MAX_SAMPLES:
         raise UnsupportedMedia(f"the MP4 video says that it has {samples} frames")
     return samples, (pairs[:, 0], pairs[:, 1])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
-from triptych.media.shown import is_shown
+from triptych.media.hidden import hidden_packets
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_ELEMENTS = 1 << 19
@@ -135,12 +135,17 @@ def _unsupported(name: str, track: _WebmTrack) -> UnsupportedMedia:
 
 def _frame_times(file: _WebmFile, track: _WebmTrack, codec: str) -> list[int]:
     """Return when each frame is shown, in the file's unit, in file order."""
+    blocks = file.blocks[track.number]
+    hidden: frozenset[int] = frozenset()
+    if not track.encoded and not any(file.data[start] & _LACING for _, start, _ in blocks):
+        view = memoryview(file.data)
+        hidden = hidden_packets(codec, (view[start + 1 : end] for _, start, end in blocks))
     times: list[int] = []
-    for time, start, end in file.blocks[track.number]:
+    for number, (time, start, _) in enumerate(blocks):
         if file.data[start] & _LACING:
             frame = track.frame_duration // file.scale
-            times += [time + number * frame for number in range(file.data[start + 1] + 1)]
-        elif track.encoded or is_shown(codec, file.data, start + 1, end):
+            times += [time + lace * frame for lace in range(file.data[start + 1] + 1)]
+        elif number not in hidden:
             times.append(time)
     return times
 
