@@ -321,7 +321,7 @@ def test_a_folder_with_a_file_that_is_broken(
     assert "Traceback" not in said.err
 
 
-ODD_VALUES = (None, "x", -1, 0, 7, 2**70, 1.5, math.nan, True, [], {}, ["x"], [None], [[1]], {"a": 1})
+ODD_VALUES: tuple[Any, ...] = (None, "x", -1, 0, 7, 2**70, 1.5, math.nan, True, [], {}, ["x"], [None], [[1]], {"a": 1})
 
 
 def with_odd_values(folder: Path, chance: random.Random) -> str:
@@ -368,7 +368,10 @@ def set_in_config(**settings: Any) -> Callable[[Path], None]:
 
 
 def written(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return change
 
 
 ODD_CHECKPOINTS: dict[str, Callable[[Path], None]] = {

@@ -122,7 +122,7 @@ def test_a_worker_killed_from_outside_fails_no_item(workers: WorkerPool, tmp_pat
 
 
 def test_an_input_that_crashes_workers_is_tried_once_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked of it; others are, and only so many are remembered."""
+    """Whatever is asked of it; others are, and only a limited number is remembered."""
     monkeypatch.setattr("triptych.sandbox.workers.CRASHES_KEPT", 2)
     made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
     try:

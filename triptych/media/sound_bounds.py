@@ -4,7 +4,7 @@ from triptych.errors import UnsupportedMedia
 
 MIN_RATE, MAX_RATE = 4_000, 384_000
 MAX_CHANNELS = 64
-"""As many as FFmpeg converts."""
+"""The most that FFmpeg converts."""
 
 MAX_TRACK_SAMPLES = 10**9
 """Limit for a video's audio track over all channels, whose number its header doesn't declare."""
