@@ -1,7 +1,7 @@
 """Parsing of a chat's answer into reasoning, tool calls and text: what chat completions and responses share."""
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,6 @@ import msgspec
 
 from triptych.api.generation import ChoiceOutput, Generation
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
-from triptych.messages.work import TokenLogprob
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.formats.parser import AnswerParser
@@ -82,23 +81,26 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
             reason = reason or "stop"
         if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
-    logprobs = logprob_entries(chat.generation.service.tokenizer, output.tokens, output.logprobs)
+    logprobs = logprob_entries(chat.generation.service.tokenizer, output)
     return ChoiceDelta(output.choice, events, logprobs, reason)
 
 
-def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[msgspec.Raw]:
+def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput) -> list[msgspec.Raw]:
     """Return entries of OpenAI's ``choices[].logprobs.content``; none if no log probabilities were requested.
 
     Each entry is encoded as JSON: otherwise garbage collection of a long answer's objects would block the
     event loop."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": tokenizer.decode([token]), "logprob": logprob, "bytes": list(tokenizer.bytes_of(token))}
+    def entry(token: int, logprob: float, first: bool) -> dict[str, Any]:
+        spelled = tokenizer.bytes_of(token, first=first)
+        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
 
-    return [
-        msgspec.Raw(msgspec.json.encode(entry(token, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]}))
-        for token, one in zip(tokens, logprobs, strict=False)
-    ]
+    entries = []
+    for place, (token, one) in enumerate(zip(output.tokens, output.logprobs, strict=False)):
+        first = output.begins_text and place == 0
+        own, top = entry(token, one.logprob, first), [entry(*alternative, first) for alternative in one.top]
+        entries.append(msgspec.Raw(msgspec.json.encode(own | {"top_logprobs": top})))
+    return entries
 
 
 @dataclass

@@ -14,10 +14,10 @@ from triptych.api.generation import ChoiceOutput, Generation, RequestContext, ch
 from triptych.api.prompt_logprobs import prompt_logprob_entries, scored_tokens
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
+from triptych.api.text_offsets import Place, TextOffsets
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
 from triptych.observe.timeline import Interval
-from triptych.prompt.detokenize import REPLACEMENT, Detokenizer
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -54,6 +54,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
         context=context,
         id=f"cmpl-{secrets.token_hex(12)}",
         intervals=[planning],
+        preceding=[_preceding(service, request, prompt) for prompt in prompts],
     )
 
 
@@ -66,6 +67,14 @@ def _plan_prompts(service: Service, request: CompletionRequest) -> list[PlannedP
     ]
 
 
+def _preceding(service: Service, request: CompletionRequest, prompt: PlannedPrompt) -> list[int]:
+    """Return the tokens whose text the answer continues: the prompt's own, and of its special tokens those in the
+    text."""
+    before, after = prompt.num_added
+    own = prompt.tokens[before : len(prompt.tokens) - after]
+    return service.tokenizer.context_of(own, skip_special_tokens=request.skip_special_tokens and not request.echo)
+
+
 class _ChoiceFormatter:
     """Formats the outputs of one choice; with ``echo``, the first begins with the prompt."""
 
@@ -74,20 +83,22 @@ class _ChoiceFormatter:
         self._request = generation.fields
         self._number = number
         self._tokenizer = generation.service.tokenizer
-        self._prompt = generation.prompt_of(number).tokens
+        self._prompt = generation.prompt_of(number)
         self._scores = generation.prompt_logprobs.get(number)
-        self._echoes = bool(self._request.echo)
-        self._offset = 0
-        """Length of the text so far, for ``text_offset``."""
-        self._detokenizer = Detokenizer(self._tokenizer, (), self._request.skip_special_tokens)
+        self.echoes = bool(self._request.echo)
+        """Whether the next output begins with the prompt."""
+        self._hidden = self._tokenizer.special_ids if self._request.skip_special_tokens else frozenset()
+        self._offsets = TextOffsets(self._tokenizer, () if self.echoes else generation.preceding_of(number))
 
     def format(self, output: ChoiceOutput) -> dict[str, Any]:
         """Return the output as a choice of a chunk (``objects.CompletionChoice``)."""
-        echoes, self._echoes = self._echoes, False
+        echo = self._echo() if self.echoes else []
+        text = self._offsets.text if self.echoes else ""
+        self.echoes = False
         return {
             "index": self._number,
-            "text": (self._tokenizer.decode(self._prompt) if echoes else "") + output.text,
-            "logprobs": self._logprobs(output, echoes=echoes) if self._request.logprobs is not None else None,
+            "text": text + output.text,
+            "logprobs": self._logprobs(output, echo) if self._request.logprobs is not None else None,
             "finish_reason": output.finish_reason,
         }
 
@@ -95,52 +106,52 @@ class _ChoiceFormatter:
         """Return a complete choice, with the fields that chunks don't have."""
         if (num_top := self._request.prompt_logprobs) is None:
             return self.format(output)
-        scored = scored_tokens(self._prompt, self._scores)
+        scored = scored_tokens(self._prompt.tokens, self._scores)
         return self.format(output) | {"prompt_logprobs": prompt_logprob_entries(self._tokenizer, scored, num_top)}
 
-    def _logprobs(self, output: ChoiceOutput, *, echoes: bool) -> dict[str, Any]:
-        tokens, num_top, offsets = list(output.tokens), self._request.logprobs or 0, list[int]()
+    def _echo(self) -> list[Place]:
+        """Decode the prompt and return the places of its tokens. Those that the tokenizer put around a text aren't part
+        of it; all others are, special ones included."""
+        before, after = self._prompt.num_added
+        end = len(self._prompt.tokens) - after
+        places = [
+            self._offsets.add(token) if before <= number < end else self._offsets.end
+            for number, token in enumerate(self._prompt.tokens)
+        ]
+        self._offsets.pause()
+        return places
+
+    def _logprobs(self, output: ChoiceOutput, echo: list[Place]) -> dict[str, Any]:
+        tokens, num_top = list(output.tokens), self._request.logprobs or 0
         logprobs: list[TokenLogprob | None] = list(output.logprobs)
-        if echoes:
-            scored = scored_tokens(self._prompt, self._scores)
-            offsets = self._offsets(Detokenizer(self._tokenizer), self._prompt)
-            self._offset = len(self._tokenizer.decode(self._prompt))
-            tokens = [*self._prompt, *tokens]
+        # skipped special tokens have no text
+        own = [self._offsets.end if token in self._hidden else self._offsets.add(token) for token in tokens]
+        if echo:
+            scored = scored_tokens(self._prompt.tokens, self._scores)
+            tokens = [*self._prompt.tokens, *tokens]
             # the first token has no log probability, because nothing precedes it
             logprobs = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one in scored), *logprobs]
+        places = echo + own
         return {
-            "tokens": [self._token_text(token) for token in tokens],
+            "tokens": [
+                self._tokenizer.text_of(token, first=place.is_first)
+                for token, place in zip(tokens, places, strict=True)
+            ],
             "token_logprobs": [one and one.logprob for one in logprobs],
             "top_logprobs": [
                 # always includes the token itself, as in OpenAI's API
-                one and self._by_text([*one.top, (token, one.logprob)])
-                for token, one in zip(tokens, logprobs, strict=True)
+                one and self._by_text([*one.top, (token, one.logprob)], place)
+                for token, one, place in zip(tokens, logprobs, places, strict=True)
             ],
-            "text_offset": offsets + self._offsets(self._detokenizer, output.tokens),
+            "text_offset": [place.offset for place in places],
         }
 
-    def _offsets(self, detokenizer: Detokenizer, tokens: Sequence[int]) -> list[int]:
-        """Return where each token's text begins, in characters.
-
-        A token that continues a character has the character's offset. Skipped special tokens have no text."""
-        offsets = []
-        for token in tokens:
-            own, start = self._tokenizer.decode([token]), self._offset
-            self._offset += len(detokenizer.push([token]))
-            # complete characters follow the replacement of a character that was never completed
-            is_complete = own and REPLACEMENT not in own
-            offsets.append(max(start, self._offset - len(own)) if is_complete else start)
-        return offsets
-
-    def _by_text(self, logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
+    def _by_text(self, logprobs: Sequence[tuple[int, float]], place: Place) -> dict[str, float]:
         """Return the log probabilities by text; of tokens with the same text, the likeliest's."""
         texts: dict[str, float] = {}
         for token, logprob in logprobs:
-            texts.setdefault(self._token_text(token), logprob)
+            texts.setdefault(self._tokenizer.text_of(token, first=place.is_first), logprob)
         return texts
-
-    def _token_text(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
 async def _outputs(generation: Generation) -> AsyncGenerator[ChoiceOutput, None]:
@@ -163,7 +174,7 @@ async def full_response(generation: Generation) -> dict[str, Any]:
             outputs[output.choice].append(output)
     format_all = partial(_format_choices, generation, [_joined(of_choice) for of_choice in outputs])
     choices: list[Any] = []
-    if _has_logprobs(generation):
+    if _takes_long(generation):
         # formatted and encoded on another thread, because it takes long enough to delay other requests' tokens
         choices += await generation.service.executor.run(
             generation.context.record.client, lambda: [_as_json(one) for one in format_all()]
@@ -173,8 +184,10 @@ async def full_response(generation: Generation) -> dict[str, Any]:
     return _object(generation) | {"choices": choices, "usage": generation.usage} | generation.timeline
 
 
-def _has_logprobs(generation: Generation) -> bool:
-    return any(one.logprobs is not None or one.prompt_logprobs is not None for one in generation.sampling_params)
+def _takes_long(generation: Generation) -> bool:
+    assert isinstance(generation.fields, CompletionRequest)
+    scored = any(one.logprobs is not None or one.prompt_logprobs is not None for one in generation.sampling_params)
+    return scored or bool(generation.fields.echo)
 
 
 def _format_choices(generation: Generation, joined: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
@@ -219,9 +232,9 @@ async def stream_response(generation: Generation) -> AsyncGenerator[bytes, None]
 
 
 async def _format_first(generation: Generation, formatter: _ChoiceFormatter, output: ChoiceOutput) -> dict[str, Any]:
-    if generation.sampling_params[0].prompt_logprobs is None:
+    if generation.sampling_params[0].prompt_logprobs is None and not formatter.echoes:
         return formatter.format(output)
-    # on another thread, because a prompt's log probabilities take long enough to delay other requests' tokens
+    # on another thread, because a prompt takes long enough to delay other requests' tokens
     return await generation.service.executor.run(generation.context.record.client, partial(formatter.format, output))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -75,6 +75,8 @@ class ChoiceOutput:
     """One for each token if the request asks for them, otherwise none."""
     finish_reason: str | None
     """Set in a choice's last output."""
+    begins_text: bool = False
+    """Whether the first token is the first one of a text."""
 
 
 @dataclass
@@ -93,6 +95,8 @@ class Generation:
     intervals: list[Interval] = field(default_factory=list)
     keep_special: Collection[int] = ()
     """Special tokens that are part of the text although ``fields.skip_special_tokens`` is True."""
+    preceding: Sequence[Sequence[int]] = ()
+    """For each prompt the tokens whose text its answers continue; none for answers that begin a text."""
     created: int = field(default_factory=lambda: int(time.time()))
     num_generated: int = 0
     """Generated tokens of all choices."""
@@ -111,6 +115,10 @@ class Generation:
     def prompt_of(self, choice: int) -> PlannedPrompt:
         return self.prompts[choice // len(self.sampling_params)]
 
+    def preceding_of(self, choice: int) -> Sequence[int]:
+        """Return the tokens whose text a choice continues."""
+        return self.preceding[choice // len(self.sampling_params)] if self.preceding else ()
+
     @property
     def timeline(self) -> dict[str, Any]:
         """The field ``timeline`` of the answer if the request asks for it, otherwise nothing."""
@@ -122,7 +130,8 @@ class Generation:
         Raises RequestError and ServiceError."""
         try:
             texts = [
-                ChoiceText(self.service.tokenizer, self.fields, self.keep_special) for _ in range(self.num_choices)
+                ChoiceText(self.service.tokenizer, self.fields, self.keep_special, self.preceding_of(number))
+                for number in range(self.num_choices)
             ]
             self._streams.extend(self._submit(*numbered) for numbered in enumerate(texts))
             choices = [self._outputs(number, *one) for number, one in enumerate(zip(texts, self._streams, strict=True))]
@@ -159,13 +168,16 @@ class Generation:
         self, number: int, text: "ChoiceText", tokens: TokenStream
     ) -> AsyncGenerator[ChoiceOutput, None]:
         prompt = number // len(self.sampling_params)
+        begins_text = not self.preceding_of(number)
         async for report in tokens:
             self._cached[prompt] = max(self._cached.get(prompt, 0), report.reused)
             if report.prompt_logprobs is not None:
                 self.prompt_logprobs[number] = report.prompt_logprobs
             self.num_generated += len(report.tokens)
             shown = text.shown(report)
-            yield ChoiceOutput(number, text.take(report), shown, report.logprobs[: len(shown)], report.finish_reason)
+            logprobs = report.logprobs[: len(shown)]
+            yield ChoiceOutput(number, text.take(report), shown, logprobs, report.finish_reason, begins_text)
+            begins_text = begins_text and not shown
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -185,9 +197,20 @@ class ChoiceText:
     The router calls ``read`` when a message arrives, not when the client takes it. So a stop string ends the choice at
     its instance at once, and no token after it counts."""
 
-    def __init__(self, tokenizer: Tokenizer, fields: SamplingFields, keep_special: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        fields: SamplingFields,
+        keep_special: Collection[int] = (),
+        preceding: Sequence[int] = (),
+    ) -> None:
         self._detokenizer = Detokenizer(
-            tokenizer, fields.stop_strings, fields.skip_special_tokens, fields.min_tokens or 0, keep_special
+            tokenizer,
+            fields.stop_strings,
+            fields.skip_special_tokens,
+            fields.min_tokens or 0,
+            keep_special=keep_special,
+            preceding=preceding,
         )
         self._untaken: list[str] = []
         self._by_token = False

@@ -64,7 +64,7 @@ def prompt_logprob_entries(
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         if token not in texts:
-            texts[token] = tokenizer.decode([token], skip_special_tokens=False)
+            texts[token] = tokenizer.text_of(token)
         return {"logprob": logprob, "rank": rank, "decoded_token": texts[token]}
 
     entries: list[dict[str, Any] | None] = [None]

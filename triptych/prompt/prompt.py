@@ -79,6 +79,8 @@ class PlannedPrompt:
     """Whether the answer begins with reasoning."""
     lora: str = ""
     """Name of the LoRA that it is computed with; empty: none."""
+    num_added: tuple[int, int] = (0, 0)
+    """Number of tokens that the tokenizer put before and after a text."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,10 @@ class PromptBuilder:
         """Plan a prompt without a template, from text or tokens. Raises InvalidRequest for the model's media tokens and
         for an empty prompt, and PromptTooLong; both name ``param``."""
         longest = min(self.context_length, context_length or self.context_length)
+        num_added = (0, 0)
         if isinstance(prompt, str):
             self._refuse_media_tokens(prompt, param)
+            num_added = self.tokenizer.num_added if add_special_tokens else num_added
             tokens = self._encode(prompt, longest, param, add_special_tokens)
         else:
             tokens = list(prompt)
@@ -240,7 +244,7 @@ class PromptBuilder:
         if not tokens:
             raise InvalidRequest(f"{param} has no tokens", param)
         _check_length(len(tokens), longest, param)
-        return PlannedPrompt(tokens=tokens, positions=self.planner.positions(len(tokens), [], []))
+        return PlannedPrompt(tokens, self.planner.positions(len(tokens), [], []), num_added=num_added)
 
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
         # megabytes of text would take seconds to tokenize, only to be rejected then

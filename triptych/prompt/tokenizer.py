@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
 from triptych.errors import CheckpointError
+from triptych.prompt.decoders import TextDecoder, steps_of
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
 _MANY = 4096
 """Tokens from which decoding would hold the interpreter's lock too long."""
+_CONTEXT = 16
 _MAX_SHRINKING = 4
 """These normalizers leave no less than a quarter of a text's bytes: a character has four at most, and composition makes
 one of 3.5 times its bytes at most (Unicode 16)."""
@@ -39,9 +43,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.eos_token_ids = _eos_token_ids(folder)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes = _byte_alphabet() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
+        self._steps = steps_of(self._tokenizer.decoder)
         self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
 
     @property
@@ -57,6 +60,14 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    @cached_property
+    def num_added(self) -> tuple[int, int]:
+        """Number of tokens that ``add_special_tokens`` puts before and after a text."""
+        own, all_tokens = self.encode("a"), self.encode("a", add_special_tokens=True)
+        num_added = len(all_tokens) - len(own)
+        before = next((n for n in range(num_added) if all_tokens[n : n + len(own)] == own), num_added)
+        return before, num_added - before
+
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of ``text``, without tokenizing it; 0 if there is no bound."""
         return len(text.encode()) // self._max_bytes_per_token if self._max_bytes_per_token else 0
@@ -68,12 +79,35 @@ class Tokenizer:
             return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which need not be whole characters."""
-        spelled = self.token_of(token_id) or ""
-        if self._bytes is None or token_id in self._added or not self._bytes.keys() >= set(spelled):
-            return self.decode([token_id], skip_special_tokens=False).encode()
-        return bytes(self._bytes[letter] for letter in spelled)
+    def text_decoder(self, preceding: Sequence[int] = ()) -> TextDecoder:
+        """Return a decoder of a text's tokens, special ones included. The text continues that of the ``preceding``
+        tokens; a character that they begin and the text ends belongs to the text."""
+        decoder = TextDecoder(self._tokenizer.id_to_token, self._steps)
+        for token in preceding:
+            decoder.push(token)
+        if preceding:
+            decoder.pause()
+        return decoder
+
+    def context_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """Return the last tokens that have text, as many as decide how the next one is decoded."""
+        hidden = self.special_ids if skip_special_tokens else ()
+        last = list(islice((token_id for token_id in reversed(token_ids) if token_id not in hidden), _CONTEXT))
+        return last[::-1]
+
+    def bytes_of(self, token_id: int, *, first: bool = False) -> bytes:
+        """The bytes that a token adds to a text, which need not be whole characters. The ``first`` token of a text may
+        lack a space that others have."""
+        text = self.token_of(token_id)
+        if text is None:
+            return b""
+        for step in self._steps:
+            text = (step.first if first else step.middle)(text)
+        return text.encode(errors="surrogateescape")
+
+    def text_of(self, token_id: int, *, first: bool = False) -> str:
+        """The text of ``bytes_of``, with U+FFFD for incomplete characters."""
+        return self.bytes_of(token_id, first=first).decode(errors="replace")
 
     def token_of(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it: a special token's literal text; None for an unknown id."""
@@ -84,14 +118,6 @@ class Tokenizer:
         """Return the id of a token that the vocabulary spells so; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the characters by which byte-level vocabularies spell bytes: printable ones as themselves, the others as
-    the characters from 256 on, in order (as in GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def _max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
