@@ -1,4 +1,3 @@
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ def tokenizer(shared_folder: Path) -> Tokenizer:
     return Tokenizer(shared_folder)
 
 
-# One token per byte: any UTF-8 split happens, and most random streams aren't UTF-8 at all.
-token_streams = st.lists(st.integers(0, 262), max_size=80)
+# one token per byte: any UTF-8 split happens
 texts = st.text(alphabet="ab é漢😀\ufffd", max_size=40)
 stops = st.lists(st.text(alphabet="ab é😀", min_size=1, max_size=4), max_size=3)
 
@@ -46,21 +44,7 @@ def until_stop(text: str, stop: list[str], unsearched: int = 0) -> str:
 cuts = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
-@settings(max_examples=500)
-@given(tokens=token_streams, cuts=cuts)
-def test_any_stream_equals_the_full_decode(tokenizer: Tokenizer, tokens: list[int], cuts: list[int]) -> None:
-    assert streamed(Detokenizer(tokenizer), tokens, cuts) == tokenizer.decode(tokens)
-
-
-@settings(max_examples=500)
-@given(text=texts, stop=stops, cuts=cuts)
-def test_stop_strings(tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int]) -> None:
-    detokenizer = Detokenizer(tokenizer, stop)
-    assert streamed(detokenizer, tokenizer.encode(text), cuts) == until_stop(text, stop)
-    assert detokenizer.stopped == any(one in text for one in stop)
-
-
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(text=texts, stop=stops, cuts=cuts, min_tokens=st.integers(0, 12))
 def test_stop_strings_end_behind_min_tokens(
     tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int], min_tokens: int
@@ -125,15 +109,3 @@ def test_empty_stop_string() -> None:
     with pytest.raises(InvalidRequest, match="empty") as caught:
         Detokenizer(None, ["a", ""])  # type: ignore[arg-type]
     assert caught.value.param == "stop"
-
-
-@pytest.mark.parametrize("text", ["a", "\ufffd", None])
-def test_time_per_token_is_constant(tokenizer: Tokenizer, text: str | None) -> None:
-    """Also for a stream that never is UTF-8."""
-    one = tokenizer.encode("😀")[1:2] if text is None else tokenizer.encode(text)
-    detokenizer = Detokenizer(tokenizer)
-    start = time.process_time()
-    tokens = one * 5000
-    for token in tokens:
-        detokenizer.push([token])
-    assert time.process_time() - start < 5

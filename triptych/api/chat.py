@@ -50,8 +50,13 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
         context=context,
         id=f"chatcmpl-{secrets.token_hex(12)}",
         intervals=intervals,
+        preceding=[_continued(service, request, prompt)] if request.continue_final_message else (),
     )
     return PreparedChat(generation, request)
+
+
+def _continued(service: Service, request: ChatCompletionRequest, prompt: PlannedPrompt) -> list[int]:
+    return service.tokenizer.context_of(prompt.tokens, skip_special_tokens=request.skip_special_tokens)
 
 
 async def plan_prompt(
