@@ -14,7 +14,7 @@ from triptych.api.generation import ChoiceOutput, Generation, RequestContext, ch
 from triptych.api.prompt_logprobs import prompt_logprob_entries, scored_tokens
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
-from triptych.api.text_offsets import Place, TextOffsets
+from triptych.api.text_offsets import TextOffsets, TokenPlace
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
 from triptych.observe.timeline import Interval
@@ -109,7 +109,7 @@ class _ChoiceFormatter:
         scored = scored_tokens(self._prompt.tokens, self._scores)
         return self.format(output) | {"prompt_logprobs": prompt_logprob_entries(self._tokenizer, scored, num_top)}
 
-    def _echo(self) -> list[Place]:
+    def _echo(self) -> list[TokenPlace]:
         """Decode the prompt and return the places of its tokens. Those that the tokenizer put around a text aren't part
         of it; all others are, special ones included."""
         before, after = self._prompt.num_added
@@ -121,7 +121,7 @@ class _ChoiceFormatter:
         self._offsets.pause()
         return places
 
-    def _logprobs(self, output: ChoiceOutput, echo: list[Place]) -> dict[str, Any]:
+    def _logprobs(self, output: ChoiceOutput, echo: list[TokenPlace]) -> dict[str, Any]:
         tokens, num_top = list(output.tokens), self._request.logprobs or 0
         logprobs: list[TokenLogprob | None] = list(output.logprobs)
         # skipped special tokens have no text
@@ -146,7 +146,7 @@ class _ChoiceFormatter:
             "text_offset": [place.offset for place in places],
         }
 
-    def _by_text(self, logprobs: Sequence[tuple[int, float]], place: Place) -> dict[str, float]:
+    def _by_text(self, logprobs: Sequence[tuple[int, float]], place: TokenPlace) -> dict[str, float]:
         """Return the log probabilities by text; of tokens with the same text, the likeliest's."""
         texts: dict[str, float] = {}
         for token, logprob in logprobs:

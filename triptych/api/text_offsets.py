@@ -7,7 +7,7 @@ from triptych.prompt.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPlace:
     """The place of a token in a text."""
 
     offset: int
@@ -32,7 +32,7 @@ class TextOffsets:
         self._begun = 0
         """Number of characters that those bytes begin."""
 
-    def add(self, token: int) -> Place:
+    def add(self, token: int) -> TokenPlace:
         """Add a token to the text."""
         first, self._begins_text = self._begins_text, False
         spelled = self._tokenizer.bytes_of(token, first=first)
@@ -40,7 +40,7 @@ class TextOffsets:
         self._pending += spelled
         self._begun += _num_begun(spelled)
         self._release(self._decoder.push(token))
-        return Place(offset, first)
+        return TokenPlace(offset, first)
 
     def pause(self) -> None:
         """Make what is held back final, because other text follows."""
@@ -52,9 +52,9 @@ class TextOffsets:
         return "".join(self._pieces)
 
     @property
-    def end(self) -> Place:
+    def end(self) -> TokenPlace:
         """The place of a token without text."""
-        return Place(self._length + self._begun)
+        return TokenPlace(self._length + self._begun)
 
     def _release(self, text: str) -> None:
         if not text:

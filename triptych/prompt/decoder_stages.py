@@ -17,7 +17,7 @@ _BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 Edit = Callable[[str], str]
 
 
-class Stage:
+class TextStage:
     """Decodes a list of tokens that arrives piece by piece."""
 
     def push(self, tokens: list[str]) -> list[str]:
@@ -33,7 +33,7 @@ class Stage:
         return []
 
 
-class EachToken(Stage):
+class EachToken(TextStage):
     """Edits each token by itself."""
 
     def __init__(self, edit: Edit) -> None:
@@ -43,7 +43,7 @@ class EachToken(Stage):
         return list(map(self._edit, tokens))
 
 
-class FirstAndRest(Stage):
+class FirstAndRest(TextStage):
     """Edits the first token otherwise than the others."""
 
     def __init__(self, first: Edit, rest: Edit) -> None:
@@ -57,7 +57,7 @@ class FirstAndRest(Stage):
         return [first(tokens[0]), *map(self._rest, tokens[1:])]
 
 
-class Suffixed(Stage):
+class Suffixed(TextStage):
     """Replaces the suffix of words by a space, but not in the last token."""
 
     def __init__(self, suffix: str) -> None:
@@ -80,7 +80,7 @@ class Suffixed(Stage):
         return [token.replace(self._suffix, "") for token in held]
 
 
-class Collapsed(Stage):
+class Collapsed(TextStage):
     """Edits each token that differs from the one before; drops the others."""
 
     def __init__(self, edit: Edit) -> None:
@@ -96,7 +96,7 @@ class Collapsed(Stage):
         return [token for token in final if token]
 
 
-class ByteRuns(Stage):
+class ByteRuns(TextStage):
     """Decodes runs of tokens that stand for bytes. A run is text if all of it is UTF-8, else one U+FFFD per byte."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ByteRuns(Stage):
         self._length = 0
         self._is_broken = False
         self._last = b""
-        """The last bytes, as many as an incomplete character can have."""
+        """The last bytes, up to the three that an incomplete character can have."""
         for byte in data:
             self._add(bytes([byte]))
 
@@ -152,7 +152,7 @@ class ByteRuns(Stage):
         return final
 
 
-class Bytes(Stage):
+class Bytes(TextStage):
     """Joins the bytes that tokens spell, and decodes them."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Bytes(Stage):
         return [self._utf8.decode(b"", final=True)]
 
 
-class Stripped(Stage):
+class Stripped(TextStage):
     """Strips a character from both ends of a token that arrives in fragments, a number of times at most."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
@@ -188,7 +188,7 @@ class Stripped(Stage):
         return [text[:cut]]
 
 
-class Replaced(Stage):
+class Replaced(TextStage):
     """Replaces a string in a token that arrives in fragments."""
 
     def __init__(self, old: str, new: str) -> None:
@@ -209,7 +209,7 @@ class Replaced(Stage):
         return [held]
 
 
-class Whole(Stage):
+class Whole(TextStage):
     """Edits a token that arrives in fragments once it is complete. One of more than ``longest`` characters, if that is
     given, is left as it is."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Regex, decoders
 
 from triptych.prompt import decoder_stages as stages
-from triptych.prompt.decoder_stages import Edit, Stage, byte_of, spelled_bytes
+from triptych.prompt.decoder_stages import Edit, TextStage, byte_of, spelled_bytes
 
 _JOINING = ("Fuse", "ByteLevel")
 _CLEANUP = [
@@ -27,7 +27,7 @@ _CLEANUP = [
 class Step:
     """One decoder of a chain."""
 
-    stage: Callable[[], Stage]
+    stage: Callable[[], TextStage]
     """Makes the stage of a new text."""
     middle: Edit
     """Returns what one token adds within a text. Surrogates stand for bytes that aren't UTF-8."""
@@ -57,11 +57,11 @@ class TextDecoder:
         """Return the text that is held back, but for the start of what later tokens may complete.
 
         It ends the text of a prompt: what an answer completes belongs to the answer."""
-        return self._flush(Stage.pause.__name__)
+        return self._flush(TextStage.pause.__name__)
 
     def finish(self) -> str:
         """Return the text that is held back. Bytes of an incomplete character become U+FFFD."""
-        return self._flush(Stage.finish.__name__)
+        return self._flush(TextStage.finish.__name__)
 
     def _flush(self, method: str) -> str:
         tokens: list[str] = []

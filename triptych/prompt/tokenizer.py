@@ -90,7 +90,7 @@ class Tokenizer:
         return decoder
 
     def context_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Return the last tokens that have text, as many as decide how the next one is decoded."""
+        """Return the last tokens that have text: those that decide how the next one is decoded."""
         hidden = self.special_ids if skip_special_tokens else ()
         last = list(islice((token_id for token_id in reversed(token_ids) if token_id not in hidden), _CONTEXT))
         return last[::-1]
