@@ -141,7 +141,8 @@ def test_fields_that_agents_send_are_accepted(service: Served) -> None:
         "store": False, "prompt_cache_key": "conversation-1", "prompt_cache_retention": "in_memory",
         "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "text": {"verbosity": "medium"},
         "service_tier": "auto", "user": "u", "safety_identifier": "s", "metadata": {"a": "b"}, "truncation": "disabled",
-        "max_tool_calls": 3, "conversation": None, "prompt": None, "parallel_tool_calls": True, "tool_choice": None,
+        "client_metadata": {"session_id": "a", "x": {"y": [1]}}, "tools": [{"type": "mcp", "a": {"b": 1}}],
+        "max_tool_calls": 3, "conversation": None, "prompt": None, "parallel_tool_calls": True, "tool_choice": "auto",
     }  # fmt: skip
     made = answer(service, temperature=0.0, **sent)
     assert made["output"][0]["content"] == plain
@@ -149,10 +150,9 @@ def test_fields_that_agents_send_are_accepted(service: Served) -> None:
     assert not responses(include=["reasoning.encrypted_content"]).wants_logprobs
     for field, value, param in (
         ("text", {"verbosity": "high"}, "text.verbosity"),
-        ("reasoning", {"summary": "detailed"}, "reasoning.summary"),
-        ("include", ["file_search_call.results"], "include[0]"),
+        ("reasoning", {"summary": "long"}, "reasoning.summary"),
         ("stream_options", {"include_obfuscation": True}, "stream_options.include_obfuscation"),
-        ("tools", [{"type": "web_search"}], "tools[0].type"),
+        ("tools", [{"type": "telepathy"}], "tools[0].type"),
     ):
         the_error(post(service, **sent | {field: value}), 400, param)
 

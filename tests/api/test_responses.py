@@ -19,6 +19,7 @@ from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.validation import parse_request
 from triptych.prompt.formats.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
+NAMED = [{"type": "function", "name": f"tool{number}"} for number in range(128)]
 TOOL = {"type": "function", "name": "weather", "description": "tells the weather", "parameters": CITY, "strict": True}
 
 
@@ -148,7 +149,7 @@ def test_a_forced_call_and_a_format_of_text(thinker: Served) -> None:
         )["output"]
         assert json.loads(call["arguments"])["days"] in (1, 22)
     bad = {"format": {"type": "json_schema", "name": "zone", "schema": {"not": {}}}}
-    assert "not" in the_error(post(thinker, text=bad, tools=[TOOL], tool_choice="required"), 400)
+    assert "not" in the_error(post(thinker, text=bad, tools=[TOOL], tool_choice="required"), 400, "text.format")
 
 
 def test_earlier_items_become_one_message() -> None:
@@ -189,17 +190,27 @@ def test_text_format_and_log_probabilities(service: Served) -> None:
         ({"background": True}, "background", "False"),
         ({"conversation": "c"}, "conversation", "null"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
-        ({"top_logprobs": 1}, "top_logprobs", "include"),
+        ({"include": ["all"]}, "include[0]", "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs", "less"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type", "'computer_call' is not supported; use one of 'mess"),
         ({"input": [{"type": ["message"]}]}, "input[0].type", "required"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type", "text"),
         ({"input": [{"role": "user", "content": "see <|image_pad|>"}]}, "input", "media"),
-        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "telepathy", "name": "x"}]}, "tools[0].type", "'telepathy' is not supported"),
+        ({"tools": [{"name": "x"}]}, "tools[0].type", "required"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name", "required"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name", "pattern"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0]", "'custom'"),
+        ({"tools": [{"type": "namespace", "name": "n" * 125, "tools": [TOOL]}]}, "tools[0].tools[0].name", "128"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL] * 2}]}, "tools[0].tools[1].name", "another"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": NAMED}, TOOL]}, "tools", "129"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' is never called"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.name", "required"),
+        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice", "tools"),
         ({"tools": [TOOL]}, "tools", "template"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
-        ({"reasoning": {"effort": "low"}}, None, "can't be changed"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "can't be changed"),
         ({"max_output_tokens": 5000}, "input", "context"),
         ({"temperature": 3}, "temperature", "less"),
     ],

@@ -34,7 +34,11 @@ MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
 TEXTS, TOKENS, TOKEN_LISTS = "<texts>", "<tokens>", "<token lists>"
 NAMED, ALLOWED = "<named>", "<allowed>"
-UNION_MEMBERS = (STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, NAMED, ALLOWED)
+FUNCTION, CUSTOM, NAMESPACE, BUILT_IN = "<function>", "<custom>", "<namespace>", "<built-in>"
+UNION_MEMBERS = (
+    *(STRING, ARRAY, OBJECT, TEXTS, TOKENS, TOKEN_LISTS, NAMED, ALLOWED),
+    *(FUNCTION, CUSTOM, NAMESPACE, BUILT_IN),
+)
 """Tags of union members, such as "a string or an array". Pydantic adds them to the paths of its errors."""
 
 

@@ -3,27 +3,33 @@
 import bisect
 import itertools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from triptych.api.answers import ChoiceDelta, new_call_id
+from triptych.api.custom_input import CustomInput
+from triptych.api.response_tools import ToolTarget
 from triptych.prompt.formats.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
 """An event's type and its members without the sequence number."""
 
-REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
-_PREFIXES = {REASONING: "rs", MESSAGE: "msg", CALL: "fc"}
+REASONING, MESSAGE, CALL, CUSTOM_CALL = "reasoning", "message", "function_call", "custom_tool_call"
+_PREFIXES = {REASONING: "rs", MESSAGE: "msg", CALL: "fc", CUSTOM_CALL: "ctc"}
 
 
 class OutputItems:
     """The items of one answer, built from its deltas: reasoning, then text and calls in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Mapping[str, ToolTarget] | None = None) -> None:
+        """``targets`` are the tools that functions of other names stand for."""
         self.items: list[Item] = []
+        self._targets = targets or {}
+        self._input = CustomInput()
+        """The input of the open item, if that is a call of a custom tool."""
         self._open: Item | None = None
         self._logprobs: list[msgspec.Raw] = []
 
@@ -37,11 +43,10 @@ class OutputItems:
             elif isinstance(one, TextDelta):
                 yield from self._append(MESSAGE, one.text)
             elif isinstance(one, ToolCallStart):
-                yield from self._begin(CALL, {"call_id": new_call_id(), "name": one.name, "arguments": ""})
+                yield from self._begin_call(one.name)
             elif isinstance(one, ToolCallArguments) and self._open is not None:
                 self._logprobs = list(delta.logprobs)
-                self._open["arguments"] += one.text
-                yield "response.function_call_arguments.delta", self._place() | {"delta": one.text}
+                yield from self._add_arguments(self._open, one.text)
 
     def finish(self, status: str) -> Iterator[Event]:
         """End the last item with that status. An empty answer gets one message without text."""
@@ -65,6 +70,22 @@ class OutputItems:
         part["logprobs"] += logprobs
         yield "response.output_text.delta", place | {"logprobs": logprobs}
 
+    def _begin_call(self, function: str) -> Iterator[Event]:
+        target = self._targets.get(function, ToolTarget(function))
+        members = {"call_id": new_call_id(), "name": target.name}
+        if target.namespace is not None:
+            members["namespace"] = target.namespace
+        kind, argument = (CUSTOM_CALL, "input") if target.is_custom else (CALL, "arguments")
+        yield from self._begin(kind, members | {argument: ""})
+        self._input = CustomInput()
+
+    def _add_arguments(self, call: Item, text: str) -> Iterator[Event]:
+        if call["type"] == CALL:
+            call["arguments"] += text
+            yield "response.function_call_arguments.delta", self._place() | {"delta": text}
+        elif added := self._input.push(text):
+            yield "response.custom_tool_call_input.delta", self._place() | {"delta": added}
+
     def _begin(self, kind: str, members: Item) -> Iterator[Event]:
         yield from self._end("completed")
         item: Item = {
@@ -72,12 +93,12 @@ class OutputItems:
             "type": kind,
             "status": "in_progress",
         } | members
-        if kind != CALL:
+        if kind in (REASONING, MESSAGE):
             item["content"] = []
         self.items.append(item)
         self._open = item
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": _copy(item)}
-        if kind != CALL:
+        if kind in (REASONING, MESSAGE):
             part: Item = {"text": "", "type": "reasoning_text"}
             if kind == MESSAGE:
                 part = {"text": "", "type": "output_text", "annotations": [], "logprobs": []}
@@ -92,6 +113,11 @@ class OutputItems:
         if item["type"] == CALL:
             call = {"arguments": item["arguments"], "name": item["name"]}
             yield "response.function_call_arguments.done", place | call
+        elif item["type"] == CUSTOM_CALL:
+            if rest := self._input.finish():
+                yield "response.custom_tool_call_input.delta", place | {"delta": rest}
+            item["input"] = self._input.text
+            yield "response.custom_tool_call_input.done", place | {"input": item["input"]}
         else:
             part = item["content"][0]
             kind, more = "reasoning_text", {}

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from triptych.api import chat
@@ -10,6 +10,7 @@ from triptych.api.answers import PreparedChat, stream_deltas
 from triptych.api.errors import body_of
 from triptych.api.generation import RequestContext
 from triptych.api.response_items import Event, OutputItems
+from triptych.api.response_tools import described
 from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, responses_param
 from triptych.api.service import Service
 from triptych.api.sse import named_event
@@ -22,7 +23,7 @@ class PreparedResponse:
 
     request: ResponsesRequest
     chat: PreparedChat
-    output: OutputItems = field(default_factory=OutputItems)
+    output: OutputItems
     finish_reason: str | None = None
     _sequence: int = 0
 
@@ -96,8 +97,12 @@ class PreparedResponse:
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | settings,
-            "tool_choice": choice.model_dump() if choice and not isinstance(choice, str) else choice or "auto",
-            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else choice.model_dump(exclude_unset=True)
+            if choice
+            else "auto",
+            "tools": [described(tool) for tool in request.tools or ()],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
@@ -118,7 +123,8 @@ class PreparedResponse:
 async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
     with _translate_params():
-        return PreparedResponse(request, await chat.prepare(service, request.to_chat(), context))
+        prepared = await chat.prepare(service, request.to_chat(), context)
+    return PreparedResponse(request, prepared, OutputItems(request.targets))
 
 
 @contextmanager

@@ -2,18 +2,16 @@
 
 Requests are converted to chat completion requests, so both are validated and served alike."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from triptych.api import schemas
 from triptych.api.fields import (
-    ALLOWED,
     ARRAY,
-    MAX_TOKEN_IDS,
-    NAMED,
     STRING,
     ExtraFields,
+    JsonObject,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
@@ -27,153 +25,42 @@ from triptych.api.fields import (
     TopP,
     Verbosity,
     string_or_array,
-    tool_choice,
 )
-from triptych.api.schemas import ChatCompletionRequest, ChatMessage, Function, ImagePart, Tool
+from triptych.api.response_input import Item, ItemReference, chat_messages
+from triptych.api.response_tools import (
+    ResponseTool,
+    ResponseToolChoice,
+    ToolTarget,
+    chat_choice,
+    chat_tools,
+)
+from triptych.api.schemas import ChatCompletionRequest, ChatMessage, MediaOptions, Scalar
 from triptych.errors import InvalidRequest
 
-
-class InputText(StrictModel):
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(StrictModel):
-    """Text of an earlier answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = Field(None, max_length=MAX_TOKEN_IDS)
-
-
-class InputImage(StrictModel):
-    type: Literal["input_image"]
-    image_url: str
-    detail: Literal["auto", "low", "high"] = "auto"
-    file_id: None = None
-
-
-class ResponsesInputAudio(StrictModel):
-    """Audio in the format of chats."""
-
-    type: Literal["input_audio"]
-    input_audio: schemas.InputAudio
-
-
-Refusal = schemas.RefusalPart
-Part = Annotated[InputText | OutputText | Refusal | InputImage | ResponsesInputAudio, Field(discriminator="type")]
-ToolPart = Annotated[InputText | InputImage, Field(discriminator="type")]
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputMessage(StrictModel):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=schemas.MAX_PARTS), Tag(ARRAY)],
-        string_or_array("content parts"),
-    ]
-    id: Name | None = None
-    status: Status | None = None
-    phase: None = None
-
-
-class FunctionCallItem(StrictModel):
-    """A tool call of an earlier answer."""
-
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: str
-    """JSON."""
-    id: Name | None = None
-    status: Status | None = None
-    caller: None = None
-    namespace: None = None
-    runs_async: None = Field(None, validation_alias=AliasChoices("async", "async_"))
-
-
-class FunctionOutputItem(StrictModel):
-    """The result of a tool call."""
-
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Annotated[
-        Annotated[str, Tag(STRING)] | Annotated[list[ToolPart], Field(max_length=schemas.MAX_PARTS), Tag(ARRAY)],
-        string_or_array("content parts"),
-    ]
-    id: Name | None = None
-    status: Status | None = None
-    caller: None = None
-
-
-class ReasoningText(StrictModel):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(StrictModel):
-    """Reasoning of an earlier answer."""
-
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = Field(None, max_length=schemas.MAX_PARTS)
-    summary: list[Any] = Field(default_factory=list, max_length=0)
-    id: Name | None = None
-    status: Status | None = None
-    encrypted_content: None = None
-
-
-class ItemReference(StrictModel):
-    """An item of an earlier answer, by its id."""
-
-    type: Literal["item_reference"] | None = None
-    id: Name
-
-
-def _kind_of_item(value: Any) -> str | None:
-    """Return an item's type, which messages and references may leave out."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind is None and isinstance(value, dict):
-        return "message" if "role" in value or "id" not in value else "item_reference"
-    return kind if isinstance(kind, str) else None
-
-
-Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(_kind_of_item),
-]
-
-
-class _FunctionType(StrictModel):
-    type: Literal["function"]
-
-
-class FunctionTool(Function, _FunctionType):
-    """A function that the answer may call."""
-
-    # the order of the bases makes pydantic check the type first, so that errors name an unsupported type
-
-
-class NamedFunctionTool(StrictModel):
-    type: Literal["function"]
-    name: Name
+_PARAMS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "logprobs": "include",
+}
+"""This API's names of a chat's fields, where they differ."""
 
 
 class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
 
 
-class ResponsesAllowedToolChoice(StrictModel):
-    """Restricts the prompt to these tools; ``mode`` is the choice among them."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunctionTool] = Field(min_length=1, max_length=schemas.MAX_TOOLS)
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class TextSettings(StrictModel):
@@ -183,22 +70,15 @@ class TextSettings(StrictModel):
 
 class ReasoningSettings(StrictModel):
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     """Answers have the full reasoning, never a summary."""
-    generate_summary: None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The former name of ``summary``."""
 
 
 class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
     """Padding of events isn't supported."""
-
-
-ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)]
-    | Annotated[NamedFunctionTool, Tag(NAMED)]
-    | Annotated[ResponsesAllowedToolChoice, Tag(ALLOWED)],
-    tool_choice(),
-]
 
 
 class ResponsesRequest(ExtraFields):
@@ -215,20 +95,22 @@ class ResponsesRequest(ExtraFields):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    """Above 0 it includes ``message.output_text.logprobs``."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=schemas.MAX_TOOLS)
-    tool_choice: ResponsesToolChoice | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=schemas.MAX_TOOLS)
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
     """Limits calls of built-in tools. Has no effect, because there are none."""
     metadata: Metadata | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, max_length=8
-    )
-    """``reasoning.encrypted_content`` has no effect, because items have the reasoning as text."""
+    client_metadata: JsonObject | None = None
+    """Codex's notes on a request; they have no effect."""
+    include: list[Includable] | None = Field(None, max_length=16)
+    """Only ``message.output_text.logprobs`` has an effect: items have the reasoning as text, and there are no built-in
+    tools."""
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
     """Answers say whether they are stored: never."""
@@ -237,29 +119,41 @@ class ResponsesRequest(ExtraFields):
     conversation: None = None
     prompt: None = None
     service_tier: Literal["auto", "default"] | None = None
+    chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=schemas.MAX_TEMPLATE_VARIABLES)
+    """As in chats, like the next one."""
+    mm_processor_kwargs: MediaOptions | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
 
     @property
     def wants_logprobs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ())
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+    @property
+    def targets(self) -> dict[str, ToolTarget]:
+        """The tools that the chat's functions stand for, by the functions' names."""
+        return {tool.function.name: target for tool, target in chat_tools(self.tools or ())}
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request."""
+        instructions = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        tools = [tool for tool, _ in chat_tools(self.tools or ())]
         return ChatCompletionRequest(
             model=self.model,
-            messages=self._messages(),
+            messages=instructions + chat_messages(self.input),
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             logprobs=self.wants_logprobs or None,
-            top_logprobs=self.top_logprobs,
+            top_logprobs=self.top_logprobs if self.wants_logprobs else None,
             stream=self.stream,
-            tools=[_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_choice(self.tool_choice),
+            tools=tools or None,
+            tool_choice=chat_choice(self.tool_choice, bool(tools)),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text.format) if self.text and self.text.format else None,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            mm_processor_kwargs=self.mm_processor_kwargs,
             **{name: getattr(self, name) for name in ExtraFields.model_fields if name in self.model_fields_set},
         )
 
@@ -270,33 +164,12 @@ class ResponsesRequest(ExtraFields):
         for number, item in enumerate(self.input):
             if isinstance(item, ItemReference):
                 raise _not_stored("item_reference", item.id, f"input[{number}]")
-        if self.top_logprobs is not None and not self.wants_logprobs:
-            raise InvalidRequest("top_logprobs is only for include: message.output_text.logprobs", "top_logprobs")
+        chat = self.to_chat()
         try:
-            self.to_chat().check()
+            chat.check()
         except InvalidRequest as error:
             error.param = responses_param(error.param)
             raise
-
-    def _messages(self) -> list[ChatMessage]:
-        """Return the chat's messages; the reasoning, text and calls of one answer become one message."""
-        messages = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, ChatMessage(role="user", content=self.input)]
-        open_answer: ChatMessage | None = None
-        for item in self.input:
-            if isinstance(item, FunctionOutputItem):
-                open_answer = None
-                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_output(item)))
-            elif isinstance(item, InputMessage) and item.role != "assistant":
-                open_answer = None
-                messages.append(ChatMessage(role=item.role, content=_content(item)))
-            elif not isinstance(item, ItemReference):
-                if open_answer is None or _starts_message(open_answer, item):
-                    open_answer = ChatMessage(role="assistant", content="")
-                    messages.append(open_answer)
-                _add(open_answer, item)
-        return messages
 
 
 def _not_stored(kind: str, name: str, param: str) -> InvalidRequest:
@@ -305,67 +178,6 @@ def _not_stored(kind: str, name: str, param: str) -> InvalidRequest:
         "and send the items themselves",
         param,
     )
-
-
-def _starts_message(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningItem) -> bool:
-    """Return whether an item begins a new message: within one, reasoning precedes text, and text precedes calls."""
-    if isinstance(item, FunctionCallItem):
-        return False
-    return bool(answer.content or answer.tool_calls or (isinstance(item, ReasoningItem) and answer.reasoning_content))
-
-
-def _add(answer: ChatMessage, item: InputMessage | FunctionCallItem | ReasoningItem) -> None:
-    if isinstance(item, InputMessage):
-        answer.content = _content(item)
-    elif isinstance(item, ReasoningItem):
-        answer.reasoning_content = "".join(part.text for part in item.content or ()) or None
-    else:
-        call = schemas.FunctionCall(name=item.name, arguments=item.arguments)
-        answer.tool_calls = [*(answer.tool_calls or ()), schemas.ToolCall(id=item.call_id, function=call)]
-
-
-def _output(item: FunctionOutputItem) -> str | list[schemas.Part]:
-    """Return a string if all parts are text, one line each, because every template accepts strings."""
-    if isinstance(item.output, str):
-        return item.output
-    if all(isinstance(part, InputText) for part in item.output):
-        return "\n".join(part.text for part in item.output if isinstance(part, InputText))
-    return [_part(part) for part in item.output]
-
-
-def _content(message: InputMessage) -> str | list[schemas.Part]:
-    if isinstance(message.content, str):
-        return message.content
-    return [_part(part) for part in message.content]
-
-
-def _part(part: Part) -> schemas.Part:
-    if isinstance(part, InputImage):
-        return ImagePart(type="image_url", image_url=schemas.ImageURL(url=part.image_url, detail=part.detail))
-    if isinstance(part, ResponsesInputAudio):
-        return schemas.InputAudioPart(type="input_audio", input_audio=part.input_audio)
-    if isinstance(part, Refusal):
-        return part
-    return schemas.TextPart(type="text", text=part.text)
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    return Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
-
-
-def _choice(choice: str | NamedFunctionTool | ResponsesAllowedToolChoice | None) -> Any:
-    """Return the choice in the format of chats."""
-    match choice:
-        case NamedFunctionTool():
-            return _named(choice)
-        case ResponsesAllowedToolChoice(mode=mode, tools=tools):
-            allowed = schemas.AllowedTools(mode=mode, tools=[_named(tool) for tool in tools])
-            return schemas.AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
-    return choice
-
-
-def _named(tool: NamedFunctionTool) -> schemas.NamedTool:
-    return schemas.NamedTool(type="function", function=schemas.NamedFunction(name=tool.name))
 
 
 def _format(
@@ -380,4 +192,4 @@ def _format(
 def responses_param(param: str | None) -> str | None:
     """Return this API's name of a chat's field, or None if it has no equivalent."""
     name = (param or "").split("[")[0].split(".")[0]
-    return "input" if name == "messages" else name if name in ResponsesRequest.model_fields else None
+    return _PARAMS.get(name, name if name in ResponsesRequest.model_fields else None)

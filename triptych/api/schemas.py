@@ -29,6 +29,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_FRAMES = 768
 MAX_TOOLS = 128
+MAX_FUNCTION_NAME = 128
 MAX_PIXELS_LIMIT = 2**31
 MAX_TEMPLATE_VARIABLES = 32
 MAX_SCALAR = 1024
@@ -166,8 +167,11 @@ class ChatMessage(StrictModel):
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:-]{{1,{MAX_FUNCTION_NAME}}}$")]
+
+
 class Function(StrictModel):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
     """JSON schema of the arguments."""
