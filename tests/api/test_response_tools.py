@@ -125,7 +125,7 @@ def test_calls_are_streamed_as_items_of_their_tools() -> None:
         *(ToolCallArguments(0, 'b"'), ToolCallArguments(0, "}")),
         *(ToolCallStart(1, "team__weather"), ToolCallArguments(1, "{}")),
     ]
-    changes = [change for event in events for change in output.add(ChoiceDelta(0, "", [event], [], None))]
+    changes = [change for event in events for change in output.add(ChoiceDelta(0, [event], [], None))]
     changes += output.finish("completed")
     custom, function = output.items
     assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "free", "a\nb")
