@@ -142,12 +142,13 @@ def wav(samples: int, channels: int = 1, rate: int = 16_000, code: int = 1) -> b
 
 def test_data_that_is_not_audio_is_rejected() -> None:
     rejected(b"", TruncatedMedia, "empty")
-    rejected(b"hello" * 100, UnsupportedMedia, "not a WAV, FLAC, MP3 or Ogg")
+    rejected(b"hello" * 100, UnsupportedMedia, "not audio of a known format: WAV")
     rejected(wav(0)[:44], BadMediaSize, "empty")
     rejected(wav(399), BadMediaSize, "shorter than 25 ms")
     rejected(wav(1000, rate=1000), UnsupportedMedia, "1000 samples per second")
     rejected(wav(1000, channels=65), UnsupportedMedia, "65 channels")
-    rejected(wav(1000, code=85), UnsupportedMedia, "format 85")
+    rejected(wav(1000, code=85), UnsupportedMedia, "format 85, but none of its frames")
+    rejected(wav(1000, code=353), UnsupportedMedia, "format 353, which isn't supported")
     rejected(b"OggS" + bytes(100), UnsupportedMedia, "neither Vorbis nor Opus")
 
 
@@ -170,10 +171,8 @@ def test_wrong_headers_are_detected() -> None:
         decode_audio(data, AudioHeader("FLAC", 16_000, 1, 16_000), 16_000)
     with pytest.raises(TruncatedMedia, match=r"ends after 2\.0 s of 3\.0 s"):
         decode_audio(data, AudioHeader("FLAC", 16_000, 1, 48_000), 16_000)
-    with pytest.raises(MediaMismatch, match="1 channels; its header says 2"):
-        decode_audio(data, AudioHeader("FLAC", 16_000, 2, 32_000), 16_000)
-    with pytest.raises(MediaMismatch, match="16000 samples per second; its header says 8000"):
-        decode_audio(data, AudioHeader("FLAC", 8_000, 1, 16_000), 16_000)
+    with pytest.raises(TruncatedMedia, match=r"ends after 2\.0 s of 4\.0 s"):
+        decode_audio(data, AudioHeader("FLAC", 8_000, 1, 32_000), 16_000)
     with pytest.raises(TruncatedMedia, match=r"ends after 0\.0 s of 2\.0 s"):
         decode_audio(b"\x1a\x45\xdf\xa3" + bytes(99), AudioHeader("FLAC", 8_000, 1, 16_000), 16_000)
 

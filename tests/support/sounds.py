@@ -37,7 +37,7 @@ def sound(
 def track(file: Any, samples: NDArray[np.float32], rate: int, codec: str) -> Iterator[Any]:
     """Add an audio track to an open file and return its packets."""
     layout = LAYOUTS[len(samples)]
-    stream: Any = file.add_stream(codec, rate=rate, options={"strict": "-2"} if codec == "vorbis" else {})
+    stream: Any = file.add_stream(codec, rate=rate, options={"strict": "-2"})
     stream.layout = layout
     stream.codec_context.open()
     size = stream.codec_context.frame_size or 4096

@@ -1,26 +1,64 @@
 """Decodes audio to mono at the sample rate of a model. Pure: bytes in, samples out."""
 
 import io
+import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from typing import TypeAlias
 
 import av
 import numpy as np
+from av.container import InputContainer
 from numpy.typing import NDArray
 
 from triptych.errors import MediaMismatch, TruncatedMedia, UnsupportedMedia
 from triptych.media.sound_bounds import MAX_TRACK_SAMPLES, check_sound
-from triptych.media.video import DEMUXERS
+from triptych.media.sound_tags import behind_tags
 from triptych.types import AudioHeader
 
 Samples: TypeAlias = NDArray[np.float32]
 """One channel, between -1 and 1."""
 
 # Explicit demuxers, because some of those that FFmpeg might guess open other files.
-_DEMUXERS = DEMUXERS | {"WAV": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
+_DEMUXERS = {
+    "WAV": "wav",
+    "W64": "w64",
+    "AIFF": "aiff",
+    "AU": "au",
+    "CAF": "caf",
+    "FLAC": "flac",
+    "OGG": "ogg",
+    "MP3": "mp3",
+    "AAC": "aac",
+    "AC-3": "ac3",
+    "E-AC-3": "eac3",
+    "DTS": "dts",
+    "AMR": "amr",
+    "MP4": "mp4",
+    "WebM": "matroska",
+}
+_CODECS = frozenset(
+    {
+        *(
+            "aac",
+            "alac",
+            "flac",
+            "mp1",
+            "mp1float",
+            "mp2",
+            "mp2float",
+            "mp3",
+            "mp3float",
+            "vorbis",
+            "opus",
+            "libopus",
+            "speex",
+        ),
+        *("ac3", "eac3", "dca", "amrnb", "amrwb", "libopencore_amrnb", "libopencore_amrwb", "gsm", "gsm_ms"),
+        *("adpcm_ms", "adpcm_ima_wav", "adpcm_ima_qt", "adpcm_yamaha", "g722", "g726"),
+    }
+)
 _OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # stored samples count, as in the header
-_CODECS = frozenset({"aac", "flac", "mp3", "mp3float", "vorbis", "libvorbis", "opus", "libopus"})
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
 _BLOCK = 1 << 16
@@ -50,13 +88,16 @@ def _decode(data: bytes, header: AudioHeader, rate: int) -> Samples:
     tolerance = (TRACK_TOLERANCE if header.in_video else TOLERANCE) * rate
     made = np.zeros(planned, dtype=np.float32)
     num_samples = 0
-    for piece in _resampled(data, header, rate):
+    errors: list[Exception] = []
+    for piece in _resampled(_decoded(data, header, errors), rate):
         kept = piece[: planned - num_samples] if num_samples < planned else piece[:0]
         made[num_samples : num_samples + len(kept)] = kept
         num_samples += len(piece)
         if num_samples > planned + tolerance:
             raise MediaMismatch(f"{_named(header)} is longer than the {header.seconds:.1f} s of its header")
     if num_samples < planned - tolerance:
+        if errors:
+            raise UnsupportedMedia(f"{_named(header)} is damaged and can't be decoded") from errors[0]
         raise TruncatedMedia(f"{_named(header)} ends after {num_samples / rate:.1f} s of {header.seconds:.1f} s")
     return made
 
@@ -65,26 +106,34 @@ def _named(header: AudioHeader) -> str:
     return f"the {header.format} video's sound" if header.in_video else f"the {header.format} audio"
 
 
-def _resampled(data: bytes, header: AudioHeader, rate: int) -> Iterator[Samples]:
+def _resampled(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[Samples]:
     """Yield resampled mono samples."""
-    resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
-    for samples, rate_of_file in _averaged(_decoded(data, header)):
-        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
-        frame.sample_rate = rate_of_file
-        for made in resampler.resample(frame):
+    for rate_of_file, blocks in itertools.groupby(_averaged(frames), lambda block: block[1]):
+        resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
+        for samples, _ in blocks:
+            frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+            frame.sample_rate = rate_of_file
+            for made in resampler.resample(frame):
+                yield made.to_ndarray()[0]
+        for made in resampler.resample(None):
             yield made.to_ndarray()[0]
-    for made in resampler.resample(None):
-        yield made.to_ndarray()[0]
 
 
 def _averaged(frames: Iterator[av.AudioFrame]) -> Iterator[tuple[Samples, int]]:
-    """Yield the channels' mean in blocks, with their sample rate. FFmpeg's downmix would weight the channels."""
-    packer = av.AudioResampler("flt", frame_size=_BLOCK)
-    for frame in frames:
-        for packed in packer.resample(frame):
-            yield _mean(packed), packed.sample_rate
-    for packed in packer.resample(None):
-        yield _mean(packed), packed.sample_rate
+    """Yield the channels' mean in blocks, with their sample rate. FFmpeg's downmix would weight the channels. Their
+    number and the rate may change between frames."""
+    for (_, _, rate), run in itertools.groupby(frames, _shape):
+        packer = av.AudioResampler("flt", frame_size=_BLOCK)
+        for frame in run:
+            for packed in packer.resample(frame):
+                yield _mean(packed), rate
+        for packed in packer.resample(None):
+            yield _mean(packed), rate
+
+
+def _shape(frame: av.AudioFrame) -> tuple[str, str, int]:
+    """Return what frames must have in common to be joined."""
+    return frame.format.name, frame.layout.name, frame.sample_rate
 
 
 def _mean(packed: av.AudioFrame) -> Samples:
@@ -99,12 +148,13 @@ def _mean(packed: av.AudioFrame) -> Samples:
     return total
 
 
-def _decoded(data: bytes, header: AudioHeader) -> Iterator[av.AudioFrame]:
-    """Yield the decoded frames, after checking them."""
+def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Iterator[av.AudioFrame]:
+    """Yield the decoded frames. Packets that can't be decoded are left out, and the errors are added to ``errors``:
+    the length decides whether enough is left."""
     name = _named(header)
     try:
         container = av.open(
-            io.BytesIO(data),
+            io.BytesIO(data[behind_tags(data) :]),
             "r",
             format=_DEMUXERS[header.format],
             options=_OPTIONS.get(header.format, {}),
@@ -120,23 +170,25 @@ def _decoded(data: bytes, header: AudioHeader) -> Iterator[av.AudioFrame]:
         if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
             raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
         codec.thread_count = 1
-        expected = None if header.in_video else (header.rate, header.channels)
-        for frame in container.decode(stream):
-            samples = header.seconds * frame.sample_rate * frame.layout.nb_channels
-            if expected is None and samples > MAX_TRACK_SAMPLES:
+        for frame in _frames(container, stream, errors):
+            rate, channels = frame.sample_rate, frame.layout.nb_channels
+            check_sound(rate, channels)
+            if header.seconds * rate * channels > MAX_TRACK_SAMPLES:
                 raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
-            expected = _checked(frame, expected, name)
             yield frame
 
 
-def _checked(frame: av.AudioFrame, expected: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """Return a frame's sample rate and number of channels. Raises MediaMismatch if they aren't as expected."""
-    rate, channels = frame.sample_rate, frame.layout.nb_channels
-    if expected is None:
-        check_sound(rate, channels)
-        return rate, channels
-    if rate != expected[0]:
-        raise MediaMismatch(f"{name} has {rate} samples per second; its header says {expected[0]}")
-    if channels != expected[1]:
-        raise MediaMismatch(f"{name} has {channels} channels; its header says {expected[1]}")
-    return expected
+def _frames(container: InputContainer, stream: av.AudioStream, errors: list[Exception]) -> Iterator[av.AudioFrame]:
+    packets = container.demux(stream)
+    while True:
+        try:
+            packet = next(packets, None)
+            if packet is None:
+                return
+        except _DECODING_ERRORS as error:
+            errors.append(error)
+            return
+        try:
+            yield from packet.decode()
+        except _DECODING_ERRORS as error:
+            errors.append(error)

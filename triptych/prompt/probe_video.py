@@ -39,6 +39,11 @@ def probe_video(data: bytes) -> VideoHeader:
     return header
 
 
+def is_video(data: bytes) -> bool:
+    """Whether the container is one that video and sound may be in."""
+    return data[4:8] in _MP4_BOXES or data.startswith(_EBML_MAGIC)
+
+
 def probe_audio_track(data: bytes) -> AudioHeader:
     """Return the header of a video file's first audio track.
 
