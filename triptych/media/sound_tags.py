@@ -1,4 +1,4 @@
-"""Finds where tags in front of audio end: ID3v2 and APE, as many as there are, before files of any format."""
+"""Finds where tags in front of audio end: ID3v2 and APE, several of them, before files of any format."""
 
 import struct
 

@@ -174,14 +174,14 @@ def _probe_aiff(data: bytes) -> AudioHeader:
         raise UnsupportedMedia(f"the AIFF audio has more than {_MAX_CHUNKS} chunks")
     channels, bits, rate, code = layout
     if code == b"ima4":
-        return _Packets("AIFF", rate, channels, _IMA_BYTES * channels, _IMA_SAMPLES).header(data, *place)
+        return _EvenPackets("AIFF", rate, channels, _IMA_BYTES * channels, _IMA_SAMPLES).header(data, *place)
     value = _AIFF_CODES.get(code, -1)
-    return _Packets("AIFF", rate, channels, (value or -(-bits // 8)) * channels, code=code).header(data, *place)
+    return _EvenPackets("AIFF", rate, channels, (value or -(-bits // 8)) * channels, code=code).header(data, *place)
 
 
 def _probe_au(data: bytes) -> AudioHeader:
     start, size, code, rate, channels = struct.unpack_from(">LLLLL", data, 4)
-    return _Packets("AU", rate, channels, _AU_CODES.get(code, -1) * channels, code=code).header(data, start, size)
+    return _EvenPackets("AU", rate, channels, _AU_CODES.get(code, -1) * channels, code=code).header(data, start, size)
 
 
 def _probe_caf(data: bytes) -> AudioHeader:
@@ -205,7 +205,7 @@ def _probe_caf(data: bytes) -> AudioHeader:
     rate, code, _, size, of_packet, channels, _ = layout
     rate = int(rate) if 0 < rate < 2**31 else 0
     if size:
-        return _Packets("CAF", rate, channels, size, of_packet, code).header(data, *place)
+        return _EvenPackets("CAF", rate, channels, size, of_packet, code).header(data, *place)
     _end(data, "CAF", *place)
     if samples < 1:
         raise UnsupportedMedia(f"the CAF audio is encoded as {_named(code)} and doesn't say how long it is")
@@ -215,7 +215,7 @@ def _probe_caf(data: bytes) -> AudioHeader:
 
 
 @dataclass(frozen=True)
-class _Packets:
+class _EvenPackets:
     """Samples in equal packets."""
 
     name: str

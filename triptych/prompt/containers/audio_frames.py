@@ -180,6 +180,16 @@ def _frames_in_a_row(
     return None
 
 
+def _like(first: AudioFrame, parser: _Parser) -> _Parser:
+    """Return a parser that finds only frames that may be of the same stream as ``first``."""
+
+    def parse(data: bytes, position: int) -> AudioFrame | None:
+        frame = parser(data, position)
+        return frame if frame is not None and _are_alike(first, frame) else None
+
+    return parse
+
+
 def _are_alike(one: AudioFrame, other: AudioFrame) -> bool:
     """Whether frames may be of one stream. Those that only add channels to another one have no samples."""
     same_samples = one.samples == other.samples or not one.samples * other.samples
@@ -202,7 +212,7 @@ def _count(data: bytes, start: int, end: int, parser: _Parser, first: AudioFrame
         if behind > position:
             position = behind
             continue
-        found = _frames_in_a_row(data, (position + 1, end), end, (parser,), budget)
+        found = _frames_in_a_row(data, (position + 1, end), end, (_like(frames.first, parser),), budget)
         if found is None:
             break
         position = found[0]
