@@ -28,5 +28,5 @@ def test_run_shows_the_services_error_as_it_is(folder: Path, tmp_path: Path) -> 
     picture.write_bytes(b"no picture")
     with triptych("run", folder, picture, "What is it?", "--threads", "1") as command:
         assert command.end(60) == 1
-        assert "not a JPEG, PNG, WebP, GIF or BMP image" in command.text
+        assert "not a JPEG, PNG, WebP, GIF, BMP or AVIF image" in command.text
         assert "Traceback" not in command.text

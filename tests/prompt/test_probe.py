@@ -15,7 +15,7 @@ from triptych.errors import BadMediaSize, MediaError, TruncatedMedia, Unsupporte
 from triptych.prompt.orientation import exif_orientation
 from triptych.prompt.probe import probe_image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")
 XMP = b'<x:xmpmeta tiff:Orientation="6"/>'
 
 
@@ -52,7 +52,7 @@ TURNED = PICTURE.rotate(90)
 
 
 def usual_files() -> Iterator[bytes]:
-    for name in ("JPEG", "PNG", "WEBP"):
+    for name in ("JPEG", "PNG", "WEBP", "AVIF"):
         yield encoded(PICTURE, name)
         for orientation in range(1, 9):
             yield encoded(PICTURE, name, exif=exif_block(orientation))
@@ -71,7 +71,10 @@ def odd_files() -> Iterator[bytes]:
     yield png_with_late_exif()
     yield encoded(PICTURE, "JPEG", xmp=XMP)
     yield encoded(PICTURE, "WEBP", xmp=XMP)
-    for name in ("GIF", "PNG", "WEBP"):
+    yield encoded(PICTURE, "AVIF", xmp=XMP)
+    yield encoded(PICTURE.convert("L"), "AVIF")
+    yield encoded(PICTURE.convert("RGBA"), "AVIF", subsampling="4:4:4")
+    for name in ("GIF", "PNG", "WEBP", "AVIF"):
         yield encoded(PICTURE, name, save_all=True, append_images=[TURNED])
     yield encoded(PICTURE, "MPO", save_all=True, append_images=[TURNED], exif=exif_block(6))
     # Pads and a restart marker between segments.
@@ -112,9 +115,8 @@ def pillow_size(data: bytes) -> tuple[int, int] | None:
 def test_size_is_that_of_the_upright_picture(data: bytes) -> None:
     header = probe_image(data)
     assert (header.width, header.height) == pillow_size(data)
-    assert data.startswith(
-        {"PNG": b"\x89P", "JPEG": b"\xff\xd8", "WEBP": b"RI", "GIF": b"GI", "BMP": b"BM"}[header.format]
-    )
+    magic = {"PNG": b"\x89P", "JPEG": b"\xff\xd8", "WEBP": b"RI", "GIF": b"GI", "BMP": b"BM", "AVIF": b"\0\0\0"}
+    assert data.startswith(magic[header.format])
 
 
 @settings(max_examples=1500)
@@ -165,8 +167,51 @@ def test_exif_reader_takes_any_bytes(data: bytes) -> None:
 
 
 def test_not_an_image() -> None:
-    with pytest.raises(UnsupportedMedia, match="JPEG, PNG, WebP, GIF or BMP"):
-        probe_image(b"<svg xmlns='http://www.w3.org/2000/svg'/>")
+    with pytest.raises(UnsupportedMedia, match=r"JPEG, PNG, WebP, GIF, BMP or AVIF image$"):
+        probe_image(b"something else")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG image"),
+        (b"<?xml version='1.0'?>\n<svg/>", "an SVG image"),
+        (b"<!DOCTYPE html><html>", "an HTML page"),
+        (b"%PDF-1.7", "a PDF document"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "a HEIC image"),
+        (b"\0\0\0\x14ftypisom\0\0\0\0mp41", "an MP4 file"),
+        *(
+            (name, described)
+            for name, described in {
+                "TIFF": "a TIFF image",
+                "JPEG2000": "a JPEG 2000 image",
+                "ICO": "an icon",
+                "PPM": "a PNM image",
+                "PCX": "a PCX image",
+                "DDS": "a DDS image",
+            }.items()
+        ),
+    ],
+)
+def test_other_formats_are_named(data: bytes | str, name: str) -> None:
+    with pytest.raises(UnsupportedMedia, match=f"BMP or AVIF image: it is {name}"):
+        probe_image(encoded(PICTURE, data) if isinstance(data, str) else data)
+
+
+@pytest.mark.parametrize("first", ["progressive", "sequential"])
+def test_scans_of_a_jpeg_are_bounded(first: str) -> None:
+    data = encoded(PICTURE, "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    if first == "sequential":
+        data = data.replace(b"\xff\xc2", b"\xff\xc0")
+    assert probe_image(data[:-2] + last * 20 + data[-2:]).width == 37
+    with pytest.raises(UnsupportedMedia, match="more than 32 scans"):
+        probe_image(data[:-2] + last * 40 + data[-2:])
+
+
+def test_what_follows_a_jpeg_is_not_scanned() -> None:
+    """Such as the video of a phone's moving picture."""
+    assert probe_image(encoded(PICTURE, "JPEG", progressive=True) + b"\xff\xda" * 1000).width == 37
 
 
 @pytest.mark.parametrize("name", FORMATS)

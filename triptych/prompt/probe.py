@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Iterator
 
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
+from triptych.prompt.containers.avif import avif_size, is_avif
+from triptych.prompt.containers.known import described
 from triptych.prompt.orientation import swaps_sides
 from triptych.types import ImageHeader
 
@@ -30,6 +32,11 @@ _JPEG_START_OF_SCAN = 0xDA
 # T.81, table B.1: frame headers (with DHP), and the markers that no segment follows.
 _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0), 0xDE} - {0xC4, 0xC8, 0xCC})
 _JPEG_STANDALONE = frozenset({0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)})
+# In coded pixels, 0xff is followed by 0 or is a restart marker.
+_JPEG_MARKER_AMONG_PIXELS = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_JPEG_END = 0xD9
+_MAX_SCANS = 32
+"""Limit on a JPEG's scans, each of which is decoded over all pixels. Progressive files have about ten."""
 _JPEG_XMP_PREFIX = b"http://ns.adobe.com/xap/1.0/\x00"
 
 _WEBP_EXIF_FLAG = 0x08
@@ -47,14 +54,14 @@ _RIFF_CHUNK = struct.Struct("<4sL")
 
 
 def probe_image(data: bytes) -> ImageHeader:
-    """Return the format and displayed size of a JPEG, PNG, WebP, GIF or BMP file, without copying it.
+    """Return the format and displayed size of a JPEG, PNG, WebP, GIF, BMP or AVIF file, without copying it.
 
     Raises UnsupportedMedia for anything else, TruncatedMedia for a header that ends early, and BadMediaSize for a zero
     or negative side. No bytes raise any other exception.
     """
     try:
         name, width, height = _probe(data)
-    except struct.error:
+    except (struct.error, IndexError):
         raise TruncatedMedia("the image ends within its header") from None
     if width <= 0 or height <= 0:
         raise BadMediaSize(f"the {name} image is {width} by {height} pixels; both sides must be at least 1")
@@ -74,7 +81,9 @@ def _probe(data: bytes) -> tuple[str, int, int]:
         return ("BMP", *_bmp_size(data))
     if not data:
         raise TruncatedMedia("the image is empty")
-    raise UnsupportedMedia("not a JPEG, PNG, WebP, GIF or BMP image")
+    if is_avif(data):
+        return ("AVIF", *avif_size(data))
+    raise UnsupportedMedia(f"not a JPEG, PNG, WebP, GIF, BMP or AVIF image{described(data)}")
 
 
 def _displayed(width: int, height: int, exif: bytes | None, xmp: bytes | None) -> tuple[int, int]:
@@ -82,7 +91,7 @@ def _displayed(width: int, height: int, exif: bytes | None, xmp: bytes | None) -
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (marker, start, end) of each segment's payload before the first scan, skipping padding and junk."""
+    """Yield (marker, start, end) of each segment's payload up to that of the first scan, skipping padding and junk."""
     position = 2
     for _ in range(_MAX_CHUNKS):
         match = _JPEG_MARKER.search(data, position, position + _MAX_JPEG_JUNK)
@@ -91,8 +100,6 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
                 raise TruncatedMedia("the JPEG image ends before its pixels")
             break
         marker, position = data[match.end() - 1], match.end()
-        if marker == _JPEG_START_OF_SCAN:
-            return
         if marker < 0xC0:
             raise UnsupportedMedia("the JPEG image has an unknown marker")
         if marker in _JPEG_STANDALONE:
@@ -102,6 +109,8 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
         if end > len(data):
             raise TruncatedMedia("the JPEG image ends within its header")
         yield marker, position + 2, end
+        if marker == _JPEG_START_OF_SCAN:
+            return
         position = end
     raise UnsupportedMedia("the JPEG image has no pixels within reach of its header")
 
@@ -110,12 +119,18 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
     size: tuple[int, int] | None = None
     exif: list[bytes] = []
     xmp: bytes | None = None
+    components = 0
     for marker, start, end in _jpeg_segments(data):
-        if marker in _JPEG_FRAMES:
+        if marker == _JPEG_START_OF_SCAN:
+            # several scans, if the first one lacks components or is of a progressive file
+            if end - start < 4 or data[start] < components or data[end - 3 : end] != b"\x00\x3f\x00":
+                _check_scans(data, end)
+        elif marker in _JPEG_FRAMES:
             if end - start < 6:
                 raise UnsupportedMedia("the JPEG image has a frame header that is too short")
             height, width = struct.unpack_from(">HH", data, start + 1)
             size = width, height
+            components = data[start + 5]
         elif marker == 0xE1 and data.startswith(b"Exif\x00\x00", start, end):
             # EXIF longer than a segment continues in the next one, after the same prefix.
             exif.append(data[start + 6 : end])
@@ -124,6 +139,22 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
     if size is None:
         raise UnsupportedMedia("the JPEG image has no frame header")
     return _displayed(*size, b"".join(exif) if exif else None, xmp)
+
+
+def _check_scans(data: bytes, position: int) -> None:
+    """Raise UnsupportedMedia if more than ``_MAX_SCANS`` follow the first one, whose pixels begin at ``position``."""
+    scans = 1
+    for _ in range(_MAX_CHUNKS):
+        match = _JPEG_MARKER_AMONG_PIXELS.search(data, position)
+        if match is None or (marker := data[match.end() - 1]) == _JPEG_END:
+            return
+        scans += marker == _JPEG_START_OF_SCAN
+        if scans > _MAX_SCANS:
+            raise UnsupportedMedia(f"the JPEG image has more than {_MAX_SCANS} scans")
+        position = match.end()
+        if marker not in _JPEG_STANDALONE and position + 2 <= len(data):
+            position += max(int.from_bytes(data[position : position + 2], "big"), 2)
+    raise UnsupportedMedia(f"the JPEG image has more than {_MAX_CHUNKS} segments")
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:

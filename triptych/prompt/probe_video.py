@@ -11,6 +11,7 @@ import struct
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
 from triptych.media import frames
 from triptych.prompt.containers.gif import probe_gif
+from triptych.prompt.containers.known import described
 from triptych.prompt.containers.mp4 import probe_mp4, probe_mp4_audio_track
 from triptych.prompt.containers.webm import probe_webm, probe_webm_audio_track
 from triptych.prompt.probe import probe_image
@@ -70,7 +71,7 @@ def _probe(data: bytes) -> VideoHeader:
         return _probe_frames(frames.unpack_frames(data))
     if not data:
         raise TruncatedMedia("the video is empty")
-    raise UnsupportedMedia("not an MP4, WebM or animated GIF video")
+    raise UnsupportedMedia(f"not an MP4, WebM or animated GIF video{described(data)}")
 
 
 def _probe_frames(packed: frames.PackedFrames) -> VideoHeader:

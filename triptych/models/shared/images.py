@@ -5,11 +5,11 @@ import struct
 import warnings
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps
 
 from triptych.errors import PlanMismatch, TruncatedMedia, UnsupportedMedia
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")
 
 # All that Pillow's readers of these formats raise for damaged files; OSError includes Pillow's own errors.
 _PILLOW_ERRORS = (
@@ -22,12 +22,14 @@ _PILLOW_ERRORS = (
     AttributeError,
     AssertionError,
     ArithmeticError,
+    RuntimeError,
     struct.error,
 )
 
 # The plan bounds the number of pixels (``max_source_pixels``), and the file's size is checked against the plan before
 # decoding. Pillow's own limit could only contradict the operator's.
 Image.MAX_IMAGE_PIXELS = None
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # instances control the number of threads
 
 
 def decode_image(data: bytes, name: str, planned: tuple[int, int]) -> Image.Image:
@@ -43,7 +45,7 @@ def decode_image(data: bytes, name: str, planned: tuple[int, int]) -> Image.Imag
         try:
             image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
         except _PILLOW_ERRORS as error:
-            raise UnsupportedMedia(f"the {name} image is damaged and can't be opened") from error
+            raise UnsupportedMedia(f"the {name} image is damaged, or of a kind that isn't supported") from error
         # The sides may still be swapped: Pillow applies the orientation only to decoded pixels.
         if sorted(image.size) != sorted(planned):
             raise _size_mismatch(image.size, planned)
@@ -54,13 +56,15 @@ def decode_image(data: bytes, name: str, planned: tuple[int, int]) -> Image.Imag
         except _PILLOW_ERRORS as error:
             if "truncated" in str(error):
                 raise TruncatedMedia(f"the {name} image ends within its pixels") from error
-            raise UnsupportedMedia(f"the {name} image is damaged and can't be decoded") from error
+            raise UnsupportedMedia(f"the {name} image is damaged, or of a kind that isn't supported") from error
     if image.size != planned:
         raise _size_mismatch(image.size, planned)
     return image
 
 
 def _turn_upright(image: Image.Image) -> None:
+    if image.format == "AVIF" and "exif" in image.info:
+        image.info.pop("xmp", None)  # counts only if the container has no orientation and no EXIF, as in the probe
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except _PILLOW_ERRORS:
