@@ -87,13 +87,12 @@ def test_continuing_matches_transformers(moody: Served, folder: Path, last: str)
     assert made == expected
 
 
-def test_unknown_template_variables_are_refused(moody: Served) -> None:
+def test_template_variables_that_the_template_does_not_read_are_ignored(moody: Served) -> None:
     assert prompt(moody, chat_template_kwargs={"mood": "gay"}).startswith(
         "<|im_start|>user\nHello<|im_end|>\nmood: gay"
     )
-    for name in ("mode", "messages", "tools", "raise_exception", "eos_token", "add_generation_prompt"):
-        response = moody.post(chat_template_kwargs={name: "x"})
-        assert "enable_thinking, mood" in the_error(response, 400, "chat_template_kwargs")
+    others = ("mode", "messages", "tools", "raise_exception", "eos_token", "add_generation_prompt")
+    assert prompt(moody, chat_template_kwargs=dict.fromkeys(others, "x")) == prompt(moody)
     message = the_error(moody.post(chat_template_kwargs={"mood": "<|image_pad|>"}), 400, "mood")
     assert "stands for media" in message
 

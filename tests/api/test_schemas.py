@@ -20,6 +20,7 @@ def with_content(content: Any, **fields: Any) -> dict[str, Any]:
 CONTENT = "messages[0].content"
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 NAMED = {"type": "function", "function": {"name": "hear"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 MISTAKES: list[tuple[Any, str | None, str]] = [
     ({"model": "m"}, "messages", "required"),
     ({"model": "m", "messages": []}, "messages", "at least 1"),
@@ -27,10 +28,20 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     ({"messages": [{"role": "user", "content": "x"}]}, "model", "required"),
     (with_content("x", model=3), "model", "string"),
     ({"model": "m", "messages": ["x"]}, "messages[0]", "object"),
-    ({"model": "m", "messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "assistant"),
+    ({"model": "m", "messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "assistant"),
+    ({"model": "m", "messages": [{"role": "function", "content": "x"}]}, "messages[0].name", "required"),
+    (
+        with_content("x", messages=[{"role": "user", "content": "x", "function_call": {"name": "f"}}]),
+        "messages[0].function_call",
+        "ass",
+    ),
     ({"model": "m", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "required"),
     (with_content("x", messages=[{"role": "assistant"}]), CONTENT, "required"),
-    (with_content("x", messages=[{"role": "user", "content": "x", "tool_calls": []}]), "messages[0].tool_calls", "ass"),
+    (
+        with_content("x", messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]),
+        "messages[0].tool_calls",
+        "ass",
+    ),
     (with_content([{"type": "image_url", "image_url": None}]), f"{CONTENT}[0].image_url", "uuid"),
     (with_content([{"type": "image_url", "image_url": None, "uuid": "u" * 129}]), f"{CONTENT}[0].uuid", "128"),
     ({"model": "m", "messages": [{"role": "user"}]}, CONTENT, "required"),
@@ -50,7 +61,7 @@ MISTAKES: list[tuple[Any, str | None, str]] = [
     (
         with_content([{"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}]),
         f"{CONTENT}[0].image_url.detail",
-        "'auto', 'low' or 'high'",
+        "'auto', 'low', 'high' or 'original'",
     ),
     (with_content([{"type": "image_url", "image_url": {"url": "", "fps": 1}}]), f"{CONTENT}[0].image_url.fps", "unkn"),
     (with_content("x", stop=3), "stop", "string or an array"),

@@ -31,13 +31,44 @@ def test_sources_in_order(folder: Path) -> None:
         (folder / name).write_text(json.dumps({"chat_template": template}))
 
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(CheckpointError, match="no chat template"):
-        ChatTemplate(folder)
+    without = ChatTemplate(folder)
+    with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
+        without.render(USER)
     write("chat_template.json", "legacy")
     assert ChatTemplate(folder).render(USER) == "legacy"
-    write("tokenizer_config.json", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}])
+    write("tokenizer_config.json", [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}])
     assert ChatTemplate(folder).render(USER) == "named"
+    write("tokenizer_config.json", {"rag": "no"})
+    with pytest.raises(InvalidRequest, match="it has rag"):
+        ChatTemplate(folder).render(USER)
     assert template(folder, "file").render(USER) == "file"
+
+
+def test_a_template_for_tools(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}{{ depth }}")
+    both = template(folder, "plain{{ mood }}")
+    assert both.supports_tools
+    assert both.variables == {"mood", "depth"}
+    assert both.render(USER, tools=["a tool"]) == "a tool"
+    assert both.render(USER, tools=[]) == "plain"
+
+
+SPECIAL_TOKENS = [
+    ({}, {"bos_token": "<s>"}, "<s>"),
+    ({"bos_token": None}, {"bos_token": {"content": "<s>", "lstrip": False}}, "<s>"),
+    ({"bos_token": {"__type": "AddedToken", "content": "<b>"}}, {"bos_token": "<s>"}, "<b>"),
+    ({"extra_special_tokens": {"bos_token": "<x>"}}, {}, "<x>"),
+    ({"extra_special_tokens": ["<x>"], "model_specific_special_tokens": {"bos_token": "<m>"}}, {}, "<m>"),
+    ({"bos_token": ["<x>"]}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("config", "special_tokens_map", "expected"), SPECIAL_TOKENS)
+def test_special_tokens_are_named(folder: Path, config: object, special_tokens_map: object, expected: str) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").write_text(json.dumps(special_tokens_map))
+    assert template(folder, "{{ bos_token }}").render(USER) == expected
 
 
 def test_variables_and_filters(folder: Path) -> None:

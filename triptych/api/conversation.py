@@ -11,7 +11,6 @@ from triptych.api.schemas import (
     ChatMessage,
     ConversationFields,
     TextualPart,
-    template_arguments,
 )
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest
@@ -51,17 +50,10 @@ async def plan_conversation(
 
 
 def template_variables(service: Service, request: ConversationFields) -> dict[str, Any]:
-    """Return the chat template's variables beside the messages.
-
-    Raises InvalidRequest for variables that the template doesn't read, so that none is silently ignored."""
+    """Return the chat template's variables beside the messages. What the template doesn't read is left out."""
     template = service.prompt_builder.template
-    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    for name in variables:
-        if name not in template.variables:
-            known = ", ".join(sorted(template.variables)) or "nothing"
-            raise InvalidRequest(
-                f"the model's chat template doesn't read {name!r}; requests can set: {known}", "chat_template_kwargs"
-            )
+    given = request.chat_template_kwargs or {}
+    variables: dict[str, Any] = {name: value for name, value in given.items() if name in template.variables}
     tools = request.tools or []
     if isinstance(request, ChatCompletionRequest):
         tools = request.callable_tools
@@ -93,15 +85,10 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
             result[name] = value
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         result |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": template_arguments(call)},
-            }
-            for call in message.tool_calls
-        ]
+    if calls := _calls(m, message):
+        result["tool_calls"] = calls
+    if message.role == "function":
+        result["role"] = "tool"
     if not isinstance(message.content, list):
         return result | {"content": message.content or message.refusal or ""}
     parts = [
@@ -109,3 +96,13 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
         for p, part in enumerate(message.content)
     ]
     return result | {"content": parts}
+
+
+def _calls(m: int, message: ChatMessage) -> list[dict[str, Any]]:
+    calls = [(call.id, call.function) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        calls.append((f"call_{m}", message.function_call))
+    return [
+        {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": function.arguments}}
+        for call_id, function in calls
+    ]

@@ -29,7 +29,7 @@ class OutputText(StrictModel):
 class InputImage(StrictModel):
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: schemas.ImageDetail = "auto"
     file_id: None = None
 
 

@@ -1,6 +1,5 @@
 """Request schemas of ``/v1/chat/completions``: OpenAI's API with vLLM's extensions, by the rules of ``fields.py``."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag, WithJsonSchema
@@ -55,9 +54,12 @@ class RefusalPart(StrictModel):
         return self.refusal
 
 
+ImageDetail = Literal["auto", "low", "high", "original"]
+
+
 class ImageURL(StrictModel):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: ImageDetail = "auto"
     """``low`` limits the image's area to 512 × 512 pixels; otherwise the model's own limit applies."""
 
 
@@ -127,8 +129,8 @@ UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 
 class FunctionCall(StrictModel):
     name: Name
-    arguments: str
-    """JSON."""
+    arguments: str | None = None
+    """JSON. An empty text and null are an empty object."""
 
 
 class ToolCall(StrictModel):
@@ -140,9 +142,9 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. The fields that must be null are those that OpenAI's client includes when it returns an answer."""
+    """One message, also an answer of OpenAI's that is sent back."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
         Annotated[
             Annotated[str, Tag(STRING)] | Annotated[list[Part], Field(max_length=MAX_PARTS), Tag(ARRAY)],
@@ -159,9 +161,12 @@ class ChatMessage(StrictModel):
     reasoning: str | None = None
     refusal: str | None = None
     """Only of the assistant, in place of ``content``."""
-    annotations: None = None
+    annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
+    """What an answer of OpenAI's says of its sources. It isn't shown to the model."""
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
+    """The only call of an assistant's message, as before ``tool_calls``; a message of the role ``function`` answers
+    it."""
 
 
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,7 +329,9 @@ class ConversationFields(StrictModel):
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
         text = last.content if isinstance(last.content, str) else _last_text(last.content)
-        if last.role != "assistant" or last.tool_calls or not text or not text.strip():
+        if not last.content:
+            text = last.refusal or last.reasoning_content or last.reasoning or ""
+        if last.role != "assistant" or last.tool_calls or last.function_call or not text.strip():
             raise InvalidRequest(
                 "continue_final_message needs a last message of the assistant that ends with text",
                 "continue_final_message",
@@ -385,17 +392,22 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
-    may_be_empty = message.role == "assistant" and (message.tool_calls or message.refusal is not None)
+    thinks = message.refusal is not None or message.reasoning_content is not None or message.reasoning is not None
+    may_be_empty = message.role == "assistant" and (message.tool_calls or message.function_call or thinks)
     if message.content is None and not may_be_empty:
         given = "content" in message.model_fields_set
         what = "Input should be a valid string or an array of content parts" if given else "Field required"
         raise InvalidRequest(f"{path}.content: {what}", f"{path}.content")
     if message.role != "assistant":
-        for field in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
-            if getattr(message, field) is not None:
+        for field in ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal"):
+            if getattr(message, field) not in (None, []):
                 raise InvalidRequest(f"{path}.{field} is only for messages of the assistant", f"{path}.{field}")
     elif message.content and message.refusal is not None:
         raise InvalidRequest(f"{path}.refusal: content and refusal exclude each other", f"{path}.refusal")
+    elif message.tool_calls and message.function_call:
+        raise InvalidRequest(f"{path}.function_call: tool_calls exclude it", f"{path}.function_call")
+    if message.role == "function" and message.name is None:
+        raise InvalidRequest(f"{path}.name: Field required", f"{path}.name")
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{path}.tool_call_id: Field required", f"{path}.tool_call_id")
     for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -409,12 +421,3 @@ def _check_message(message: ChatMessage, path: str) -> None:
 
 def _last_text(parts: list[Part] | None) -> str:
     return parts[-1].text if parts and isinstance(parts[-1], TextualPart) else ""
-
-
-def template_arguments(call: ToolCall) -> Any:
-    """Return a call's arguments as an object for the chat template, or as text if they aren't a valid JSON object."""
-    try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        return call.function.arguments
-    return arguments if isinstance(arguments, dict) else call.function.arguments

@@ -28,21 +28,21 @@ from triptych.models.base import MediaToken, Planner, Positions
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
-from triptych.prompt.formats.reasoning import Reasoning, reasoning_at_end
+from triptych.prompt.fitting import Fitter, name_message, place_of
+from triptych.prompt.formats.reasoning import THINK, Reasoning, reasoning_at_end
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_audio_track, probe_video
-from triptych.prompt.template import ChatTemplate
+from triptych.prompt.template import REASONING_FIELDS, ChatTemplate
+from triptych.prompt.template_forms import PROBE_TOOLS, find_forms
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, MODEL_SIZE, ItemContext, ItemPlan, MediaHeader, Placement, Span
 
 Message = Mapping[str, Any]
-"""A message: ``role``, and ``content``, which is a string, None, or a list of parts. Further keys go to the template.
+"""See ``fitting.Message``. A media part has the type ``image``, ``video`` or ``audio``, and ``data`` (bytes).
 
-A text part is ``{"type": "text", "text": str}``. A media part has the type ``image``, ``video`` or ``audio``, and
-``data`` (bytes). It may have ``bounds`` (PixelBounds), ``size`` (RequestedSize) and the family's ``options``, and a
-video ``sampling`` (FrameSampling) and ``use_audio``.
-``field`` is the part's field that the bytes came from, unless it is the URL."""
+It may have ``bounds`` (PixelBounds), ``size`` (RequestedSize) and the family's ``options``, and a video ``sampling``
+(FrameSampling) and ``use_audio``. ``field`` is the part's field that the bytes came from, unless it is the URL."""
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
 """Reads a file's header, for each modality."""
@@ -151,11 +151,13 @@ class PromptBuilder:
         tokens = map(self._spelling, self.planner.media_tokens)
         self._media_texts = sorted({*tokens, *placed.values(), *self.planner.markers})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
-        self._shown: Callable[[Message], dict[str, Any]] = _without_data
-        if not self._family.takes_media or not self._shows_parts():
-            self._shown = partial(_as_text, texts=placed)
-        elif not self._shows_strings():
-            self._shown = _in_parts
+        places = {name: (place_of(name), text) for name, text in placed.items()}
+        plain, with_tools = (
+            Fitter(find_forms(partial(self.template.render, tools=tools), places), placed)
+            for tools in (None, PROBE_TOOLS if self.template.supports_tools else None)
+        )
+        self._fitters = {False: plain, True: with_tools}
+        """By whether a request has tools."""
         self.modalities = [name for spelling, name in self._modalities.items() if self._places(name, spelling)]
         self.audio_in_video = self.planner.audio_in_video and "video" in self.modalities
 
@@ -190,13 +192,13 @@ class PromptBuilder:
         media = list(self._plan_media(messages))
         longest = min(self.context_length, context_length or self.context_length)
         _check_length(sum(one.plan.rows for one in media), longest, "messages", "more than ")
-        shown = self._shown
-        text = self.template.render(
-            [shown(message) for message in messages],
-            add_generation_prompt,
-            continue_final_message,
-            **template_variables,
-        )
+        fitter = self._fitters[bool(template_variables.get("tools"))]
+        fitted = fitter.fit(messages, continues=continue_final_message)
+        render = partial(self.template.render, **template_variables)
+        try:
+            text = render([one.message for one in fitted], add_generation_prompt, continue_final_message)
+        except InvalidRequest as error:
+            raise name_message(error, fitted, render) from error
         media = self._as_placed(text, media)
         plans = [one.plan for one in media]
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing
@@ -216,7 +218,7 @@ class PromptBuilder:
                 PlannedItem(self._key(one.data, one.plan), one.data, one.plan, placement, one.param, one.number)
                 for one, placement in zip(media, placements, strict=True)
             ),
-            reasoning=reasoning_at_end(text) if self.template.supports_reasoning else Reasoning.NONE,
+            reasoning=self._reasoning(text, fitted[-1].message if continue_final_message else None),
             lora=self._lora(plans),
         )
 
@@ -246,6 +248,11 @@ class PromptBuilder:
         _check_length(len(tokens), longest, param)
         return PlannedPrompt(tokens, self.planner.positions(len(tokens), [], []), num_added=num_added)
 
+    def _reasoning(self, text: str, continued: Message | None) -> Reasoning:
+        if not self.template.supports_reasoning:
+            return Reasoning.NONE
+        return reasoning_at_end(text, None if continued is None else _continued_text(continued))
+
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
         # megabytes of text would take seconds to tokenize, only to be rejected then
         _check_length(self.tokenizer.min_num_tokens(text), longest, param, "at least ")
@@ -273,37 +280,10 @@ class PromptBuilder:
     def _places(self, modality: str, placeholder: str) -> bool:
         """Return whether the template places media of a modality; True if that can't be determined."""
         try:
-            message = {"role": "user", "content": [_place_of(modality)]}
-            return placeholder in self.template.render([self._shown(message)])
+            (fitted,) = self._fitters[False].fit([{"role": "user", "content": [place_of(modality)]}])
+            return placeholder in self.template.render([fitted.message])
         except InvalidRequest:
             return True
-
-    def _shows_strings(self) -> bool:
-        """Return whether the template shows a message whose content is a string, not a list of parts; True if that
-        can't be determined."""
-        word = "text"
-        try:
-            as_string, as_part, empty = (
-                self.template.render([{"role": "user", "content": content}])
-                for content in (word, [{"type": "text", "text": word}], [])
-            )
-        except InvalidRequest:
-            return True
-        return as_string != empty or as_part == empty
-
-    def _shows_parts(self) -> bool:
-        """Return whether the template shows a message whose content is a list of parts, other than by printing or
-        omitting the list; True if it doesn't show one whose content is a string either."""
-        word = "Lorem"
-        try:
-            self.template.render([{"role": "user", "content": word}])
-        except InvalidRequest:
-            return True
-        try:
-            shown = self.template.render([{"role": "user", "content": [{"type": "text", "text": word}]}])
-        except InvalidRequest:
-            return False
-        return word in shown and repr("type") not in shown
 
     def _refuse_media_tokens(self, value: Any, path: str) -> None:
         """Reject media tokens and markers from the client, which would claim rows that don't exist, or fake the borders
@@ -456,32 +436,8 @@ def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str,
             yield from _texts(member, f"{path}[{i}]")
 
 
-def _as_text(message: Message, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the message for templates that take texts alone: its parts joined to one text, a line each. ``texts`` are
-    those for an item, by modality."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    lines = (part["text"] if part["type"] == "text" else texts[part["type"]] for part in content)
-    return {**message, "content": "\n".join(lines)}
-
-
-def _place_of(modality: str) -> dict[str, Any]:
-    """Return a media part without its data. Some templates look for its type, others for a key of this name."""
-    return {"type": modality, modality: ""}
-
-
-def _without_data(message: Message) -> dict[str, Any]:
-    """Return the message as the template gets it: media parts without their data."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": [_place_of(part["type"]) if part["type"] in PROBES else part for part in content]}
-
-
-def _in_parts(message: Message) -> dict[str, Any]:
-    """Return the message without its media's data, for templates that take parts alone."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    return _without_data(message)
+def _continued_text(message: Message) -> str:
+    """Return the text of a fitted message that is continued: its reasoning behind a tag, if that is continued."""
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return text or THINK.open + next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
