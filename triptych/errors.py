@@ -4,7 +4,8 @@
 
     TriptychError
     ├── RequestError
-    │   ├── InvalidRequest, GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow
+    │   ├── InvalidRequest, GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow,
+    │   │   UnsupportedEncoding
     │   └── MediaError
     │       ├── UnsupportedMedia, TruncatedMedia, MediaTooLarge, MediaMismatch, BadMediaSize, DecodeFailed
     │       └── MediaNotAllowed, MediaNotFetched, MediaNotServed, UnknownMedia
@@ -89,6 +90,13 @@ class PayloadTooLarge(RequestError):
 
     Send less in one request. The operator can raise ``--max-body-mb``; the limits on text and on the number of values
     are fixed.
+    """
+
+
+class UnsupportedEncoding(RequestError):
+    """The request body is compressed, which isn't supported.
+
+    Send the body without a ``Content-Encoding``.
     """
 
 

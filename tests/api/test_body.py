@@ -2,109 +2,146 @@
 
 import asyncio
 import base64
+import contextlib
+import gzip
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.chat import the_error
 from tests.support.serving import CHAT, Served, image, image_part, text_part
 from triptych.api import body as body_module
 from triptych.api import http as http_module
-from triptych.api.body import MIN_INLINE_LENGTH, extract_inline_media
+from triptych.api.body import MIN_INLINE_LENGTH, Body, extract_inline_media
 from triptych.api.json_limits import MAX_VALUES, check_num_values
 from triptych.errors import PayloadTooLarge
 from triptych.prompt.media import decode_data_url
 
+
+def message(content: Any) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": content}]})
+
+
 LONG = "data:image/png;base64," + "A" * MIN_INLINE_LENGTH
 
 
-def put_back(body: bytes) -> bytes:
+def text_of(body: bytes) -> str:
+    """Return a body with its inline media put back."""
     extracted = extract_inline_media(bytearray(body))
-    text = extracted.text
+    text = extracted.text.decode()
     for name, piece in extracted.inline.items():
-        assert text.count(name.encode()) == 1
-        text = text.replace(name.encode(), bytes(piece))
+        assert text.count(name) == 1
+        text = text.replace(name, bytes(piece).decode())
     return text
 
 
 # ── inline media ─────────────────────────────────────────────────────────────────────────────────────────────
 
-
-@pytest.mark.parametrize("key", ["url", "image_url", "video_url", "audio_url"])
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", "\n:\t")])
-def test_inline_media_are_extracted(key: str, separators: tuple[str, str]) -> None:
-    body = json.dumps([{key: LONG}, {"text": "x"}, {key: LONG + "BBBB"}], separators=separators).encode()
-    extracted = extract_inline_media(bytearray(body))
-    assert len(extracted.text) < 300
-    assert [bytes(piece) for piece in extracted.inline.values()] == [LONG.encode(), LONG.encode() + b"BBBB"]
-    assert [value for part in json.loads(extracted.text) for key, value in part.items() if key != "text"] == list(
-        extracted.inline
-    )
-    assert put_back(body) == body
-
-
-@pytest.mark.parametrize("separators", [(",", ":"), (" , ", "\n:\t")])
-@pytest.mark.parametrize("has_format", ["before", "after", "not at all"])
-def test_inline_audio_is_extracted(has_format: str, separators: tuple[str, str]) -> None:
-    data = "A" * MIN_INLINE_LENGTH + "+/=="
-    before, after = ({"format": "wav"} if has_format == place else {} for place in ("before", "after"))
-    part = {"input_audio": {**before, "data": data, **after}}
-    body = json.dumps([part, {"url": LONG}], separators=separators).replace("/", "\\/").encode()
-    extracted = extract_inline_media(bytearray(body))
-    assert [bytes(piece) for piece in extracted.inline.values()] == [data.encode(), LONG.encode()]
-    assert json.loads(extracted.text)[0]["input_audio"]["data"] == next(iter(extracted.inline))
+BASE64 = "A" * MIN_INLINE_LENGTH + "+/=="
+PARTS: list[Any] = [
+    {"type": "image_url", "image_url": {"url": LONG + "+/", "detail": "low"}},
+    {"type": "input_image", "image_url": LONG},
+    {"detail": "low", "video_url": {"detail": 1, "url": LONG}},
+    {"type": "video", "fps": 2, "video": [LONG, "data:,", LONG + "BBBB"]},
+    {"type": "input_audio", "input_audio": {"format": "wav", "data": BASE64}},
+    {"input_audio": {"data": BASE64, "more": {"even": "more"}, "format": "wav"}},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
+    {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join([BASE64] * 3)}},
+    {"type": "image_url", "image_url": {"url": "\n " + LONG[:1000] + "\r\n" + LONG[1000:]}},
+    {"type": "image_url", "image_url": {"url": LONG.replace("data", "DaTa")}},
+]
+SPELLINGS: dict[str, Callable[[Any], str]] = {
+    "compact": lambda body: json.dumps(body, separators=(",", ":")),
+    "spaced": lambda body: json.dumps(body, separators=(" \r\n" * 20 + ",", "\t" * 40 + ":" + " " * 300)),
+    "indented": lambda body: json.dumps(body, indent=8),
+    "PHP": lambda body: json.dumps(body).replace("/", "\\/"),
+    ".NET": lambda body: json.dumps(body).replace("+", "\\u002B").replace("=", "\\u003d"),
+    "all escaped": lambda body: re.sub(r"[A-Za-z+/=](?=[^{}\\[\\]:]*\"[,}\\]])", _escaped, json.dumps(body)),
+}
 
 
-def test_slashes_may_be_escaped() -> None:
-    url = LONG + "/+"
-    extracted = extract_inline_media(bytearray(json.dumps({"url": url}).replace("/", "\\/").encode()))
-    assert [bytes(piece) for piece in extracted.inline.values()] == [url.encode()]
+def _escaped(letter: re.Match[str]) -> str:
+    return letter[0] if letter.string[letter.start() - 1] == "\\" else f"\\u{ord(letter[0]):04X}"
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("root", ["messages", "input"])
+def test_inline_media_are_extracted(root: str, spelling: str, part: Any) -> None:
+    """Whatever the order of keys, white space and escapes."""
+    body = {"model": "m", root: [{"role": "user", "content": [part, {"type": "text", "text": '"x\\'}]}]}
+    spelled = SPELLINGS[spelling](body).encode()
+    assert json.loads(spelled) == body
+    extracted = extract_inline_media(bytearray(spelled))
+    assert len(extracted.text) < 6000
+    assert extracted.inline
+    assert json.loads(text_of(spelled), strict=False) == body
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        json.dumps({"text": LONG}),
-        json.dumps({"content": LONG}),
-        json.dumps({"url": LONG[:100]}),
-        json.dumps({"url": "data:image/png," + "A" * 5000}),
-        json.dumps({"url": LONG + "\n"}),
-        json.dumps({"url": LONG + '"'}),
-        json.dumps({"url": LONG + "\\"}),
-        json.dumps({"url": LONG + "\u20ac"}),
-        json.dumps({"data": "A" * 5000}),
-        json.dumps({"input_audio": [{"data": "A" * 5000}]}),
-        json.dumps({"input_audio": {"format": "wav"}, "data": "A" * 5000}),
-        json.dumps({"input_audio": {"data": "A" * 100}}),
-        json.dumps({"input_audio": {"data": "A" * 5000 + "\n"}}),
-        json.dumps({"text": json.dumps({"input_audio": {"data": "A" * 5000}})}),
-        '{"input_audio": {"data": "' + "A" * 5000,
-        json.dumps({"text": json.dumps({"url": LONG})}),
-        json.dumps({"text": json.dumps({"text": json.dumps({"url": LONG})})}),
-        json.dumps({"url": "https://example.org/" + "A" * 5000}),
-        '{"url": "' + LONG,
-        '{"url": ' + LONG,
+        message(LONG),
+        message([{"type": "text", "text": LONG}]),
+        message([{"type": "text", "text": BASE64}]),
+        message([{"url": LONG[:100]}]),
+        message([{"url": "data:image/png," + "A" * 5000}]),
+        message([{"url": LONG + '"'}]),
+        message([{"url": LONG + "\u20ac"}]),
+        message(json.dumps({"messages": [{"url": LONG}]})),
+        message(json.dumps({"text": json.dumps({"text": json.dumps({"url": LONG})})})),
+        message([{"url": "https://example.org/" + "A" * 5000}]),
+        message([{LONG: "url"}]),
+        message([{"url": {"text": LONG}}]),
+        json.dumps({"input": LONG}),
+        json.dumps({"response_format": {"json_schema": {"examples": [{"url": LONG}]}}}),
+        json.dumps([{"url": LONG}]),
+        '{"messages": [{"url": "' + LONG,
+        '{"messages": [{"url": ' + LONG,
+        '{"messages": [{"url": "' + LONG + '"}',
+        '{"messages": [{"url": "' + LONG + '", "url": 3}]}',
     ],
 )
 def test_everything_else_stays(body: str) -> None:
-    assert extract_inline_media(bytearray(body.encode())).inline == {}
-    assert extract_inline_media(bytearray(body.encode())).text == body.encode()
+    assert extract_inline_media(bytearray(body.encode())) == Body(body.encode(), {})
 
 
-PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,']
+PIECES = ['"url"', ":", '"', "data:", ";base64,", LONG, "\\", " ", "{", "}", ",", '"data:;base64,', "[", "]"]
 
 
-@given(st.lists(st.sampled_from([*PIECES, '"input_audio":{', '"data":"']), max_size=12))
+@given(st.lists(st.sampled_from([*PIECES, '{"messages":[{"url":"', '"data":"', '"}]}']), max_size=12))
 def test_extraction_is_reversible(pieces: list[str]) -> None:
-    body = "".join(pieces).encode()
-    assert put_back(body).replace(b"\\/", b"/") == body.replace(b"\\/", b"/")
+    body = "".join(pieces)
+    assert text_of(body.encode()) == body
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b'"',
+        b"\\",
+        b'\\"',
+        b'"' + b" " * 4096,
+        b'"data:;base64,' + b"A" * 4096,
+        b'"' + b"\\u0041" * 800,
+        b"\\" * 5000 + b'"',
+    ],
+)
+def test_hostile_bodies_are_looked_at_quickly(piece: bytes) -> None:
+    began = time.thread_time()
+    with contextlib.suppress(PayloadTooLarge):
+        extract_inline_media(bytearray(piece * (2**23 // len(piece))))
+    assert time.thread_time() - began < 1
 
 
 def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served) -> None:
@@ -112,18 +149,28 @@ def test_an_answer_does_not_depend_on_how_the_image_was_written(service: Served)
     assert len(large) > MIN_INLINE_LENGTH
     content = [image_part(large), text_part("x"), image_part(image(seed=8))]
     expected = service.text(content)
-    escaped = json.dumps(service.body(content)).replace("A", "\\u0041")  # nothing to take out of this one
-    assert not extract_inline_media(bytearray(escaped.encode())).inline
+    escaped = json.dumps(service.body(content)).replace("A", "\\u0041").replace(": ", " :" + " " * 99)
     with service.client() as client:
         answer = client.post(CHAT, content=escaped.encode()).json()
     assert answer["choices"][0]["message"]["content"] == expected
 
 
 def test_inline_media_in_other_fields(service: Served) -> None:
+    """They are what the client wrote."""
     schema = {"type": "object", "properties": {"url": {"const": "x"}}, "examples": [{"url": LONG}]}
-    response = service.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    assert response.status_code == 400
-    assert "no media can be" in response.json()["error"]["message"]
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    assert service.post(**fields, max_tokens=1).status_code == 200
+    assert "tokens" in the_error(service.post(LONG, max_tokens=1), 400, "messages")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP, gzip"])
+def test_compressed_bodies_are_refused(service: Served, encoding: str) -> None:
+    with service.client() as client:
+        response = client.post(CHAT, content=gzip.compress(b"{}"), headers={"Content-Encoding": encoding})
+        fine = client.post(CHAT, json=service.body(max_tokens=1), headers={"Content-Encoding": "identity"})
+    the_error(response, 415, None, "unsupported_encoding")
+    assert response.headers["accept-encoding"] == "identity"
+    assert fine.status_code == 200
 
 
 def test_decoding_a_large_item_does_not_block_the_loop() -> None:

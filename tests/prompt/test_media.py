@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,42 @@ def b64(data: bytes) -> str:
 def test_data_urls(url: str) -> None:
     assert fetched(url) == b"\x00\xff+/"
     assert fetched("lifted", inline={"lifted": memoryview(url.encode())}) == b"\x00\xff+/"
+
+
+@pytest.mark.parametrize(
+    "start", ["data:image/png;base64,", "DATA:;charset=x; Base64,", " \n data:;base64,", "data:;base64,\t"]
+)
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda text: "\r\n".join(text[n : n + 76] for n in range(0, len(text), 76)),
+        lambda text: text.rstrip("="),
+        lambda text: text + "\n",
+        lambda text: text.replace("+", "-").replace("/", "_"),
+        lambda text: text.replace("+", "-").replace("/", "_").rstrip("="),
+        lambda text: text.replace("=", "%3D").replace("+", "%2B") + "%0A",
+    ],
+    ids=["lines", "no padding", "end of line", "for URLs", "for URLs, no padding", "percent"],
+)
+@pytest.mark.parametrize("size", [95, 96, 97])
+def test_base64_in_all_its_forms(spell: Callable[[str], str], start: str, size: int) -> None:
+    data = (b"\xfb\xff\xfe" * 40)[:size]
+    assert fetched(start + spell(b64(data))) == data
+
+
+def test_frames_of_a_video_as_images() -> None:
+    async def frames(url: str) -> list[bytes] | None:
+        source = MediaSource(WebFetcher(AllowedHosts(())), None, LIMITS)
+        return await source.for_request().frames(url)
+
+    url = "data:video/jpeg;base64," + ",".join(map(b64, (b"one", b"", b"three")))
+    assert asyncio.run(frames(url)) == [b"one", b"", b"three"]
+    assert asyncio.run(frames("data:video/mp4;base64,AAAA,AAAA")) is None
+    assert asyncio.run(frames("https://example.com/data:video/jpeg;base64,")) is None
+    with pytest.raises(InvalidRequest, match="more than 768 frames"):
+        asyncio.run(frames("data:video/jpeg;base64," + "," * 768))
+    with pytest.raises(InvalidRequest, match="base64"):
+        asyncio.run(frames("data:video/jpeg;base64,AAAA,!"))
 
 
 @given(st.binary(max_size=1000))
@@ -122,8 +159,8 @@ def test_data_url_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "message"),
     [
         ("data:image/png;base64", "no comma"),
-        ("data:image/png;base64,abc", "base64"),
-        ("data:image/png;base64,ab c=", "base64"),
+        ("data:image/png;base64,abcde", "one character too many"),
+        ("data:image/png;base64,ab c=e", "base64"),
         ("data:image/png;base64,a===", "base64"),
         ("data:image/png;base64,%", "base64"),
         ("data:image/png;base64,\u20ac\u20ac", "base64"),

@@ -19,11 +19,13 @@ from triptych.errors import (
     TriptychError,
     Unavailable,
     UnknownModel,
+    UnsupportedEncoding,
 )
 
 STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (UnknownModel, HTTPStatus.NOT_FOUND),
     (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (UnsupportedEncoding, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     (BodyTooSlow, HTTPStatus.REQUEST_TIMEOUT),
     (MediaTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (MediaNotAllowed, HTTPStatus.BAD_REQUEST),
@@ -67,7 +69,10 @@ def error_body(message: str, kind: str, code: str, param: str | None = None) -> 
 
 
 def headers_of(error: TriptychError) -> dict[str, str]:
-    """Return ``Retry-After`` (seconds) for errors after which a retry makes sense."""
+    """Return ``Retry-After`` (seconds) for errors after which a retry makes sense, and ``Accept-Encoding`` for a body
+    in an encoding that isn't accepted."""
+    if isinstance(error, UnsupportedEncoding):
+        return {"Accept-Encoding": "identity"}
     if isinstance(error, Overloaded):
         return {"Retry-After": str(error.retry_after)}
     if isinstance(error, Unavailable | InstanceLost):

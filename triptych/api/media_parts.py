@@ -1,12 +1,13 @@
 """The media of a request's messages: finding them, checking their number, fetching them, and their settings."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from triptych.api.generation import RequestContext
 from triptych.api.schemas import (
+    FRAMES_PER_SECOND,
     AudioPart,
     AudioURL,
     ChatMessage,
@@ -193,15 +194,21 @@ async def _fetch_frames(place: Place, part: FramesPart, context: RequestContext)
     param = f"messages[{place[0]}].content[{place[1]}].video"
     refs = [ImageURL(url=url) for url in part.video]
     frames = await together(_fetch(ref, f"{param}[{n}]", "image", context) for n, ref in enumerate(refs))
+    return _packed(frames, part.fps, context, param)
+
+
+def _packed(frames: Sequence[bytes], fps: float, context: RequestContext, param: str | None = None) -> bytes:
     if sum(map(len, frames)) > (limit := context.media.limits.max_video_bytes):
         raise MediaTooLarge(f"the video's frames are larger than {limit} bytes", param)
-    return pack_frames(PackedFrames(part.fps, list(frames)))
+    return pack_frames(PackedFrames(fps, list(frames)))
 
 
 async def _fetch(ref: MediaRef, param: str, modality: str, context: RequestContext) -> bytes:
     try:
         if isinstance(ref, InputAudio):
             return await context.media.decode(ref.data, modality)
+        if modality == "video" and (frames := await context.media.frames(ref.url)) is not None:
+            return _packed(frames, FRAMES_PER_SECOND, context)
         data = await context.media.get(ref.url, modality)
         if is_packed(data):
             raise UnsupportedMedia("not an image or a video, but this service's own format for a list of frames")

@@ -23,10 +23,12 @@ from triptych.api.fields import (
 )
 from triptych.api.json_limits import check_num_values
 from triptych.errors import InvalidRequest
+from triptych.prompt.media import MAX_FRAMES
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-MAX_FRAMES = 768
+FRAMES_PER_SECOND = 2.0
+"""Of a list of frames that says nothing else."""
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 128
 MAX_PIXELS_LIMIT = 2**31
@@ -87,7 +89,7 @@ class FramesPart(StrictModel):
     type: Literal["video"]
     video: list[str] = Field(min_length=1, max_length=MAX_FRAMES)
     """URLs of the frames, in display order."""
-    fps: float = Field(2.0, gt=0, le=1000)
+    fps: float = Field(FRAMES_PER_SECOND, gt=0, le=1000)
     """Frames per second of the list."""
 
 

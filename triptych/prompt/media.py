@@ -2,8 +2,10 @@
 
 import asyncio
 import binascii
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -15,6 +17,11 @@ BASE64_CHUNK = 2**18
 """Characters of base64 decoded at a time, so that other threads, above all the event loop's, run in between."""
 INLINE_DECODE_MAX = 2**16
 """Characters of base64 up to which decoding on the event loop is faster than handing it to a thread."""
+MAX_FRAMES = 768
+"""Frames of one video that come as images."""
+_FRAMES = re.compile(rb"data:\s*video/jpeg\s*;[^,]*base64\s*,", re.IGNORECASE)
+_MAX_HEADER = 512
+_STANDARD = bytes.maketrans(b"-_", b"+/")
 MAX_CONCURRENT_FETCHES = 8
 """Items that one request fetches concurrently."""
 
@@ -72,12 +79,23 @@ class RequestMedia:
         Raises InvalidRequest for a malformed URL, MediaNotAllowed, MediaNotFetched, and MediaTooLarge if the item, or
         all items of the request together, exceed a limit.
         """
-        extracted = self._extracted(url)
-        if extracted is None and url[:5].lower() == "data:":
-            extracted = memoryview(url.encode("utf-8", "surrogatepass"))
-        if (inline := extracted) is None:
-            return await self._held(lambda: self._fetch(url, self.limits.of(modality)))
+        if (inline := self._data_url(url)) is None:
+            return await self._held(lambda: self._fetch(url.strip(), self.limits.of(modality)))
         return await self._held(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
+
+    async def frames(self, url: str) -> list[bytes] | None:
+        """Return the frames of ``data:video/jpeg;base64,FRAME,FRAME,…``, vLLM's form of a list of images, or None for
+        any other URL. Raises as ``get`` does."""
+        if (inline := self._data_url(url)) is None or not _FRAMES.match(bytes(inline[:_MAX_HEADER])):
+            return None
+        _, *frames = bytes(inline).split(b",", MAX_FRAMES + 1)
+        if len(frames) > MAX_FRAMES:
+            raise InvalidRequest(f"the video has more than {MAX_FRAMES} frames")
+        limit = self.limits.of("image")
+        return await together(
+            self._held(partial(_decode, _decode_base64, memoryview(frame), limit), _decoded_size(memoryview(frame)))
+            for frame in frames
+        )
 
     async def decode(self, text: str, modality: str) -> bytes:
         """Return the bytes of base64 text, or of the text that its placeholder stands for. Raises InvalidRequest for
@@ -104,6 +122,15 @@ class RequestMedia:
         if self._unused:
             raise InvalidRequest("the body has inline media in a place where no media can be")
 
+    def _data_url(self, url: str) -> memoryview | None:
+        """Return a ``data:`` URL, or the one that its placeholder stands for, without white space before it; None for
+        another URL."""
+        if (extracted := self._extracted(url)) is None:
+            extracted = memoryview(url.encode("utf-8", "surrogatepass"))
+        beginning = bytes(extracted[:_MAX_HEADER])
+        extracted = extracted[len(beginning) - len(beginning.lstrip()) :]
+        return extracted if extracted[:5].tobytes().lower() == b"data:" else None
+
     def _extracted(self, name: str) -> memoryview | None:
         self._unused.discard(name)
         return self._inline.get(name)
@@ -120,7 +147,7 @@ class RequestMedia:
 
 
 async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:
-    """Decode ``data:[type][;parameter]…[;base64],payload`` (RFC 2397). Base64 is strict: no spaces, full padding.
+    """Decode ``data:[type][;parameter]…[;base64],payload`` (RFC 2397).
 
     Raises InvalidRequest for a malformed URL and MediaTooLarge for a payload of more than ``max_bytes``.
     """
@@ -169,15 +196,27 @@ def _decode_plain(payload: memoryview, max_bytes: int) -> bytes:
 
 
 def _decode_base64(payload: memoryview, max_bytes: int) -> bytes:
+    """Decode base64, also with white space, without padding, with the alphabet for URLs, or percent-encoded."""
     try:
         return strict_base64(payload, max_bytes)
-    except binascii.Error as error:
-        if b"%" not in (text := bytes(payload)):
-            raise InvalidRequest(f"the data is not valid base64: {error}") from None
+    except binascii.Error:
+        pass
     try:
-        return strict_base64(memoryview(unquote_to_bytes(text)), max_bytes)
+        return strict_base64(memoryview(_plain_base64(payload)), max_bytes)
     except binascii.Error as error:
         raise InvalidRequest(f"the data is not valid base64: {error}") from None
+
+
+def _plain_base64(payload: memoryview) -> bytearray:
+    """Return base64 in its standard form."""
+    if b"%" in (text := bytes(payload)):
+        payload = memoryview(unquote_to_bytes(text))
+    plain = bytearray()
+    for start in range(0, len(payload), BASE64_CHUNK):
+        plain += bytes(payload[start : start + BASE64_CHUNK]).translate(_STANDARD, b" \t\r\n\f")
+    if len(plain) % 4 == 1:
+        raise binascii.Error("it has one character too many, or too few")
+    return plain + b"=" * (-len(plain) % 4)
 
 
 def strict_base64(payload: memoryview, max_bytes: int) -> bytes:

@@ -194,11 +194,12 @@ class PromptBuilder:
         _check_length(sum(one.plan.rows for one in media), longest, "messages", "more than ")
         fitter = self._fitters[bool(template_variables.get("tools"))]
         fitted = fitter.fit(messages, continues=continue_final_message)
-        render = partial(self.template.render, **template_variables)
         try:
-            text = render([one.message for one in fitted], add_generation_prompt, continue_final_message)
+            text = self.template.render(
+                [one.message for one in fitted], add_generation_prompt, continue_final_message, **template_variables
+            )
         except InvalidRequest as error:
-            raise name_message(error, fitted, render) from error
+            raise name_message(error, fitted, partial(self.template.render, **template_variables)) from error
         media = self._as_placed(text, media)
         plans = [one.plan for one in media]
         # as transformers' processors do, which models with media have; tokenizers of text models add nothing

@@ -187,14 +187,13 @@ class _Trial:
         """Find how the template shows calls; return whether it takes their arguments as text."""
         ((key, value),) = _ARGUMENTS.items()
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            as_text = isinstance(arguments, str)
             for content in ("", None):
                 calls = [_call(_IDS[0], _NAMES[0], arguments)]
                 self.calls = {"content": content, "tool_calls": calls}
                 text = self._text(self._with_calls(*calls)) or ""
-                wanted = (_NAMES[0], arguments) if as_text else (_NAMES[0], key, value)
-                if all(word in text for word in wanted) and f"'{key}'" not in text:
-                    return as_text
+                wanted = [arguments] if isinstance(arguments, str) else [key, value]
+                if all(word in text for word in (_NAMES[0], *wanted)) and f"'{key}'" not in text:
+                    return isinstance(arguments, str)
         self.calls = {}
         return False
 
