@@ -85,8 +85,11 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
             result[name] = value
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         result |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    if calls := _calls(m, message):
-        result["tool_calls"] = calls
+    if calls := message.calls():
+        result["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": function.arguments}}
+            for call_id, function in calls
+        ]
     if message.role == "function":
         result["role"] = "tool"
     if not isinstance(message.content, list):
@@ -96,13 +99,3 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
         for p, part in enumerate(message.content)
     ]
     return result | {"content": parts}
-
-
-def _calls(m: int, message: ChatMessage) -> list[dict[str, Any]]:
-    calls = [(call.id, call.function) for call in message.tool_calls or ()]
-    if message.function_call is not None:
-        calls.append((f"call_{m}", message.function_call))
-    return [
-        {"id": call_id, "type": "function", "function": {"name": function.name, "arguments": function.arguments}}
-        for call_id, function in calls
-    ]

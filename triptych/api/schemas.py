@@ -170,6 +170,11 @@ class ChatMessage(StrictModel):
     """The only call of an assistant's message, as before ``tool_calls``; a message of the role ``function`` answers
     it."""
 
+    def calls(self) -> list[tuple[str, FunctionCall]]:
+        """Return the calls with their ids."""
+        legacy = [] if self.function_call is None else [("call", self.function_call)]
+        return [*((call.id, call.function) for call in self.tool_calls or ()), *legacy]
+
 
 # ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -315,7 +320,7 @@ class ConversationFields(StrictModel):
         for number, message in enumerate(self.messages):
             _check_message(message, f"messages[{number}]")
         # arguments are JSON within strings, which the check of the body skips
-        check_num_values(*(call.function.arguments for message in self.messages for call in message.tool_calls or ()))
+        check_num_values(*(function.arguments or "" for message in self.messages for _, function in message.calls()))
         if self.continue_final_message:
             self._check_continuing()
         names = [tool.function.name for tool in self.tools or ()]
