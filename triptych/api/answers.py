@@ -11,9 +11,8 @@ import msgspec
 from triptych.api.generation import ChoiceOutput, Generation
 from triptych.api.schemas import ChatCompletionRequest, NamedTool
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.formats.parser import AnswerParser
-from triptych.prompt.formats.reasoning import THINK, Reasoning
+from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.tokenizer import Tokenizer
 
 
@@ -32,7 +31,8 @@ class PreparedChat:
     def new_parser(self) -> AnswerParser:
         """Return a parser for one choice."""
         tools = {tool.function.name: tool.function.parameters for tool in self.request.callable_tools}
-        return AnswerParser(self.reasoning, (THINK,), (Hermes(),), tools)
+        formats = self.generation.service.prompt_builder.formats
+        return formats.parser(self.reasoning, tools, skip_special_tokens=self.request.skip_special_tokens)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,8 @@ def _add_service_endpoints(app: FastAPI, service: Service) -> None:
             "owned_by": "triptych",
             "max_model_len": service.context_length,
             "input_modalities": service.input_modalities,
+            "reasoning_parser": service.prompt_builder.formats.reasoning_parser,
+            "tool_call_parser": service.prompt_builder.formats.tool_call_parser,
         }
 
     @_get(app, "/v1/models", responses=json_responses(objects.ModelList))

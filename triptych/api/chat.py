@@ -49,6 +49,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
         fields=request,
         context=context,
         id=f"chatcmpl-{secrets.token_hex(12)}",
+        keep_special=service.prompt_builder.formats.special.values(),
         intervals=intervals,
         preceding=[_continued(service, request, prompt)] if request.continue_final_message else (),
     )

@@ -73,7 +73,7 @@ def _effort_variables(service: Service, effort: str) -> dict[str, Any]:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template.variables:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" and not template.supports_reasoning:
+    if effort == "none" and not service.prompt_builder.formats.reasons:
         return {}
     raise InvalidRequest("this model's reasoning effort can't be changed", "reasoning_effort")
 

@@ -188,6 +188,8 @@ class ModelCard(TypedDict):
     owned_by: str
     max_model_len: int
     input_modalities: list[str]
+    reasoning_parser: str | None
+    tool_call_parser: str | None
 
 
 class ModelList(TypedDict):

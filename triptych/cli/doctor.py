@@ -211,7 +211,11 @@ def _identity(model: ModelIdentity) -> str:
 
 
 def _prompts(config: ServeConfig) -> str:
-    builder, asked = PromptBuilder(config.model), config.engine.max_model_len
+    named = config.frontend.http
+    builder = PromptBuilder(
+        config.model, reasoning_parser=named.reasoning_parser, tool_call_parser=named.tool_call_parser
+    )
+    asked = config.engine.max_model_len
     if asked > builder.context_length:
         raise ConfigError(f"--max-model-len {asked} exceeds the {builder.context_length} tokens of the model")
     prompt = builder.build([{"role": "user", "content": "?"}])

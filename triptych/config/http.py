@@ -30,6 +30,12 @@ class HttpConfig(Settings):
         le=MAX_PORT,
     )
     served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
+    reasoning_parser: str = setting(
+        "", "vLLM's name for the form of the model's reasoning, such as qwen3; default: found from its template"
+    )
+    tool_call_parser: str = setting(
+        "", "vLLM's name for the form of the model's tool calls, such as hermes; default: found from its template"
+    )
     max_body_mb: int = setting(64, "largest request body, in MiB", ge=1)
     ui: bool = setting(
         True,

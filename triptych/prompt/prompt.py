@@ -29,7 +29,8 @@ from triptych.models.registry import family_of, identity_of, resolve
 from triptych.models.shared.settings import text_section
 from triptych.prompt.caps import MediaBudget, MediaCaps
 from triptych.prompt.fitting import Fitter, name_message, place_of
-from triptych.prompt.formats.reasoning import THINK, Reasoning, reasoning_at_end
+from triptych.prompt.formats.catalog import find_formats
+from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_audio_track, probe_video
@@ -118,10 +119,20 @@ class PromptBuilder:
     ``context_length`` is the longest prompt in tokens: the model's own, or the given one if that is shorter.
     ``short_length`` is ``models.backbones.rope.short_length``. ``caps`` limit the media of a request. ``modalities``
     are those that both the model and its template support; ``audio_in_video`` is whether a video's audio track can be
-    used. Raises CheckpointError for a folder that can't be served.
+    used. ``reasoning_parser`` and ``tool_call_parser`` are vLLM's names for ``formats`` other than those found.
+
+    Raises CheckpointError for a folder that can't be served, and ConfigError for an unknown name.
     """
 
-    def __init__(self, folder: Path, context_length: int | None = None, caps: MediaCaps | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        caps: MediaCaps | None = None,
+        *,
+        reasoning_parser: str = "",
+        tool_call_parser: str = "",
+    ) -> None:
         self._folder = folder = Path(folder)
         config = load_config(folder)
         self._family = family_of(config)
@@ -136,6 +147,9 @@ class PromptBuilder:
             ignores_tokenizers=self._family.ignores_tokenizers_template,
         )
         self.tokenizer = Tokenizer(folder)
+        self.formats = find_formats(
+            self.template.render, self.template.source, self.tokenizer, reasoning_parser, tool_call_parser
+        )
         self.context_length: int = min(self.planner.context_length, context_length or self.planner.context_length)
         self.short_length = short_length(text_section(config))
         placed = {name: self._spelling(token) for name, token in self.planner.placeholder_tokens.items()}
@@ -189,6 +203,7 @@ class PromptBuilder:
         self._refuse_media_tokens(messages, "messages")
         for name, value in template_variables.items():
             self._refuse_media_tokens(value, name)
+        messages = self.formats.with_ids(messages)
         media = list(self._plan_media(messages))
         longest = min(self.context_length, context_length or self.context_length)
         _check_length(sum(one.plan.rows for one in media), longest, "messages", "more than ")
@@ -250,9 +265,9 @@ class PromptBuilder:
         return PlannedPrompt(tokens, self.planner.positions(len(tokens), [], []), num_added=num_added)
 
     def _reasoning(self, text: str, continued: Message | None) -> Reasoning:
-        if not self.template.supports_reasoning:
-            return Reasoning.NONE
-        return reasoning_at_end(text, None if continued is None else _continued_text(continued))
+        if continued is None or not self.formats.reasoning:
+            return self.formats.reasoning_at_end(text)
+        return self.formats.reasoning_at_end(text, _continued_text(continued, self.formats.reasoning[0].open))
 
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
         # megabytes of text would take seconds to tokenize, only to be rejected then
@@ -437,8 +452,8 @@ def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str,
             yield from _texts(member, f"{path}[{i}]")
 
 
-def _continued_text(message: Message) -> str:
+def _continued_text(message: Message, tag: str) -> str:
     """Return the text of a fitted message that is continued: its reasoning behind a tag, if that is continued."""
     content = message["content"]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return text or THINK.open + next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
+    return text or tag + next((message[name] for name in REASONING_FIELDS if message.get(name)), "")

@@ -15,7 +15,6 @@ from jinja2.parser import Parser
 
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.prompt.bounded_jinja import BoundedEnvironment
-from triptych.prompt.formats.reasoning import THINK
 from triptych.prompt.template_files import DEFAULT, TOOL_USE, read_special_tokens, read_templates
 
 # What templates raise on messages of an unexpected shape, besides Jinja's own errors.
@@ -52,8 +51,7 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 raise CheckpointError(f"{folder}: the chat template {name!r} doesn't parse: {error}") from error
         self.supports_tools = "tools" in read
-        self.supports_reasoning = any(THINK.open in sources.get(name, "") for name in self._templates)
-        """Whether a template handles reasoning between tags."""
+        self.source = "\n".join(sources[name] for name in self._templates)
         own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
         self.variables = frozenset(read - own)
         """Variables that they read besides the conversation, such as ``enable_thinking``; requests may set them."""

@@ -99,7 +99,13 @@ class Frontend:
         self._taken: list[Address] = []
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        builder = PromptBuilder(config.model, config.engine.max_model_len or None, _media_caps(config.frontend.media))
+        builder = PromptBuilder(
+            config.model,
+            config.engine.max_model_len or None,
+            _media_caps(config.frontend.media),
+            reasoning_parser=config.frontend.http.reasoning_parser,
+            tool_call_parser=config.frontend.http.tool_call_parser,
+        )
         secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)

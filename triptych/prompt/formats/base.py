@@ -114,7 +114,6 @@ class Output:
 class Format(ABC):
     """How models of some families call tools."""
 
-    name: ClassVar[str]
     parsers: ClassVar[tuple[str, ...]]
     """Names of vLLM's parsers for it."""
     openers: ClassVar[tuple[str, ...]] = ()
@@ -125,6 +124,10 @@ class Format(ABC):
     """Whether answers without calls are in this format, too."""
     closers: ClassVar[tuple[str, ...]] = ()
     """Texts within calls or at their ends, which are no text of an answer when they are special tokens."""
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        """Return the id of a call of the history as the format has it. ``number`` is its place in the conversation."""
+        return given
 
     @abstractmethod
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:

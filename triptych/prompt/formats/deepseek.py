@@ -17,7 +17,6 @@ CODE, END_CODE = "```json\n", "```"
 
 
 class DeepSeek(Format):
-    name = "deepseek_v3"
     parsers = ("deepseek_v3", "deepseek_v31")
     openers = (CALLS, CALL)
     closers = (END_CALLS, SEPARATOR, END_CALL)

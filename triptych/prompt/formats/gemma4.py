@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from triptych.prompt.formats.base import Format, Output
-from triptych.prompt.formats.json_text import ObjectWriter, escaped
+from triptych.prompt.formats.json_text import ObjectWriter, dumps, escaped, read_string
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 from triptych.prompt.formats.typed import to_json
 
@@ -21,7 +21,6 @@ Emit = Callable[[str], object]
 
 
 class GemmaCalls(Format):
-    name = "gemma4"
     parsers = ("gemma4",)
     openers = (CALL,)
     closers = (END_CALL, QUOTE)
@@ -43,7 +42,7 @@ def _members(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
         key, end = yield from reader.until(":", "}")
         if end != ":":
             raise NotACallError
-        written.key(key.removesuffix(QUOTE).strip())
+        written.key(key.removesuffix(QUOTE).strip().strip('"'))
         yield from _value(reader, emit, depth + 1)
         if (yield from reader.expect(",", "}")) == "}":
             break
@@ -67,6 +66,9 @@ def _value(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
         raise NotACallError
     yield from reader.space()
     opening = yield from reader.literal(QUOTE, "{", "[")
+    if not opening and (yield from reader.next()) == '"':
+        emit(dumps((yield from read_string(reader))))
+        return
     if opening == QUOTE:
         emit('"')
         if not (yield from reader.stream((QUOTE,), lambda text: emit(escaped(text)))):

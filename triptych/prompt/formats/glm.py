@@ -17,7 +17,6 @@ VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 
 class Glm(Format):
-    name = "glm45"
     parsers = ("glm45", "glm47")
     openers = (CALL,)
     closers = (END_CALL, KEY, END_KEY, VALUE, END_VALUE)

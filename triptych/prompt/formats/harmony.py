@@ -6,6 +6,7 @@
 """
 
 import re
+from collections.abc import Callable
 
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.json_text import ignore, read_value
@@ -23,7 +24,6 @@ class Harmony(Format):
     """A header may name the recipient before or after the channel. Prompts end with ``<|start|>assistant``, so answers
     may begin with the recipient."""
 
-    name = "openai"
     parsers = ("openai",)
     openers = (START, CHANNEL, MESSAGE)
     first_openers = ("to=",)
@@ -51,10 +51,17 @@ class Harmony(Format):
             out.begin(recipient[1])
             if (yield from read_value(reader, out.argue)):
                 out.end()
-            return (yield from reader.stream(_ENDS, ignore))
+            return (yield from _text(reader, ignore))
         if channel and channel[1] == "analysis":
             out.begin_reasoning()
-            end = yield from reader.stream(_ENDS, out.reason)
+            end = yield from _text(reader, out.reason)
             out.end_reasoning()
             return end
-        return (yield from reader.stream(_ENDS, out.say))
+        return (yield from _text(reader, out.say))
+
+
+def _text(reader: Reader, emit: Callable[[str], object]) -> Steps[str]:
+    """Pass on a message's text, without markers that belong to headers."""
+    while (end := (yield from reader.stream((*_ENDS, CONSTRAIN, MESSAGE), emit))) in (CONSTRAIN, MESSAGE):
+        pass
+    return end

@@ -13,7 +13,6 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 class Hermes(Format):
-    name = "hermes"
     parsers = ("hermes",)
     openers = (CALL,)
     closers = (END_CALL,)

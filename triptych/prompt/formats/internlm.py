@@ -12,7 +12,6 @@ ACTION, PLUGIN, END_ACTION = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 
 
 class InternLm(Format):
-    name = "internlm"
     parsers = ("internlm",)
     openers = (ACTION,)
     closers = (PLUGIN, END_ACTION)

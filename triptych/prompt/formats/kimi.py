@@ -13,10 +13,12 @@ CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 
 class Kimi(Format):
-    name = "kimi_k2"
     parsers = ("kimi_k2",)
     openers = (CALLS, CALL)
     closers = (END_CALLS, ARGUMENTS, END_CALL)
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        return f"functions.{name}:{number}"
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == CALLS:

@@ -15,7 +15,6 @@ TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 class Llama(Format):
     """Several calls in JSON stand one after the other, or with semicolons between them."""
 
-    name = "llama"
     parsers = ("llama3_json", "llama4_json")
     openers = (TAG, START)
     first_openers = ("{", "[")
@@ -33,7 +32,6 @@ class Llama(Format):
 
 
 class Pythonic(Format):
-    name = "pythonic"
     parsers = ("pythonic", "llama4_pythonic")
     openers = (START,)
     first_openers = ("[",)

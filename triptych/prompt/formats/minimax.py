@@ -22,7 +22,6 @@ PARAMETER, END_PARAMETER = "<parameter name=", "</parameter>"
 
 
 class MiniMaxM1(Format):
-    name = "minimax"
     parsers = ("minimax",)
     openers = (M1,)
     closers = (END_M1,)
@@ -33,7 +32,6 @@ class MiniMaxM1(Format):
 
 
 class MiniMaxM2(Format):
-    name = "minimax_m2"
     parsers = ("minimax_m2",)
     openers = (M2,)
     closers = (END_M2,)

@@ -4,18 +4,24 @@
 [TOOL_CALLS]weather[ARGS]{"city": "Rome"}
 """
 
+import re
+
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.json_text import read_calls, read_value
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
+_ID = re.compile(r"[a-zA-Z0-9]{9}")
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(Format):
-    name = "mistral"
     parsers = ("mistral",)
     openers = (CALLS,)
     closers = (CALL_ID, ARGS)
+
+    def call_id(self, given: str, name: str, number: int) -> str:
+        """Templates refuse other ids than nine letters and digits."""
+        return given if _ID.fullmatch(given) else f"{number:09d}"
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.space()

@@ -25,6 +25,7 @@ class AnswerParser:
         special: Collection[str] = (),
     ) -> None:
         """``special`` are markers that are special tokens, which are never text."""
+        self._special = special
         self._reader = Reader()
         self._out = Output(self._reader, tools)
         calls = [one for one in calls if tools or one.always]
@@ -115,7 +116,10 @@ class AnswerParser:
         except NotACallError:
             kept = self._reader.decide()
             if kept is not None:
-                self._out.restore(kept if self._out.num_calls > found else opener + kept)
+                text = kept if self._out.num_calls > found else opener + kept
+                for marker in self._special:
+                    text = text.replace(marker, "")
+                self._out.restore(text)
         self._reader.decide()
         if self._out.num_calls > found:
             self._drop(self._calls[opener].closers)

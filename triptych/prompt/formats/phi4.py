@@ -12,7 +12,6 @@ CALLS, END_CALLS = "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4(Format):
-    name = "phi4_mini_json"
     parsers = ("phi4_mini_json",)
     openers = (CALLS,)
     first_openers = ("functools",)

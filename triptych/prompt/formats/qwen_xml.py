@@ -22,7 +22,6 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 class QwenXml(Format):
     """Models may leave out the outer tag."""
 
-    name = "qwen3_xml"
     parsers = ("qwen3_coder", "qwen3_xml", "mimo")
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)

@@ -30,16 +30,38 @@ class ReasoningTags:
     """Names of vLLM's parsers for them."""
 
 
-THINK = ReasoningTags("<think>", "</think>", ("qwen3", "deepseek_r1"))
+THINK = ReasoningTags(
+    "<think>",
+    "</think>",
+    (
+        "qwen3",
+        "deepseek_r1",
+        "deepseek_v3",
+        "glm45",
+        "glm47",
+        "holo2",
+        "kimi_k2",
+        "mimo",
+        "minimax_m2",
+        "minimax_m2_append_think",
+        "nemotron_v3",
+        "olmo3",
+        "poolside_v1",
+        "step3",
+        "step3p5",
+        "ernie45",
+    ),
+)
 """Of Qwen, DeepSeek, GLM, Kimi, MiniMax and others."""
 
+TAGS = (
+    ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", ("openai_gptoss",)),
+    ReasoningTags("<|channel>thought\n", "<channel|>", ("gemma4",)),
+    ReasoningTags("[THINK]", "[/THINK]", ("mistral",)),
+    ReasoningTags("<seed:think>", "</seed:think>", ("seed_oss",)),
+    ReasoningTags("◁think▷", "◁/think▷", ("kimi_vl",)),
+    THINK,
+)
 
-def reasoning_at_end(prompt: str, continued: str | None = None) -> Reasoning:
-    """Return what a reasoning model's prompt implies: templates may end with the opening tag, or with empty reasoning
-    to prevent any. ``continued`` is the text of a message that the prompt ends with: its last tag counts."""
-    end = prompt.rstrip()
-    if continued and not end.endswith((THINK.open, THINK.close)):
-        return Reasoning.CONTINUED if continued.rfind(THINK.open) > continued.rfind(THINK.close) else Reasoning.NONE
-    if end.endswith(THINK.open):
-        return Reasoning.OPEN
-    return Reasoning.NONE if end.endswith(THINK.close) else Reasoning.POSSIBLE
+ASSUMED = ("deepseek_r1", "step3")
+"""vLLM's parsers that take the beginning of an answer for reasoning if the prompt doesn't say."""
