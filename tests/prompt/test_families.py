@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Vocabulary:
 
     def __init__(self, special: tuple[str, ...] = ()) -> None:
         self._special = special
-        self.special_ids = range(len(special))
+        self.special_ids: Collection[int] = range(len(special))
 
     def token_of(self, token_id: int) -> str:
         return self._special[token_id]

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.prompt.formats.catalog import Formats
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.formats.parser import AnswerParser
-from triptych.prompt.formats.reasoning import THINK, Reasoning, reasoning_at_end
+from triptych.prompt.formats.reasoning import THINK, Reasoning
 
 TOOLS = {"weather": None, "time": None}
 
@@ -82,7 +83,9 @@ def test_thoughts_are_the_same_for_any_split(text: str, reasoning: Reasoning, cu
     ],
 )
 def test_reasoning_is_detected_from_the_prompt(prompt: str, reasoning: Reasoning) -> None:
-    assert reasoning_at_end(prompt) is reasoning
+    formats = Formats((THINK,), (), reasons=True, special={})
+    assert formats.reasoning_at_end(prompt) is reasoning
+    assert replace(formats, reasons=False).reasoning_at_end(prompt) is Reasoning.NONE
 
 
 def call(arguments: Any, name: str = "weather") -> str:

@@ -99,13 +99,7 @@ class Frontend:
         self._taken: list[Address] = []
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
-        builder = PromptBuilder(
-            config.model,
-            config.engine.max_model_len or None,
-            _media_caps(config.frontend.media),
-            reasoning_parser=config.frontend.http.reasoning_parser,
-            tool_call_parser=config.frontend.http.tool_call_parser,
-        )
+        builder = _prompt_builder(config)
         secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
@@ -306,6 +300,16 @@ def _open_channel(config: ServeConfig, secret: bytes | None, listener: socket.so
     except BadAddress as error:
         listener.close()
         raise StartError(str(error)) from None
+
+
+def _prompt_builder(config: ServeConfig) -> PromptBuilder:
+    return PromptBuilder(
+        config.model,
+        config.engine.max_model_len or None,
+        _media_caps(config.frontend.media),
+        reasoning_parser=config.frontend.http.reasoning_parser,
+        tool_call_parser=config.frontend.http.tool_call_parser,
+    )
 
 
 def _media_caps(config: MediaConfig) -> MediaCaps:

@@ -1,9 +1,9 @@
 """All formats, and which of them a model has: found from its template and vocabulary, or named by vLLM's names."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from triptych.errors import ConfigError, InvalidRequest
 from triptych.prompt.formats.base import Format, Tools
@@ -23,7 +23,6 @@ from triptych.prompt.formats.phi4 import Phi4
 from triptych.prompt.formats.qwen_xml import QwenXml
 from triptych.prompt.formats.reasoning import ASSUMED, TAGS, Reasoning, ReasoningTags
 from triptych.prompt.formats.tool_call_tag import ToolCallTag
-from triptych.prompt.tokenizer import Tokenizer
 
 FORMATS: tuple[Format, ...] = (
     Harmony(),
@@ -42,6 +41,16 @@ FORMATS: tuple[Format, ...] = (
     Llama(),
 )
 """In the order in which they are tried on what a template renders."""
+
+
+class Vocabulary(Protocol):
+    """What is read of a tokenizer."""
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def token_of(self, token_id: int) -> str | None: ...
+
 
 Render = Callable[..., str]
 """``ChatTemplate.render``."""
@@ -80,7 +89,7 @@ class Formats:
     def with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return a conversation with the ids that calls of the history have in this format, and their results."""
         renamed: dict[Any, str] = {}
-        shown = []
+        shown: list[Mapping[str, Any]] = []
         for message in messages:
             changed = dict(message)
             if calls := message.get("tool_calls"):
@@ -115,7 +124,7 @@ class Formats:
 
 
 def find_formats(
-    render: Render, source: str, tokenizer: Tokenizer, reasoning_parser: str = "", tool_call_parser: str = ""
+    render: Render, source: str, tokenizer: Vocabulary, reasoning_parser: str = "", tool_call_parser: str = ""
 ) -> Formats:
     """Return a model's formats. ``source`` is the text of its templates; the parsers are vLLM's names for what is
     decided otherwise. Raises ConfigError for a name that isn't known."""
@@ -155,7 +164,7 @@ def _named(known: Sequence[Any], name: str, flag: str) -> tuple[Any, ...]:
     return found
 
 
-def _special_markers(tokenizer: Tokenizer) -> dict[str, int]:
+def _special_markers(tokenizer: Vocabulary) -> dict[str, int]:
     """Return the special tokens that markers of any format begin with, the longest first."""
     markers = {one for form in FORMATS for one in (*form.openers, *form.closers)}
     markers |= {tag for one in TAGS for tag in (one.open, one.close)}
