@@ -14,7 +14,7 @@ from triptych.media import frames
 from triptych.media.audio import decode_audio
 from triptych.media.video import decode_frames
 from triptych.prompt.caps import MediaCaps
-from triptych.prompt.containers import mp4
+from triptych.prompt.containers import mp4, mp4_edits
 from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.types import AudioHeader
 
@@ -92,9 +92,10 @@ def test_files_without_sound_are_rejected() -> None:
 
 
 def test_unsupported_sound_is_rejected() -> None:
-    rejected(clip("mp4", sound=tone(1, 48_000), sound_codec="ac3"), UnsupportedMedia, "'ac-3', which isn't")
-    matroska = clip("matroska", codec="libx264", sound=tone(1, 48_000), sound_codec="ac3")
-    rejected(matroska, UnsupportedMedia, "'A_AC3', which isn't")
+    unknown = clip("mp4", sound=tone(1, 48_000)).replace(b"mp4a", b"mlpa")
+    rejected(unknown, UnsupportedMedia, "'mlpa', which isn't")
+    matroska = clip("matroska", codec="libx264", sound=tone(1, 48_000), sound_codec="tta")
+    rejected(matroska, UnsupportedMedia, "'A_TTA1', which isn't")
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])
@@ -120,7 +121,8 @@ def test_rounded_times_are_counted_whole_and_gaps_are_not(uneven: bool) -> None:
     if uneven:
         track.uneven = [durations[:700].astype(">u4"), durations[700:].astype(">u4")]
     assert track.ticks() == 1000 * 64 + 700
-    assert track.ticks(without_gaps=True) == 1000 * 64 + 21
+    edits = [] if uneven else [mp4_edits.Edit(0, 10**6)]
+    assert track.sound_ticks(edits) == 1000 * 64 + 21
 
 
 def test_a_track_is_limited_by_its_decoded_samples() -> None:

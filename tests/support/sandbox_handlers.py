@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
+from triptych.media.audio import decode_audio
+from triptych.prompt.probe_audio import probe_audio
 from triptych.sandbox.child import Handler
 from triptych.sandbox.fork_server import Responder
 from triptych.sandbox.libraries import import_library
@@ -137,6 +139,15 @@ def busy(argument: str, data: bytes) -> Results:
     while time.process_time() < end:
         pass
     yield b"", []
+
+
+def hear(argument: str, data: bytes) -> Results:
+    """Probe and decode an audio file; yield its number of samples."""
+    header = probe_audio(data)
+    if header.seconds < 60:
+        samples = decode_audio(data, header, 16_000)
+        assert len(samples) == header.resampled(16_000)
+    yield b"%d" % header.samples, []
 
 
 LIMITS = Limits(memory_bytes=2**28, output_bytes=2**25, seconds=1.0)

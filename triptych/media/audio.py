@@ -58,7 +58,6 @@ _CODECS = frozenset(
         *("adpcm_ms", "adpcm_ima_wav", "adpcm_ima_qt", "adpcm_yamaha", "g722", "g726"),
     }
 )
-_OPTIONS = {"MP4": {"ignore_editlist": "1"}}  # stored samples count, as in the header
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
 _BLOCK = 1 << 16
@@ -68,7 +67,8 @@ TOLERANCE = 0.1
 """Seconds by which the decoded length may differ from the header's, because encoders add silence and don't always
 declare it. The samples are cut or padded with silence to the planned length."""
 TRACK_TOLERANCE = 0.3
-"""The same for a video's audio track. It is larger because WebM doesn't declare the length of the last block."""
+"""The same for sound in containers of video. It is larger because WebM doesn't declare the length of the last block."""
+_TRACKS = frozenset({"MP4", "WebM"})
 
 
 def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
@@ -85,7 +85,7 @@ def decode_audio(data: bytes, header: AudioHeader, rate: int) -> Samples:
 
 def _decode(data: bytes, header: AudioHeader, rate: int) -> Samples:
     planned = header.resampled(rate)
-    tolerance = (TRACK_TOLERANCE if header.in_video else TOLERANCE) * rate
+    tolerance = (TRACK_TOLERANCE if header.format in _TRACKS else TOLERANCE) * rate
     made = np.zeros(planned, dtype=np.float32)
     num_samples = 0
     errors: list[Exception] = []
@@ -157,7 +157,6 @@ def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Itera
             io.BytesIO(data[behind_tags(data) :]),
             "r",
             format=_DEMUXERS[header.format],
-            options=_OPTIONS.get(header.format, {}),
             metadata_errors="ignore",
         )
     except _DECODING_ERRORS as error:

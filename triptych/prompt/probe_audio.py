@@ -6,10 +6,8 @@ False information in a header is detected when the file is decoded.
 
 import struct
 
-import msgspec
-
 from triptych.errors import BadMediaSize, TruncatedMedia, UnsupportedMedia
-from triptych.media.sound_bounds import check_sound
+from triptych.media.sound_bounds import MAX_RATE, MIN_RATE, check_sound
 from triptych.media.sound_tags import behind_tags
 from triptych.prompt.containers.audio_chunks import is_chunked, probe_chunked
 from triptych.prompt.containers.audio_frames import probe_amr, probe_frames
@@ -19,6 +17,8 @@ from triptych.prompt.probe_video import is_video, probe_audio_track
 from triptych.types import AudioHeader
 
 _SUPPORTED = "WAV, AIFF, CAF, AU, FLAC, MP3, AAC, M4A, Ogg, Opus, WebM, Matroska, AMR, AC-3 and DTS are supported"
+
+_CLOCK = 48_000
 
 # What isn't read, by the first bytes: known before frames of MP3 are looked for, which may be in any file.
 _OTHERS = {
@@ -78,7 +78,7 @@ def _probe(data: bytes) -> AudioHeader:
     if data[:5] == b"#!AMR":
         return probe_amr(data)
     if is_video(data):
-        return msgspec.structs.replace(probe_audio_track(data), in_video=False)
+        return _on_a_usual_clock(probe_audio_track(data))
     for magic, name in _OTHERS.items():
         if data.startswith(magic):
             raise UnsupportedMedia(f"a {name} file, which isn't supported as audio: {_SUPPORTED}")
@@ -86,3 +86,9 @@ def _probe(data: bytes) -> AudioHeader:
     if header is None:
         raise UnsupportedMedia(f"not audio of a known format: {_SUPPORTED}")
     return header
+
+
+def _on_a_usual_clock(track: AudioHeader) -> AudioHeader:
+    """Return the header of a track as of a file. Its clock isn't its sample rate, and may be one of nanoseconds."""
+    rate = track.rate if MIN_RATE <= track.rate <= MAX_RATE else _CLOCK
+    return AudioHeader(track.format, rate, track.channels, track.samples * rate // track.rate)

@@ -7,7 +7,7 @@ that the file is truncated.
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
-from triptych.prompt.containers.mp4_edits import SampleTimes, read_edits, shown_samples
+from triptych.prompt.containers.mp4_edits import Edit, SampleTimes, read_edits, shown_samples
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_BOXES = 1 << 18
@@ -28,9 +28,11 @@ _SAMPLED_ENTRIES = 256
 
 _VIDEO, _AUDIO = b"vide", b"soun"
 _CODECS = frozenset({b"avc1", b"avc3", b"hvc1", b"hev1", b"vp08", b"vp09", b"av01"})
-_AUDIO_CODECS = frozenset(
-    {b"mp4a", b".mp3", b"Opus", b"fLaC", b"sowt", b"twos", b"lpcm", b"ipcm", b"in24", b"fl32", b"ulaw", b"alaw"}
-)
+_AUDIO_CODECS = frozenset({b"mp4a", b".mp3", b"Opus", b"fLaC", b"alac", b"ac-3", b"ec-3", b"dtsc", b"samr", b"sawb"})
+_AUDIO_CODECS |= {b"sowt", b"twos", b"lpcm", b"ipcm", b"fpcm", b"in24", b"in32", b"fl32", b"fl64", b"raw ", b"NONE"}
+_AUDIO_CODECS |= {b"ulaw", b"alaw", b"ima4", b"ms\x00\x02", b"ms\x00\x11", b"ms\x00\x55"}
+_SHORT_LAST = frozenset({b"fLaC", b"alac"})
+"""Codecs whose last packet may hold fewer samples than the others. That of others is decoded whole."""
 
 _ONE = 1 << 16
 """Of fixed point."""
@@ -78,18 +80,33 @@ class Mp4Track:
     uneven: list[_Durations] = field(default_factory=list)
     """From fragments: a duration in ticks for each sample."""
 
-    def ticks(self, *, without_gaps: bool = False) -> int:
-        """Return the total duration of the samples. ``without_gaps``: a sample of more than twice the usual duration is
-        followed by a gap, and counts as one of the usual duration."""
-        usual = self._usual() if without_gaps else 0
-
-        def clipped(durations: _Durations) -> _Durations:
-            return np.where(durations > 2 * usual, usual, durations) if usual else durations
-
+    def ticks(self) -> int:
+        """Return the total duration of the samples."""
         counts, durations = self.table
-        even = np.array([*self.even], np.int64)
-        ticks = int((counts * clipped(durations)).sum()) + int((np.array([*self.even.values()]) * clipped(even)).sum())
-        return ticks + (int(clipped(np.concatenate(self.uneven)).sum(dtype=np.int64)) if self.uneven else 0)
+        even = sum(duration * count for duration, count in self.even.items())
+        uneven = sum(int(durations.sum(dtype=np.int64)) for durations in self.uneven)
+        return int((counts * durations).sum()) + even + uneven
+
+    def sound_ticks(self, edits: Sequence[Edit]) -> int:
+        """Return the duration of the sound that edits show. FFmpeg cuts its start exactly, but its end behind a sample.
+        A sample of more than twice the usual duration is followed by a gap, which the decoder leaves out: it counts as
+        one of the usual duration."""
+        usual = self._usual()
+        counts, durations = self.table
+        ends = np.cumsum(counts * durations)
+        begins, steps = ends - counts * durations, np.maximum(durations, 1)
+        total = 0
+        for edit in edits:
+            behind = begins + -((begins - edit.start - edit.duration) // steps) * steps
+            shown = np.clip(np.minimum(ends, behind) - np.maximum(begins, edit.start), 0, None)
+            total += int(np.where(durations > 2 * usual, shown * usual // steps, shown).sum())
+            if len(ends) and edit.start + edit.duration > ends[-1] - durations[-1] and self.codec not in _SHORT_LAST:
+                total += max(0, usual - int(durations[-1]))
+        even = sum(min(duration, 2 * usual) * count for duration, count in self.even.items())
+        uneven = sum(
+            int(np.where(durations > 2 * usual, usual, durations).sum(dtype=np.int64)) for durations in self.uneven
+        )
+        return total + even + uneven
 
     def _usual(self) -> int:
         """Return the most common sample duration, estimated from the first entries; 0 if there are none."""
@@ -129,8 +146,8 @@ def probe_mp4_audio_track(data: bytes) -> AudioHeader:
     """Return the header of the file's first audio track. Raises as ``probe_mp4`` does."""
     file = _Mp4File(data)
     track = _counted(file, _AUDIO, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
-    ticks = track.ticks(without_gaps=True)  # the decoder leaves gaps out
-    if not ticks or not track.timescale:
+    ticks = track.sound_ticks(_edits(file, track) or [Edit(0, track.ticks())])
+    if ticks < 1 or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
     return AudioHeader("MP4", track.timescale, 1, ticks, in_video=True)
 
@@ -157,18 +174,23 @@ def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: 
 
 def _shown(file: _Mp4File, track: Mp4Track) -> tuple[int, int]:
     """Return the number of samples that are shown, and their duration in ticks."""
-    movie = _movie(file)
-    header, edits = _child(file, movie, b"mvhd"), _child(file, track.place, b"edts", b"elst")
-    if edits is None or header is None or not _has_edits(file, movie, track):
-        return track.samples, track.ticks()
-    scale = struct.unpack_from(">L", file.data, header[0] + (20 if file.data[header[0]] == 1 else 12))[0]
-    listed = read_edits(file.data, edits, track.timescale, scale or 1)
+    listed = _edits(file, track)
     if listed is None:
         return track.samples, track.ticks()
     durations = np.repeat(track.table[1], track.table[0])
     times = SampleTimes(durations, _shifts(file, track), _keyframes(file, track))
     shown = shown_samples(listed, times)
     return len(shown), int(durations[shown].sum())
+
+
+def _edits(file: _Mp4File, track: Mp4Track) -> list[Edit] | None:
+    """Return a track's edits; None if everything is shown."""
+    movie = _movie(file)
+    header, edits = _child(file, movie, b"mvhd"), _child(file, track.place, b"edts", b"elst")
+    if edits is None or header is None or not _has_edits(file, movie, track):
+        return None
+    scale = struct.unpack_from(">L", file.data, header[0] + (20 if file.data[header[0]] == 1 else 12))[0]
+    return read_edits(file.data, edits, track.timescale, scale or 1)
 
 
 def _has_edits(file: _Mp4File, movie: tuple[int, int], track: Mp4Track) -> bool:

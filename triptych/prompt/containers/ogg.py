@@ -16,7 +16,7 @@ from triptych.types import AudioHeader
 
 _MAX_PAGES = 1 << 19
 _CONTINUED, _FIRST = 1, 2
-_OPUS_RATE = 48_000
+OPUS_RATE = 48_000
 _OPUS_SAMPLES = (*(480, 960, 1920, 2880) * 3, *(480, 960) * 2, *(120, 240, 480, 960) * 4)
 """Samples of a frame at 48 kHz, by the upper five bits of a packet (RFC 6716)."""
 
@@ -70,7 +70,7 @@ class _Link:
         if self.codec == "flac" and (place := frame_place(data, packets[0], self.block_samples)):
             return place[0]
         if self.codec == "opus":
-            return max(0, page.end - sum(_opus_samples(data, packet) for packet in packets[: page.packet_ends]))
+            return max(0, page.end - sum(opus_samples(data, packet) for packet in packets[: page.packet_ends]))
         return 0
 
     @property
@@ -84,7 +84,8 @@ def probe_ogg(data: bytes) -> AudioHeader:
     had_sound = False
     for page in _pages(data):
         if page.flags & _FIRST:
-            if (link := _link(data, page)) is not None and (had_sound or not links):
+            link = _link(data, page) if had_sound or not links else None
+            if link is not None and all(link.serial != other.serial for other in links):
                 links.append(link)
                 had_sound = False
         elif links and page.serial == links[-1].serial:
@@ -130,7 +131,7 @@ def _link(data: bytes, page: _Page) -> _Link | None:
         link = _Link(page.serial, "vorbis", rate, channels, headers=2)
     elif data.startswith(b"OpusHead", body):
         channels, skipped = struct.unpack_from("<BH", data, body + 9)
-        link = _Link(page.serial, "opus", _OPUS_RATE, channels, skipped, headers=1)
+        link = _Link(page.serial, "opus", OPUS_RATE, channels, skipped, headers=1)
     elif data.startswith(b"\x7fFLAC", body):
         rate, channels, _ = stream_info(data, body + 13)
         (headers,) = struct.unpack_from(">H", data, body + 7)
@@ -144,7 +145,7 @@ def _link(data: bytes, page: _Page) -> _Link | None:
     return link if link.rate else None
 
 
-def _opus_samples(data: bytes, packet: int) -> int:
+def opus_samples(data: bytes, packet: int) -> int:
     """Return the samples of an Opus packet at 48 kHz."""
     first = data[packet]
     frames = (1, 2, 2, data[packet + 1] & 0x3F if packet + 1 < len(data) else 1)[first & 3]

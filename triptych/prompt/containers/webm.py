@@ -8,14 +8,16 @@ Untrusted bytes: every loop advances and is bounded. Only MediaError, ``struct.e
 latter two mean that the file is truncated.
 """
 
+import itertools
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.media.hidden import hidden_packets
+from triptych.prompt.containers.ogg import OPUS_RATE, opus_samples
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_ELEMENTS = 1 << 19
@@ -25,7 +27,7 @@ _EBML, _SEGMENT, _INFO, _TRACKS, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1549A966, 
 _CLUSTER_ID = _CLUSTER.to_bytes(4, "big")
 _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
 _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0xD7, 0x83, 0x86, 0x23E383, 0xE0
-_ENCODINGS = 0x6D80
+_ENCODINGS, _CODEC_DELAY, _DISCARD_PADDING = 0x6D80, 0x56AA, 0x75A2
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
 _BLOCKS = frozenset({_SIMPLE_BLOCK, _BLOCK})
@@ -41,9 +43,12 @@ _CODECS = {
     b"V_MPEGH/ISO/HEVC": "hevc",
 }
 """Names of codecs, as FFmpeg has them."""
-_AUDIO_CODECS = frozenset(
-    {b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
-)
+_AUDIO_CODECS = frozenset({b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_ALAC", b"A_AC3", b"A_EAC3", b"A_DTS"})
+_AUDIO_CODECS |= {b"A_MPEG/L1", b"A_MPEG/L2", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
+_SHORT_LAST = (b"A_FLAC", b"A_ALAC", b"A_PCM/")
+"""Codecs whose last packet may hold fewer samples than the others. That of others is decoded whole."""
+_MAX_PACKET_SECONDS = 0.25
+"""Longer times between packets of sound are gaps, unless most are as long. The decoder leaves gaps out."""
 _VIDEO_TYPE, _AUDIO_TYPE = 1, 2
 _NANO = 1_000_000_000
 _MILLISECOND = 1_000_000
@@ -64,6 +69,8 @@ class _WebmTrack:
     height: int = 0
     encoded: bool = False
     """Whether the blocks are compressed once more, or encrypted."""
+    delay: int = 0
+    """Nanoseconds of sound that the decoder makes first and leaves out."""
 
 
 @dataclass
@@ -79,6 +86,9 @@ class _WebmFile:
     tracks: list[_WebmTrack] = field(default_factory=list)
     blocks: defaultdict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     """By track number: (time in that unit, start, end) of each block, from its flags on."""
+
+    padding: Counter[int] = field(default_factory=Counter)
+    """By track number: nanoseconds of sound that the decoder leaves out."""
 
     def first(self, kind: int) -> _WebmTrack | None:
         """Return the first track of a kind that has blocks, or the first one if none has."""
@@ -113,19 +123,31 @@ def probe_webm_audio_track(data: bytes) -> AudioHeader:
     track = file.first(_AUDIO_TYPE)
     if track is None:
         raise UnsupportedMedia("the WebM video has no audio track")
-    if track.codec not in _AUDIO_CODECS:
+    if track.codec not in _AUDIO_CODECS and not track.codec.startswith((b"A_AAC/", b"A_AC3/", b"A_DTS/")):
         raise _unsupported("video's sound", track)
-    times = [time for time, _, _ in file.blocks[track.number]]
-    if not times:
-        raise UnsupportedMedia("the WebM video's audio track is empty")
-    first, before_last, last = times[0], times[max(0, len(times) - 2)], times[-1]
-    end = last * file.scale + ((last - before_last) * file.scale or track.frame_duration)
-    if file.duration:
-        end = min(end, max(round(file.duration), last) * file.scale)
-    ticks = end - first * file.scale
+    ticks = _sound_ticks(file, track)
     if ticks < 1:
         raise UnsupportedMedia("the WebM video's audio track is empty")
     return AudioHeader("WebM", _NANO, 1, ticks, in_video=True)
+
+
+def _sound_ticks(file: _WebmFile, track: _WebmTrack) -> int:
+    """Return how long a track's sound is without gaps, in nanoseconds. The last packet's length isn't declared: it is
+    the most common one."""
+    blocks = file.blocks[track.number]
+    if not blocks:
+        return 0
+    times = [time * file.scale for time, _, _ in blocks]
+    lengths = [later - earlier for earlier, later in itertools.pairwise(times)]
+    usual = Counter(lengths).most_common(1)[0][0] if lengths else track.frame_duration
+    last = max(0, usual)
+    if track.codec == b"A_OPUS" and not track.encoded and not file.data[blocks[-1][1]] & _LACING:
+        last = opus_samples(file.data, blocks[-1][1] + 1) * _NANO // OPUS_RATE
+    longest = max(2 * usual, round(_MAX_PACKET_SECONDS * _NANO))
+    if file.duration and track.codec.startswith(_SHORT_LAST):
+        last = min(last, max(0, round(file.duration * file.scale) - times[-1]))
+    total = sum(length if length <= longest else usual for length in lengths) + last
+    return total - track.delay - file.padding[track.number]
 
 
 def _unsupported(name: str, track: _WebmTrack) -> UnsupportedMedia:
@@ -165,7 +187,7 @@ def _rate(file: _WebmFile, track: _WebmTrack, times: list[int]) -> float:
 def _read(data: bytes) -> _WebmFile:
     """Read the header, wherever it is, and note all blocks."""
     file = _WebmFile(data)
-    cluster_time = 0
+    cluster_time = number = 0
     for kind, start, end in _flattened(file):
         if kind in _BLOCKS:
             number, number_bytes = _number(data, start, keep_marker=False)
@@ -173,6 +195,8 @@ def _read(data: bytes) -> _WebmFile:
             if flags + 1 < end:
                 time = cluster_time + int.from_bytes(data[flags - 2 : flags], "big", signed=True)
                 file.blocks[number].append((time, flags, end))
+        elif kind == _DISCARD_PADDING:
+            file.padding[number] += max(0, int.from_bytes(data[start : min(end, start + 8)], "big", signed=True))
         elif kind == _TIMESTAMP:
             cluster_time = _unsigned(data, start, end)
         elif kind == _INFO:
@@ -282,6 +306,8 @@ def _read_track(file: _WebmFile, start: int, end: int) -> _WebmTrack:
             track.codec = file.data[inner:inner_end].rstrip(b"\x00")
         elif kind == _DEFAULT_DURATION:
             track.frame_duration = _unsigned(file.data, inner, inner_end)
+        elif kind == _CODEC_DELAY:
+            track.delay = _unsigned(file.data, inner, inner_end)
         elif kind == _ENCODINGS:
             track.encoded = True
         elif kind == _VIDEO:
