@@ -32,7 +32,12 @@ class PreparedChat:
         """Return a parser for one choice."""
         tools = {tool.function.name: tool.function.parameters for tool in self.request.callable_tools}
         formats = self.generation.service.prompt_builder.formats
-        return formats.parser(self.reasoning, tools, skip_special_tokens=self.request.skip_special_tokens)
+        return formats.parser(
+            self.reasoning,
+            tools,
+            constrained=self.generation.sampling_params[0].grammar is not None,
+            skip_special_tokens=self.request.skip_special_tokens,
+        )
 
 
 @dataclass(frozen=True)
