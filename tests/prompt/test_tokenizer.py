@@ -34,6 +34,18 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: s
     assert b"".join(map(tokenizer.bytes_of, tokenizer.encode(text))) == text.encode()
 
 
+def test_tokens_around_a_text(folder: Path) -> None:
+    assert Tokenizer(folder).num_added == (0, 0)
+    processor = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}} for name in ("x", "y")],
+        "pair": [],
+        "special_tokens": {name: {"id": name, "ids": [256], "tokens": ["<|im_start|>"]} for name in ("x", "y")},
+    }
+    processor["single"].insert(1, {"Sequence": {"id": "A", "type_id": 0}})  # type: ignore[attr-defined]
+    assert rewritten(folder, post_processor=processor).num_added == (1, 1)
+
+
 def test_the_bytes_of_special_tokens_are_their_spelling(tokenizer: Tokenizer) -> None:
     assert tokenizer.bytes_of(tokenizer.encode("<|im_end|>")[0]) == b"<|im_end|>"
     assert tokenizer.bytes_of(10**6) == b""
@@ -53,8 +65,30 @@ def test_end_tokens(folder: Path) -> None:
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config": "<|endoftext|>"}, {258, 256}),
+        ({"tokenizer_config": {"content": "<|endoftext|>", "lstrip": False}}, {258, 256}),
+        ({"special_tokens_map": "<|endoftext|>"}, {258, 256}),
+        ({"tokenizer_config": "<|im_end|>", "special_tokens_map": "<|endoftext|>"}, {258}),
+        ({"tokenizer_config": None, "special_tokens_map": "<|endoftext|>"}, {258, 256}),
+        ({"tokenizer_config": "not in the vocabulary"}, {258}),
+        ({"tokenizer_config": 3}, {258}),
+    ],
+)
+def test_the_tokenizers_own_end_token(folder: Path, files: dict[str, Any], expected: set[int]) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    for name, token in files.items():
+        (folder / f"{name}.json").write_text(json.dumps({"eos_token": token}))
+    tokenizer = Tokenizer(folder)
+    assert [tokenizer.token_of(256), tokenizer.token_of(258)] == ["<|endoftext|>", "<|im_end|>"]
+    assert tokenizer.eos_token_ids == expected
+
+
 def test_no_end_token(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").unlink()
     assert Tokenizer(folder).eos_token_ids == frozenset()
 
 

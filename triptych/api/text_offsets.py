@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from triptych.prompt.decoder_stages import incomplete_end
 from triptych.prompt.tokenizer import Tokenizer
 
 
@@ -27,9 +28,9 @@ class TextOffsets:
         self._begins_text = not preceding
         self._pieces: list[str] = []
         self._length = 0
-        self._pending = bytearray()
+        self._pending = bytearray(incomplete_end(b"".join(map(tokenizer.bytes_of, preceding))))
         """Bytes of tokens whose text isn't final."""
-        self._begun = 0
+        self._begun = _num_begun(self._pending)
         """Number of characters that those bytes begin."""
 
     def add(self, token: int) -> TokenPlace:

@@ -137,9 +137,7 @@ class ByteRuns(TextStage):
 
     def pause(self) -> list[str]:
         final = [] if self._is_broken or not self._length else ["".join(self._text)]
-        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        utf8.decode(self._last)
-        self._begin_run(utf8.getstate()[0])
+        self._begin_run(incomplete_end(self._last))
         return final
 
     def finish(self) -> list[str]:
@@ -234,6 +232,13 @@ class Whole(TextStage):
         held, self._held = "".join(self._held), []
         is_long = self._longest is not None and self._length > self._longest
         return [held if is_long else self._edit(held)]
+
+
+def incomplete_end(data: bytes) -> bytes:
+    """Return the bytes at the end that begin a character."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    utf8.decode(data)
+    return utf8.getstate()[0]
 
 
 def byte_of(token: str) -> bytes | None:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
+from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config, read_json_object
 from triptych.errors import CheckpointError
 from triptych.prompt.decoders import TextDecoder, steps_of
 
@@ -24,7 +24,8 @@ one of 3.5 times its bytes at most (Unicode 16)."""
 
 
 class Tokenizer:
-    """``eos_token_ids`` end generation: those of generation_config.json, else of config.json or its text_config.
+    """``eos_token_ids`` end generation: those of generation_config.json, else of config.json or its text_config, and
+    the ``eos_token`` of tokenizer_config.json, else of special_tokens_map.json.
     ``special_ids`` are those of the special tokens, which have no text unless it is asked for.
 
     Raises CheckpointError, naming the file, for a missing or unreadable tokenizer.json and for a bad end token.
@@ -41,7 +42,8 @@ class Tokenizer:
         # The file may carry settings for training batches, which would cut or fill a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.eos_token_ids = _eos_token_ids(folder)
+        named = self.id_of(_eos_token(folder))
+        self.eos_token_ids = _eos_token_ids(folder) | (frozenset() if named is None else {named})
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._steps = steps_of(self._tokenizer.decoder)
@@ -163,6 +165,17 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
         if value is not None:
             return frozenset(_token_ids(value, f"{folder / source}: eos_token_id"))
     return frozenset()
+
+
+def _eos_token(folder: Path) -> str:
+    """Return the end token that the tokenizer's files name; empty if they name none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        value = read_json_object(path).get("eos_token") if path.is_file() else None
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            return text
+    return ""
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
