@@ -10,9 +10,10 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config, read_json_object
+from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
 from triptych.errors import CheckpointError
 from triptych.prompt.decoders import TextDecoder, steps_of
+from triptych.prompt.template_files import read_special_tokens
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
 _MANY = 4096
@@ -42,7 +43,7 @@ class Tokenizer:
         # The file may carry settings for training batches, which would cut or fill a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        named = self.id_of(_eos_token(folder))
+        named = self.id_of(read_special_tokens(folder).get("eos_token", ""))
         self.eos_token_ids = _eos_token_ids(folder) | (frozenset() if named is None else {named})
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -165,17 +166,6 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
         if value is not None:
             return frozenset(_token_ids(value, f"{folder / source}: eos_token_id"))
     return frozenset()
-
-
-def _eos_token(folder: Path) -> str:
-    """Return the end token that the tokenizer's files name; empty if they name none."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        value = read_json_object(path).get("eos_token") if path.is_file() else None
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            return text
-    return ""
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
