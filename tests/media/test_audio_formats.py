@@ -134,6 +134,12 @@ def test_other_files_are_refused_with_what_is_supported(data: bytes, error: type
         probe_audio(data)
 
 
+def test_a_codec_without_a_decoder_is_refused() -> None:
+    data = made("caf", "pcm_s24le").replace(b"lpcm", b"xxxx")
+    with pytest.raises(UnsupportedMedia, match="unknown way"):
+        decode_audio(data, probe_audio(data), RATE)
+
+
 def mutated(data: bytes, source: random.Random) -> bytes:
     """Return the file with some bits flipped, bytes repeated, or its end cut off."""
     changed = bytearray(data)

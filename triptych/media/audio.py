@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import av
 import numpy as np
+from av.audio.codeccontext import AudioCodecContext
 from av.container import InputContainer
 from numpy.typing import NDArray
 
@@ -165,7 +166,9 @@ def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Itera
         if not container.streams.audio:
             raise UnsupportedMedia(f"the {header.format} file has no audio stream")
         stream = container.streams.audio[0]
-        codec = stream.codec_context
+        codec: AudioCodecContext | None = stream.codec_context
+        if codec is None:
+            raise UnsupportedMedia(f"{name} is encoded in an unknown way, which isn't supported")
         if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
             raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
         codec.thread_count = 1
