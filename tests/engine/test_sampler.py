@@ -13,7 +13,7 @@ from triptych.engine.sampler import SampledToken, SamplingInput, uniform
 from triptych.engine.sampling_batch import SamplingBatch, num_candidates
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.layers.pinned import to_cpu, to_device
-from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.messages.work import SamplingParams
 
 
 def sampling(**settings: Any) -> SamplingParams:
@@ -150,7 +150,7 @@ def test_num_candidates() -> None:
         (sampling(top_k=20, top_p=0.8), 20),
         (sampling(), 0),
         (sampling(top_p=0.8), 0),
-        (sampling(temperature=0, grammar=GrammarSpec(kind=GrammarKind.CHOICE, text='["a"]')), 0),
+        (sampling(temperature=0, grammar='start: "a"'), 0),
     ]
     assert [num_candidates(one) for one, _ in counts] == [count for _, count in counts]
 

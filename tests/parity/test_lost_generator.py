@@ -9,11 +9,11 @@ from tests.parity.conftest import Model
 from tests.support.harness import Running, at_stake, running
 from tests.support.image_cases import CASES
 from triptych.errors import InstanceLost
-from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.messages.work import SamplingParams
 from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
-REGEX = GrammarSpec(GrammarKind.REGEX, "[a-z]{3,9}( [a-z]{3,9}){2,40}")
+REGEX = "start: /[a-z]{3,9}( [a-z]{3,9}){2,40}/"
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.7, "repetition_penalty": 1.2},

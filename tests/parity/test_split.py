@@ -12,7 +12,7 @@ from tests.support.image_cases import CASES
 from tests.support.stage_loops import decode_loops, kv_rows
 from triptych.config import EngineConfig, TransferConfig
 from triptych.errors import MediaNotServed
-from triptych.messages.work import GrammarKind, GrammarSpec, SamplingParams
+from triptych.messages.work import SamplingParams
 from triptych.observe.requests import RequestRecord
 
 REQUESTS = [case.messages for case in CASES]
@@ -128,12 +128,12 @@ def test_preempted_requests_with_equal_prompts_reuse_each_others_pages(model: Mo
 
 def test_sampling_continues_from_the_prefill_instances_token(model: Model) -> None:
     """Seeds, penalties, bias, log probabilities and grammars: as in one instance."""
-    choices = '["a cat", "two dogs", "no idea"]'
+    choices = 'start: "a cat" | "two dogs" | "no idea"'
     settings: list[dict[str, Any]] = [
         {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1234, "logprobs": 3},
         {"temperature": 1.5, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 7},
         {"logprobs": 0, "logit_bias": {5: 3.0}, "min_tokens": 8},
-        {"grammar": GrammarSpec(GrammarKind.CHOICE, choices), "ignore_eos": False},
+        {"grammar": choices, "ignore_eos": False},
         {"max_tokens": 1},
     ]
 

@@ -13,15 +13,12 @@ from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import CASES
 from tests.support.stage_loops import decode_loops
 from triptych.config import EngineConfig, TransferConfig
-from triptych.messages.work import GrammarKind, GrammarSpec
 
 SCHEMA = """{"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer"}},
 "required": ["colour", "count"], "additionalProperties": false}"""
 GREEDY: dict[str, Any] = {}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "seed": 21, "frequency_penalty": 0.4, "max_tokens": 12}
-STRUCTURED = {"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, SCHEMA), "ignore_eos": False, "seed": 3} | {
-    "temperature": 0.6
-}
+STRUCTURED = {"grammar": f"start: %json {SCHEMA}", "ignore_eos": False, "seed": 3} | {"temperature": 0.6}
 SAMPLINGS = [GREEDY, SEEDED, STRUCTURED]
 NUM_CHOICES = 3
 

@@ -19,7 +19,6 @@ from triptych.engine.loop import EngineLoop
 from triptych.engine.runner import StepOutput
 from triptych.engine.sampler import SampledToken
 from triptych.errors import InternalError, NonFiniteLogits, NoTokenAllowed, TriptychError
-from triptych.messages.work import GrammarKind, GrammarSpec
 from triptych.server.instance import Instance
 
 TOPOLOGIES = ["1EPD", "1E1P1D", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1E1PD", "1E1P2D"))]
@@ -143,8 +142,8 @@ def test_other_formats_overflow(overflowing: Path, letter: tuple[str, int], sett
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_request_that_rules_every_token_out(folder: Path, expected: list[list[int]], topology: str) -> None:
     """At its first token or later."""
-    empty = GrammarSpec(GrammarKind.REGEX, r"[^\s\S]")
-    short = GrammarSpec(GrammarKind.CHOICE, '["ab"]')
+    empty = r"start: /[^\s\S]/"
+    short = 'start: "ab"'
     dead_ends: list[dict[str, Any]] = [
         {"grammar": empty},
         {"grammar": empty, "temperature": 1.0, "logprobs": 2},
@@ -157,7 +156,7 @@ def test_a_request_that_rules_every_token_out(folder: Path, expected: list[list[
 
 
 def test_min_tokens_hold_against_a_grammar_that_may_end(folder: Path) -> None:
-    grammar = GrammarSpec(GrammarKind.REGEX, "[a-z]{1,40}")
+    grammar = "start: /[a-z]{1,40}/"
     _, [answer] = served(folder, "1EPD", {"grammar": grammar, "min_tokens": 12, "max_tokens": 30})
     assert isinstance(answer, list)
     assert len(answer) >= 12

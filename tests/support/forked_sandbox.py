@@ -1,6 +1,6 @@
 """Sandboxed processes that are forked rather than started, for services inside the test process.
 
-A worker loads torch, and a server for grammars xgrammar, which takes seconds. Here one process for each kind loads them
+A worker loads torch, which takes seconds. Here one process for each kind loads them
 once per run, and is forked for every service. ``triptych serve`` starts them as programs, and so do the tests of
 ``triptych.sandbox`` itself. As a program, a process that is forked.
 """
@@ -32,12 +32,7 @@ from triptych import children
 from triptych.sandbox import spawn
 
 LOADED = {
-    "triptych.sandbox.child": ("torch", "av", "PIL.Image", "triptych.encode.workers"),
-    "triptych.sandbox.fork_server": (
-        "xgrammar",
-        "transformers.tokenization_utils_tokenizers",
-        "triptych.engine.grammar.process",
-    ),
+    "triptych.sandbox.child": ("torch", "av", "PIL.Image", "triptych.encode.workers", "triptych.prompt.grammar_check"),
 }
 """What each kind of process loads, besides itself, sooner or later."""
 ROOT = Path(__file__).parents[2]

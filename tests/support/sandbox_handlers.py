@@ -5,13 +5,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from triptych.errors import InternalError, TruncatedMedia
 from triptych.media.audio import decode_audio
 from triptych.prompt.probe_audio import probe_audio
 from triptych.sandbox.child import Handler
-from triptych.sandbox.fork_server import Responder
 from triptych.sandbox.libraries import import_library
 from triptych.sandbox.protocol import Limits
 
@@ -103,22 +102,6 @@ def misfire(argument: str, data: bytes) -> Results:
 def fail(argument: str, data: bytes) -> Results:
     raise InternalError("it failed")
     yield b"", []
-
-
-def forked(argument: str) -> Callable[[], Responder]:
-    """Factory for a fork server: each process runs the function that a request names."""
-    loaded = os.getpid()
-
-    def begin() -> Responder:
-        return lambda request, data: b"".join(
-            payload for payload, _ in {**globals(), "server": _server(loaded)}[request.decode()](argument, data)
-        )
-
-    return begin
-
-
-def _server(pid: int) -> Callable[[str, bytes], Results]:
-    return lambda argument, data: iter([(b"%d" % pid, ())])
 
 
 def length(argument: str, data: bytes) -> Results:

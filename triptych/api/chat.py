@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,11 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
     """Plan the request's prompt and fix its sampling and its answer's grammar. Raises RequestError and ServiceError."""
     context = context.with_timeout(request.timeout)
     prompt, intervals = await plan_prompt(service, request, context)
+    grammar = None
+    if request.is_constrained or request.callable_tools:
+        grammar = await service.grammars.checked(
+            context.record.client, partial(answer_grammar, request, prompt.reasoning)
+        )
     generation = Generation(
         service=service,
         prompts=[prompt],
@@ -43,7 +49,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             prompt_logprobs=request.prompt_logprobs,
             num_scoring=1,  # the answer has them once, for all choices
-            grammar=answer_grammar(request, prompt.reasoning),
+            grammar=grammar,
             param="messages",
         ),
         fields=request,

@@ -18,6 +18,7 @@ from triptych.api.text_offsets import TextOffsets, TokenPlace
 from triptych.errors import InvalidRequest
 from triptych.messages.work import TokenLogprob
 from triptych.observe.timeline import Interval
+from triptych.prompt.answer_grammar import AnswerGrammar
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -34,6 +35,9 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     ):
         async with context.within_deadline():
             prompts = await service.executor.run(context.record.client, partial(_plan_prompts, service, request))
+    grammar = None
+    if request.is_constrained:
+        grammar = await service.grammars.checked(context.record.client, partial(_answer_grammar, request))
     planning = Interval("plan", started, time.time())
     context.record.note(planning)
     return Generation(
@@ -47,7 +51,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
             logprobs=request.logprobs,
             prompt_logprobs=request.scores_prompt,
             num_scoring=request.n or 1,  # every choice has the prompt's
-            grammar=request.grammar_spec,
+            grammar=grammar,
             param="prompt",
         ),
         fields=request,
@@ -56,6 +60,11 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
         intervals=[planning],
         preceding=[_preceding(service, request, prompt) for prompt in prompts],
     )
+
+
+def _answer_grammar(request: CompletionRequest) -> AnswerGrammar | None:
+    text = request.text_grammar
+    return text.alone() if text is not None else None
 
 
 def _plan_prompts(service: Service, request: CompletionRequest) -> list[PlannedPrompt]:

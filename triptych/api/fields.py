@@ -4,15 +4,14 @@ Unknown fields are rejected by name. A field that is accepted but unsupported on
 type. No field is silently ignored.
 """
 
-import contextlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from triptych.api.json_schema import check_regex, check_schema
 from triptych.errors import InvalidRequest
 from triptych.messages.work import (
     MAX_BIAS,
@@ -20,15 +19,16 @@ from triptych.messages.work import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
-    GrammarKind,
-    GrammarSpec,
 )
+from triptych.prompt import ebnf, lark
+from triptych.prompt.answer_grammar import GrammarPart
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOKENS_LIMIT = 2**24
 MAX_CHOICES = 64
 MAX_GRAMMAR_LENGTH = 2**16
+_ANY_OBJECT = {"type": "object"}
 MAX_NAME = 128
 MAX_TIMEOUT = 86_400.0
 STRING, ARRAY, OBJECT = "<string>", "<array>", "<object>"
@@ -254,18 +254,21 @@ class SamplingFields(ExtraFields):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     @property
-    def grammar_spec(self) -> GrammarSpec | None:
+    def is_constrained(self) -> bool:
+        """Whether ``text_grammar`` is to be asked for."""
+        return self.structured_outputs is not None or not isinstance(self.response_format, TextFormat | None)
+
+    @property
+    def text_grammar(self) -> GrammarPart | None:
         """The constraint on the answer's text. Raises InvalidRequest for several constraints, or one that isn't
         supported."""
-        specs = [*_response_format_specs(self.response_format), *_structured_output_specs(self.structured_outputs)]
-        if len(specs) > 1:
+        parts = [*_response_format_parts(self.response_format), *_structured_output_parts(self.structured_outputs)]
+        if len(parts) > 1:
             raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
-        param = "response_format.json_schema.schema" if self.response_format else "structured_outputs"
-        if specs and len(specs[0].text) > MAX_GRAMMAR_LENGTH:  # first, because the checks are slow for long texts
-            raise InvalidRequest(f"the {specs[0].kind.value} exceeds {MAX_GRAMMAR_LENGTH} characters")
-        for spec in specs:
-            check_supported(spec, param)
-        return specs[0] if specs else None
+        for part in parts:
+            if len(part.text) > MAX_GRAMMAR_LENGTH:
+                raise InvalidRequest(f"the grammar exceeds {MAX_GRAMMAR_LENGTH} characters", part.param)
+        return parts[0] if parts else None
 
     def check(self) -> None:
         super().check()
@@ -275,38 +278,43 @@ class SamplingFields(ExtraFields):
             raise InvalidRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
 
 
-def check_supported(spec: GrammarSpec, param: str) -> None:
-    """Raise InvalidRequest for a JSON schema or a regular expression that can't be fully enforced.
-
-    Malformed ones are reported when they are compiled."""
-    if spec.kind is GrammarKind.REGEX:
-        check_regex(spec.text, f"{param}.regex")
-    elif spec.kind is GrammarKind.JSON_SCHEMA:
-        with contextlib.suppress(ValueError, RecursionError):
-            check_schema(json.loads(spec.text), param if "schema" in param else f"{param}.json")
-
-
-def _response_format_specs(chosen: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSpec]:
+def _response_format_parts(chosen: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Iterator[GrammarPart]:
     match chosen:
         case JsonObjectFormat():
-            return [GrammarSpec(GrammarKind.JSON_OBJECT, "")]
+            yield GrammarPart("response_format", lark.json_schema(_ANY_OBJECT))
         case JsonSchemaFormat(json_schema=json_schema):
-            return [GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(json_schema.schema_))]
-    return []
+            param = "response_format.json_schema.schema"
+            yield GrammarPart(param, lark.json_schema(json_schema.schema_, param))
 
 
-def _structured_output_specs(outputs: StructuredOutputs | None) -> list[GrammarSpec]:
+def _structured_output_parts(outputs: StructuredOutputs | None) -> list[GrammarPart]:
     if outputs is None:
         return []
-    schema = json.dumps(outputs.json_) if isinstance(outputs.json_, dict) else outputs.json_
-    texts = {
-        GrammarKind.JSON_SCHEMA: schema,
-        GrammarKind.JSON_OBJECT: "" if outputs.json_object else None,
-        GrammarKind.REGEX: outputs.regex,
-        GrammarKind.CHOICE: json.dumps(outputs.choice) if outputs.choice else None,
-        GrammarKind.GRAMMAR: outputs.grammar,
-    }
-    specs = [GrammarSpec(kind, text) for kind, text in texts.items() if text is not None]
-    if not specs:
+    found = []
+    if outputs.json_ is not None:
+        param = "structured_outputs.json"
+        found.append(GrammarPart(param, lark.json_schema(_schema(outputs.json_, param), param)))
+    if outputs.json_object:
+        found.append(GrammarPart("structured_outputs.json_object", lark.json_schema(_ANY_OBJECT)))
+    if outputs.regex is not None:
+        param = "structured_outputs.regex"
+        found.append(GrammarPart(param, lark.regex(outputs.regex, param)))
+    if outputs.choice:
+        found.append(GrammarPart("structured_outputs.choice", lark.choice(outputs.choice)))
+    if outputs.grammar is not None:
+        param = "structured_outputs.grammar"
+        text = ebnf.to_lark(outputs.grammar, param) if ebnf.is_ebnf(outputs.grammar) else outputs.grammar
+        found.append(GrammarPart(param, text, is_expression=False))
+    if not found:
         raise InvalidRequest("structured_outputs has no constraint", "structured_outputs")
-    return specs
+    return found
+
+
+def _schema(given: str | dict[str, Any], param: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} is not a JSON schema", param)
+    return schema

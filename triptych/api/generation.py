@@ -15,7 +15,7 @@ from triptych.api.merge_streams import merge_streams
 from triptych.api.prompt_logprobs import check_num_logprobs
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
-from triptych.messages.work import GrammarSpec, PromptLogprobs, SamplingParams, TokenLogprob, Tokens
+from triptych.messages.work import PromptLogprobs, SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
@@ -263,7 +263,7 @@ def make_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     num_scoring: int,
-    grammar: GrammarSpec | None,
+    grammar: str | None,
     param: str,
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each choice; unset fields take the checkpoint's defaults, as in vLLM.

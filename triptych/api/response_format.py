@@ -1,141 +1,95 @@
-"""The grammar of a chat's whole answer: reasoning, tool calls and the format of the text.
-
-Formats are xgrammar's structural tags."""
+"""The grammar of a chat's whole answer: reasoning, tool calls and the format of the text."""
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
-from triptych.api.json_schema import StepBudget, check_schema
 from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
-from triptych.messages.work import GrammarKind, GrammarSpec
+from triptych.prompt import lark
+from triptych.prompt.answer_grammar import AnswerGrammar, GrammarPart
 from triptych.prompt.formats.hermes import CALL, END_CALL
 from triptych.prompt.formats.reasoning import THINK, Reasoning
 
-Format = dict[str, Any]
-
-MAX_GRAMMAR_TAG_LENGTH = 2**18
-_MAX_WHITESPACE = 20
+MAX_GRAMMAR_LENGTH = 2**18
+_ANY_OBJECT = lark.json_schema({"type": "object"})
 
 
-def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> GrammarSpec | None:
+def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> AnswerGrammar | None:
     """Return the grammar of the answer, or None if it is unconstrained. Where calls are forced, the answer has no text
     that a format could apply to.
 
     Raises InvalidRequest for constraints that exclude each other."""
-    text_grammar = request.grammar_spec
+    text = request.text_grammar
     tools = request.callable_tools
     if tools and request.call_choice not in (None, "auto"):
-        answer: Format | None = _forced(request, tools)
-    elif text_grammar is not None:
+        forced, parallel = _forced(request, tools)
+        rules, parts = _call_rules(request, forced, all_strict=True)
+        answer, inner = f"calls\n{_calls(parallel)}", None
+    elif text is not None:
         if not tools and reasoning is Reasoning.NONE:
-            return text_grammar
-        answer = _format(text_grammar)
+            return text.alone()
+        inner = None if text.is_expression else text.text
+        rules, parts = _call_rules(request, tools, all_strict=True) if tools else ("", [])
+        answer = text.text if inner is None else "@format"
+        parts = [GrammarPart(text.param, text.text, text.is_expression), *parts]
         if tools:
-            answer = {"type": "or", "elements": [answer, _calls(tools, request.parallel_tool_calls)]}
+            answer = f"text | calls\ntext: {answer}\n{_calls(request.parallel_tool_calls)}"
+    elif any(tool.function.strict for tool in tools):
+        rules, parts = _call_rules(request, tools, all_strict=False)
+        opened = lark.until("opened", lark.literal(CALL))
+        answer, inner = f"(opened body)* REST\n{opened}\nREST: {lark.TEXT}", None
     else:
-        answer = _triggered(tools) if any(tool.function.strict for tool in tools) else None
-    if answer is None:
         return None
-    text = json.dumps(_after_reasoning(answer, reasoning))
-    if len(text) > MAX_GRAMMAR_TAG_LENGTH:
+    whole = f"{lark.HEADER}\nstart: {_reasoning(reasoning)}answer\nanswer: {answer}\n{rules}"
+    if reasoning is not Reasoning.NONE:
+        whole += "\n" + lark.until("reasoning", lark.literal(THINK.close))
+    if inner is not None:
+        listed = [{"lark_grammar": whole}, {"name": "format", "lark_grammar": inner}]
+        whole = json.dumps({"grammars": listed})
+    if len(whole) > MAX_GRAMMAR_LENGTH:
         raise InvalidRequest(
-            f"the tools' parameters and the answer's format exceed {MAX_GRAMMAR_TAG_LENGTH} characters", "tools"
+            f"the tools' parameters and the answer's format exceed {MAX_GRAMMAR_LENGTH} characters", "tools"
         )
-    _check_tools(request, tools, all_enforced=text_grammar is not None)  # last, because it is slow for large schemas
-    return GrammarSpec(GrammarKind.STRUCTURAL_TAG, text)
+    return AnswerGrammar(whole, parts)
 
 
-def _check_tools(request: ChatCompletionRequest, tools: Sequence[Tool], *, all_enforced: bool) -> None:
-    """Raise InvalidRequest for a tool whose parameters are to be enforced, but can't be."""
-    choice, budget = request.call_choice, StepBudget()
-    if isinstance(choice, NamedTool):
-        names = {choice.function.name}
-    else:
-        forced = all_enforced or choice == "required"
-        names = {tool.function.name for tool in tools if forced or tool.function.strict}
-    for number, tool in enumerate(request.tools or ()):
-        if tool.function.name in names and tool.function.parameters:
-            check_schema(tool.function.parameters, f"tools[{number}].function.parameters", budget)
-
-
-def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> Format:
-    if isinstance(choice := request.call_choice, NamedTool):
-        return _calls([tool for tool in tools if tool.function.name == choice.function.name], parallel=False)
-    return _calls(tools, request.parallel_tool_calls)
-
-
-def _calls(tools: Sequence[Tool], parallel: bool | None) -> Format:
-    """One call or more, and nothing else."""
-    return {
-        "type": "tags_with_separator",
-        "tags": [_call(tool, strict=True) for tool in tools],
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": parallel is False,
-    }
-
-
-def _triggered(tools: Sequence[Tool]) -> Format:
-    """Any text, but each call must be to one of the tools, with valid arguments if the tool is strict."""
-    return {
-        "type": "triggered_tags",
-        "triggers": [CALL],
-        "tags": [_call(tool, strict=bool(tool.function.strict)) for tool in tools],
-    }
-
-
-def _call(tool: Tool, *, strict: bool) -> Format:
-    schema = (tool.function.parameters if strict else None) or {"type": "object"}
-    return {
-        "type": "tag",
-        "begin": f'{CALL}\n{{"name": "{tool.function.name}", "arguments": ',
-        "content": _json(schema),
-        "end": f"}}\n{END_CALL}",
-    }
-
-
-def _after_reasoning(answer: Format, reasoning: Reasoning) -> Format:
-    """Put unconstrained reasoning before the answer's format."""
+def _reasoning(reasoning: Reasoning) -> str:
+    """What comes before the answer."""
     if reasoning is Reasoning.NONE:
-        return answer
-    tag: Format = {
-        "type": "tag",
-        "begin": "" if reasoning.is_open else THINK.open,
-        "content": {"type": "any_text"},
-        "end": [f"{THINK.close}\n\n", THINK.close],
-    }
-    first = tag if reasoning.is_open else {"type": "optional", "content": tag}
-    return {"type": "sequence", "elements": [first, answer]}
+        return ""
+    line_breaks = lark.literal("\n\n")
+    ended = f"reasoning {line_breaks}? "
+    return ended if reasoning.is_open else f"({lark.literal(THINK.open)} {ended})? "
 
 
-def _format(spec: GrammarSpec) -> Format:
-    match spec.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return _json(_schema(spec.text))
-        case GrammarKind.JSON_OBJECT:
-            return _json({"type": "object"})
-        case GrammarKind.REGEX:
-            return {"type": "regex", "pattern": spec.text}
-        case GrammarKind.CHOICE:
-            choices = [{"type": "const_string", "value": choice} for choice in json.loads(spec.text)]
-            return {"type": "or", "elements": choices}
-        case GrammarKind.GRAMMAR:
-            return {"type": "grammar", "grammar": spec.text}
-        case GrammarKind.STRUCTURAL_TAG:
-            return dict(json.loads(spec.text))
+def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool | None]:
+    if isinstance(choice := request.call_choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name], False
+    return tools, request.parallel_tool_calls
 
 
-def _json(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+def _calls(parallel: bool | None) -> str:
+    """One call or more, and nothing else."""
+    line_break = lark.literal("\n")
+    more = "" if parallel is False else f" ({line_break} call)*"
+    return f"calls: call{more}\ncall: {lark.literal(CALL)} body"
 
 
-def _schema(text: str) -> Any:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
-        schema = None
-    if not isinstance(schema, dict):
-        raise InvalidRequest("structured_outputs.json is not a JSON schema", "structured_outputs.json")
-    return schema
+def _call_rules(
+    request: ChatCompletionRequest, tools: Sequence[Tool], *, all_strict: bool
+) -> tuple[str, list[GrammarPart]]:
+    """Return the rules of what follows a call's opening tag, and what the request's fields contribute. Arguments are
+    valid if the tool is strict."""
+    numbers = {tool.function.name: number for number, tool in enumerate(request.tools or ())}
+    rules, parts = [], []
+    for tool in tools:
+        number, arguments = numbers[tool.function.name], _ANY_OBJECT
+        if tool.function.parameters and (all_strict or tool.function.strict):
+            param = f"tools[{number}].function.parameters"
+            arguments = lark.json_schema(tool.function.parameters, param)
+            parts.append(GrammarPart(param, arguments))
+        begin = lark.literal(f'\n{{"name": "{tool.function.name}", "arguments": ')
+        end = lark.literal(f"}}\n{END_CALL}")
+        rules.append(f"tool_{number}: {begin} {arguments} {end}")
+    names = " | ".join(f"tool_{numbers[tool.function.name]}" for tool in tools)
+    return "\n".join([f"body: {names}", *rules]), parts

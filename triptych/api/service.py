@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from triptych.api.fair_executor import FairExecutor
 from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.memory_budget import MemoryBudget
 from triptych.api.request_records import Observer
 from triptych.api.uuid_cache import UuidMediaCache
@@ -78,6 +79,7 @@ class Service:
     media: MediaSource
     uuid_cache: UuidMediaCache
     generation_defaults: GenerationDefaults
+    grammars: GrammarChecker
     frontend: FrontendConfig
     observers: tuple[Observer, ...] = ()
     """Called with the record of every request that has ended."""

@@ -266,7 +266,7 @@ class EngineLoop:
             if (grammar := request.sampling.grammar) is not None:
                 # an end token ends a grammar even if ignore_eos is set
                 end_tokens = request.end_token_ids | request.eos_token_ids
-                matching = self.grammars.start(grammar, end_tokens, generated, message.client)
+                matching = self.grammars.start(grammar, end_tokens, generated)
             if self._kv_sink is not None and prefill is not None:
                 outgoing_kv = self._kv_sink.expect(prefill, len(request.tokens))
         except TriptychError as error:

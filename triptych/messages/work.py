@@ -1,6 +1,5 @@
 """Messages between frontends and instances, about requests and about instances."""
 
-import enum
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -248,28 +247,6 @@ class RoleKept(Struct, frozen=True, tag=True):
 # ── work: frontend ⇄ instances ─────────────────────────────────────────────────────────────────────────────
 
 
-class GrammarKind(enum.StrEnum):
-    """What a grammar's text is."""
-
-    JSON_SCHEMA = "json_schema"
-    JSON_OBJECT = "json_object"
-    """Any JSON object; the text is empty."""
-    REGEX = "regex"
-    CHOICE = "choice"
-    """A JSON array of strings; the answer is one of them."""
-    GRAMMAR = "grammar"
-    """A grammar in xgrammar's EBNF."""
-    STRUCTURAL_TAG = "structural_tag"
-    """A structural tag format of xgrammar."""
-
-
-class GrammarSpec(Struct, frozen=True):
-    """A grammar that the answer must match."""
-
-    kind: GrammarKind
-    text: str
-
-
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Bounds of the factor by which logits are divided or multiplied. Values outside make seen tokens certain or
@@ -300,7 +277,8 @@ class SamplingParams(Struct, frozen=True):
     min_tokens: Count = 0
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    grammar: GrammarSpec | None = None
+    grammar: str | None = None
+    """In llguidance's dialect of Lark; the answer must match it."""
 
 
 class PlacedItem(Struct, frozen=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from triptych.errors import InvalidRequest
+from triptych.prompt.json_schema import prepared
 
 MAX_WHITESPACE = 20
 """White space characters in a row within JSON: enough to indent, but a model can't loop on them."""
@@ -15,11 +16,18 @@ MAX_WHITESPACE = 20
 HEADER = '%llguidance {"no_forcing": true}'
 """First line of a grammar. Otherwise only the tokens that the tokenizer would choose for a text could come."""
 
+JSON = "%json "
+"""Begins an expression for JSON."""
 TEXT = "/(?s:.*)/"
 """Any text."""
 
 _IN_REGEX = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
-_JSON_OPTIONS = {"whitespace_pattern": rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}", "lenient": False}
+# with escapes such as \\u0061, a further property could have the name of one that the schema restricts
+_JSON_OPTIONS = {
+    "whitespace_pattern": rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}",
+    "lenient": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 
 def literal(text: str) -> str:
@@ -32,19 +40,23 @@ def choice(texts: Iterable[str]) -> str:
     return "(" + " | ".join(map(literal, texts)) + ")"
 
 
-def regex(pattern: str) -> str:
-    """Return a terminal for texts that a regular expression matches as a whole. Raises InvalidRequest for one that
-    ends within an escape."""
+def regex(pattern: str, param: str | None = None) -> str:
+    """Return a terminal for texts that a regular expression matches as a whole. Raises InvalidRequest, naming
+    ``param``, for one that ends within an escape."""
     if len(pattern) % 2 != len(pattern.rstrip("\\")) % 2:
-        raise InvalidRequest("the regex can't be used: it ends with a backslash")
+        raise InvalidRequest("the regex can't be used: it ends with a backslash", param)
     # what is escaped stays as it is; a line break can't be within a terminal
     parts = re.sub(r"\\\n|\\.|[/\n]", lambda one: _IN_REGEX.get(one[0], one[0]), pattern)
     return f"/{parts}/"
 
 
-def json_schema(schema: dict[str, Any]) -> str:
-    """Return an expression for JSON that a schema allows. Options for llguidance in it have no effect."""
-    return f"%json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}"
+def json_schema(schema: dict[str, Any], param: str | None = None) -> str:
+    """Return an expression for JSON that a schema allows. Options for llguidance in it have no effect. Raises
+    InvalidRequest, naming ``param``."""
+    try:
+        return f"{JSON}{json.dumps(prepared(schema, param) | {'x-guidance': _JSON_OPTIONS}, allow_nan=False)}"
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the JSON schema can't be used: it isn't JSON, or too deeply nested", param) from None
 
 
 def token(number: int) -> str:

@@ -39,48 +39,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     limits: Limits
 
 
-class ForkSpec(msgspec.Struct, frozen=True):
-    """What the processes of a fork server run."""
-
-    factory: str
-    """Import string of a function that takes ``argument``, loads what all processes share, and returns a
-    ``ResponderFactory``, which is called once in each process."""
-    argument: str
-    limits: Limits
-    """Without ``seconds``, which each request carries itself."""
-    niceness: int
-    """Added to the processes' nice value."""
-
-
-class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Parent → fork server: fork a process, which answers on the attached socket."""
-
-    number: int
-    """Number of the new process."""
-
-
-class Kill(msgspec.Struct, frozen=True, tag=True):
-    """Parent → fork server: kill a process, if it still exists."""
-
-    number: int
-
-
-class ProcessExited(msgspec.Struct, frozen=True, tag=True):
-    """Fork server → parent: a process has exited."""
-
-    number: int
-    code: int
-    """Exit code, negative for a signal."""
-
-
-class ProcessRequest(msgspec.Struct, frozen=True):
-    """Parent → forked process: a request, with its bulk in a memory file. Answered by one Result or TaskFailed."""
-
-    request: bytes
-    seconds: float
-    """Processor time for the answer. Beyond it the kernel kills the process with SIGPROF."""
-
-
 class WorkerRequest(msgspec.Struct, frozen=True):
     """Parent → worker: asks for the next result of an item."""
 
@@ -116,7 +74,7 @@ class Importing(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Result | EndOfResults | TaskFailed | Importing
-Message = Fork | Kill | ProcessExited | ProcessRequest | WorkerRequest | Answer
+Message = WorkerRequest | Answer
 
 
 class ProtocolError(Exception):

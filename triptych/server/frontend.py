@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.http import BoundedHttp
 from triptych.api.security import add_security
 from triptych.api.service import GenerationDefaults, Service
@@ -125,6 +126,7 @@ class Frontend:
             media=self._media,
             uuid_cache=UuidMediaCache(config.frontend.media.mm_uuid_cache_mb * 2**20),
             generation_defaults=GenerationDefaults.load(config.model),
+            grammars=GrammarChecker(config.model),
             frontend=config.frontend,
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
@@ -178,6 +180,7 @@ class Frontend:
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         await self._media.web.aclose()
         self.service.executor.close()
+        self.service.grammars.close()
         for listener in self._sockets:
             listener.close()
         self.channel.close()

@@ -1,23 +1,21 @@
-"""One request's position in its grammar, as the instance sees it. The grammar's process does the matching."""
+"""One request's position in its grammar."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-import numpy as np
+from llguidance import LLMatcher
 
-from triptych.engine.grammar.budget import (
-    FREE_SECONDS,
-    KILL_SECONDS,
-    TOKEN_SECONDS,
-    TOKEN_TIMEOUT,
-    TOTAL_SECONDS,
-)
-from triptych.engine.grammar.messages import EndMatching, GrammarRequest, MatchProgress, MatchTokens, StartMatching
-from triptych.engine.grammar.process_queue import ProcessQueue
+from triptych.engine.grammar.compiler import Compiler, error_of
 from triptych.errors import GrammarTooCostly, InternalError, TriptychError
-from triptych.messages.work import GrammarSpec
-from triptych.sandbox.protocol import ProtocolError
+
+FREE_SECONDS = 0.002
+"""Seconds per token that don't count towards TOTAL_SECONDS."""
+SLOW_SECONDS = 0.01
+"""Seconds for a token and its mask from which on an answer waits with the slow ones. A mask of a large vocabulary may
+take a few milliseconds."""
+TOTAL_SECONDS = 10.0
+"""Processor time to match all tokens of a request, beyond FREE_SECONDS for each."""
 
 
 class Matching:
@@ -30,31 +28,33 @@ class Matching:
 
     def __init__(
         self,
-        number: int,
-        spec: GrammarSpec,
+        text: str,
         end_tokens: frozenset[int],
         tokens: Sequence[int],
-        client: str,
         *,
         changed: threading.Condition,
-        on_close: Callable[["Matching"], None],
-        mask_bytes: int,
+        on_accept: Callable[["Matching"], None],
     ) -> None:
-        self.number = number
-        self.spec = spec
-        self.client = client
+        self.text = text
         self.closed = False
-        self.num_rebuilds = 0
-        self._end_tokens = end_tokens
+        self.is_slow = True
+        """Whether the last mask took long. The first waits for the grammar to be compiled."""
+        self.matcher: LLMatcher | None = None
+        """At some of the tokens; None before the grammar is compiled."""
+        self.is_alone = False
+        """Whether no other request shares what the matcher learns."""
+        self.queued = False
+        """Whether a thread of the service has it or will take it."""
+        self.charged = 0.0
+        """Seconds that its tokens have taken beyond FREE_SECONDS each."""
+        self._num_matched = 0
+        self._end_tokens = sorted(end_tokens)
         self._tokens = list(tokens)
         self._changed = changed
-        self._on_close = on_close
-        self._mask_bytes = mask_bytes
-        self._queue: ProcessQueue | None = None
+        self._on_accept = on_accept
         self._mask: bytes | None = None
         self._error: TriptychError | None = None
         self._mask_expected_soon = self._notify_when_ready = False
-        self._charged, self._matched = 0.0, 0
 
     # ── for the instance's threads ───────────────────────────────────────────────────────────────────────────
 
@@ -81,7 +81,7 @@ class Matching:
         return self._mask_expected_soon and self._error is None
 
     def mask(self, seconds: float = 0.0) -> bytes | None:
-        """Wait up to ``seconds`` for the mask of tokens that can come next, as ``Matcher.bitmask`` returns it. Returns
+        """Wait up to ``seconds`` for the mask of tokens that can come next, as ``Compiler.bitmask`` returns it. Returns
         None on timeout or error."""
         with self._changed:
             self._changed.wait_for(lambda: self._mask is not None or self._error is not None, seconds)
@@ -93,74 +93,60 @@ class Matching:
         with self._changed:
             self._mask = None
             self._tokens.append(token)
-            if self._queue is not None:
-                self._post(MatchTokens(self.number, [token]))
+        self._on_accept(self)
 
     def close(self) -> None:
         """End the matching with its request."""
+        self.closed = True
+
+    # ── for the service's threads, one at a time ─────────────────────────────────────────────────────────────
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is work: tokens to be matched, or a mask to be computed."""
         with self._changed:
-            if self.closed:
-                return
-            self.closed = True
-        self._on_close(self)
+            return not self.closed and self._mask is None and self._error is None
 
-    # ── for the service, with the lock held ──────────────────────────────────────────────────────────────────
+    def restart_alone(self) -> None:
+        """Forget what has been matched, so that all tokens are matched again by a matcher of its own."""
+        self.matcher, self._num_matched, self.is_alone, self.is_slow = None, 0, True, True
 
-    def attach(self, queue: ProcessQueue) -> None:
-        """Have the process behind ``queue`` match all tokens so far."""
-        self._queue = queue
-        self._charged, self._matched = 0.0, 0
-        tokens = np.array(self._tokens, np.dtype("<i4")).tobytes()
-        self._post(StartMatching(self.number, sorted(self._end_tokens)), bulk=tokens)
-
-    def detach(self) -> ProcessQueue | None:
-        """Separate the matching from its process. Returns the queue that it used. A mask that has arrived stays: it is
-        that of the tokens so far, and a step may be running that counts on it."""
-        queue, self._queue, self._mask_expected_soon = self._queue, None, False
-        return queue
-
-    def fail(self, error: TriptychError) -> None:
-        """Record an error, and have the process drop the matching."""
-        self._error, self._mask = self._error or error, None
-        if queue := self.detach():
-            queue.send(EndMatching(self.number), None, seconds=KILL_SECONDS, timeout=TOKEN_TIMEOUT)
-        self._changed.notify_all()
-
-    def on_progress(self, about: bytes) -> bool:
-        """Handle an encoded MatchProgress. Returns whether ``on_done`` must be called for the mask in it. Raises
-        ProtocolError."""
-        if self._queue is None:
-            return False
-        try:
-            progress = msgspec.msgpack.decode(about, type=MatchProgress)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(str(error)) from None
-        if not 0 <= progress.position <= len(self._tokens) or len(progress.mask or b"") not in (0, self._mask_bytes):
-            raise ProtocolError("a position or a mask out of range")
-        if progress.rejected:
-            self.fail(InternalError("the grammar rejected a token that it had allowed"))
-            return True
-        matched, self._matched = max(1, progress.position - self._matched), progress.position
-        self._charged += max(0.0, progress.seconds - matched * FREE_SECONDS)
-        if progress.seconds > TOKEN_SECONDS:
-            self.fail(too_costly(f"matching one token took {progress.seconds:.2f} s, more than {TOKEN_SECONDS:g} s"))
-            return True
-        if self._charged > TOTAL_SECONDS:
-            self.fail(too_costly(f"matching the answer took longer than {TOTAL_SECONDS:g} s"))
-            return True
-        self._mask_expected_soon = progress.seconds < FREE_SECONDS
-        if progress.mask is None:
-            self._post(MatchTokens(self.number, []))
-        elif progress.position == len(self._tokens):
-            self._mask = progress.mask
+    def advance(self, compiler: Compiler) -> bool:
+        """Match the tokens so far, and compute the next mask. Returns whether ``on_done`` must be called. Raises
+        RequestError if the grammar fails."""
+        matcher = self.matcher
+        assert matcher is not None
+        began = time.thread_time()
+        first = self._num_matched
+        while self._num_matched < len(self._tokens) and not self.closed:
+            if not matcher.consume_token(self._tokens[self._num_matched]):
+                error = error_of(matcher.get_error())
+                if isinstance(error, GrammarTooCostly):
+                    raise error
+                raise InternalError("the grammar rejected a token that it had allowed")
+            self._num_matched += 1
+            self._charge(time.thread_time() - began, self._num_matched - first)
+        mask = compiler.bitmask(matcher, self._end_tokens)
+        seconds = time.thread_time() - began
+        num_tokens = max(1, self._num_matched - first)
+        self._charge(seconds, num_tokens)
+        self.charged += max(0.0, seconds - num_tokens * FREE_SECONDS)
+        with self._changed:
+            if self._num_matched == len(self._tokens):
+                self._mask = mask
+            self.is_slow = seconds > num_tokens * SLOW_SECONDS
+            self._mask_expected_soon = not self.is_slow
             self._changed.notify_all()
             return self._notify_when_ready
-        return False
 
-    def _post(self, request: GrammarRequest, bulk: bytes = b"") -> None:
-        assert self._queue is not None
-        self._queue.send(request, self, seconds=KILL_SECONDS, timeout=TOKEN_TIMEOUT, bulk=bulk)
+    def _charge(self, seconds: float, num_tokens: int) -> None:
+        """Raise GrammarTooCostly once the answer has taken too long."""
+        if self.charged + seconds - num_tokens * FREE_SECONDS > TOTAL_SECONDS:
+            reason = f"matching the answer took longer than {TOTAL_SECONDS:g} s"
+            raise GrammarTooCostly(f"the grammar is too costly: {reason}")
 
-
-def too_costly(what: str) -> GrammarTooCostly:
-    return GrammarTooCostly(f"the grammar is too costly: {what}")
+    def fail(self, error: TriptychError) -> None:
+        """Record an error."""
+        with self._changed:
+            self._error, self._mask, self.matcher = self._error or error, None, None
+            self._changed.notify_all()

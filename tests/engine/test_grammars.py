@@ -1,0 +1,247 @@
+"""Masks of grammars: what they allow, what an answer may cost, and whom that concerns."""
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from triptych.checkpoint.config_files import load_config
+from triptych.demo import MODEL_DIR
+from triptych.engine.grammar import matching as matching_module
+from triptych.engine.grammar.matching import Matching
+from triptych.engine.grammar.service import GrammarService
+from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
+
+FOLDER = Path(MODEL_DIR)
+VOCABULARY = load_config(FOLDER)["text_config"]["vocab_size"]
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+END = frozenset({0})
+SLOW = f'start: {"x " * 10} "b"\nx: {"y " * 10}\ny: {"z " * 10}\nz: "a" z | ""'
+"""Each "a" takes longer to match than the one before."""
+MANY_STATES = r"start: /(\w+\s?){1,300}/"
+
+
+class Service:
+    """A grammar service, and how to wait for its results."""
+
+    def __init__(self, folder: Path = FOLDER, vocabulary: int = VOCABULARY) -> None:
+        self.vocabulary = vocabulary
+        self._done = threading.Event()
+        self.grammars = GrammarService(folder, vocabulary, self._done.set)
+
+    def start(self, text: str, tokens: list[int] | None = None, end: frozenset[int] = END) -> Matching:
+        return self.grammars.start(text, end, tokens or [])
+
+    def wait(self, matching: Matching, seconds: float = 20) -> TriptychError | None:
+        """Until it is ready, or has failed, as a loop that ``on_done`` wakes does."""
+        end = time.monotonic() + seconds
+        while not matching.ready and matching.error is None:
+            assert time.monotonic() < end
+            self._done.wait(end - time.monotonic())
+            self._done.clear()
+        return matching.error
+
+    def allowed(self, matching: Matching) -> set[int]:
+        mask = matching.mask(20)
+        assert mask is not None
+        words = memoryview(mask).cast("I")
+        return {token for token in range(self.vocabulary) if words[token // 32] >> token % 32 & 1}
+
+    def masks(self, matching: Matching, tokens: list[int]) -> list[set[int]]:
+        found = [self.allowed(matching)]
+        for token in tokens:
+            matching.accept(token)
+            found.append(self.allowed(matching))
+        return found
+
+
+@pytest.fixture
+def made() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.grammars.close()
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+[A] = tokens_of("a")
+
+
+def drive(service: Service, matching: Matching, token: int, most: int = 5000) -> TriptychError | None:
+    """Accept the same token until the matching fails."""
+    for _ in range(most):
+        if service.wait(matching) is not None:
+            break
+        matching.accept(token)
+    return matching.error
+
+
+def test_masks_allow_what_continues_a_match(made: Service) -> None:
+    text = "a red circle"
+    tokens = tokens_of(text)
+    masks = made.masks(made.start("start: /([a-z]+ ?)+/"), tokens)
+    spelled = {number: TOKENIZER.decode([number]) for number in range(VOCABULARY)}
+    want = {number for number, piece in spelled.items() if re.fullmatch("([a-z]+ ?)+", piece)}
+    assert masks[0] == want
+    assert all(token in mask for token, mask in zip(tokens, masks, strict=False))
+    resumed = made.start("start: /([a-z]+ ?)+/", tokens[:1])
+    assert made.masks(resumed, tokens[1:]) == masks[1:]
+
+
+def test_after_the_end_comes_an_end_token_of_the_request(made: Service) -> None:
+    ends = frozenset({0, 5})
+    assert made.masks(made.start('start: "a"', end=ends), [A]) == [{A}, set(ends)]
+    # as a stop token, a letter ends an answer, so it can't come before the grammar's end
+    assert made.masks(made.start('start: "ab"? "c"', end=frozenset({A})), tokens_of("c")) == [
+        set(tokens_of("c")),
+        {A},
+    ]
+
+
+def test_a_token_that_is_not_allowed_is_an_internal_error(made: Service) -> None:
+    matching = made.start('start: "a"')
+    assert made.wait(matching) is None
+    matching.accept(A + 1)
+    assert isinstance(made.wait(matching), InternalError)
+
+
+def test_an_invalid_grammar_is_its_requests_error(made: Service) -> None:
+    other = made.start("start: /a+/")
+    assert isinstance(made.wait(made.start("start: /(/")), InvalidRequest)
+    assert made.masks(other, [A])
+
+
+def test_a_grammar_is_compiled_once(made: Service) -> None:
+    for _ in range(3):
+        matching = made.start("start: /a+/")
+        assert made.wait(matching) is None
+        matching.close()
+    assert made.grammars.debug_state()["num_compiled"] == 1
+
+
+def test_a_costly_answer_fails_alone(made: Service) -> None:
+    same, other = made.start(SLOW), made.start("start: /a+/")
+    assert made.wait(same) is made.wait(other) is None
+    assert isinstance(drive(made, made.start(SLOW), A), GrammarTooCostly)
+    assert made.masks(other, [A, A])
+    assert made.masks(same, [A])
+
+
+def test_an_answer_has_a_time_limit(made: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching_module, "TOTAL_SECONDS", 0.0)
+    monkeypatch.setattr(matching_module, "FREE_SECONDS", 0.0)
+    error = made.wait(made.start("start: /a+/"))
+    assert isinstance(error, GrammarTooCostly)
+    assert "matching the answer took longer" in str(error)
+
+
+@pytest.mark.slow
+def test_what_others_have_used_up_is_no_limit_for_a_request(made: Service) -> None:
+    """Answers of one grammar share its lexer, whose states are limited."""
+    letters = tokens_of("abcdefghijklmnopqrstuvwxyz ")
+    rng = random.Random(1)
+    for _ in range(40):
+        matching = made.start(MANY_STATES)
+        for _ in range(60):
+            if made.wait(matching) is not None:
+                break
+            matching.accept(rng.choice([one for one in letters if one in made.allowed(matching)]))
+        assert matching.error is None
+        matching.close()
+
+
+def test_a_slow_grammar_delays_no_other(made: Service) -> None:
+    quick = made.start("start: /a+/")
+    assert made.masks(quick, [A])
+    slow = [made.start(SLOW, [A] * 40) for _ in range(8)]
+    began = time.monotonic()
+    assert made.masks(quick, [A] * 20)
+    assert made.masks(made.start("start: /b+/"), [])
+    assert not all(one.ready or one.error for one in slow) or time.monotonic() - began < 1
+
+
+def test_a_thread_that_cannot_be_started_fails_its_own_request(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
+    with monkeypatch.context() as broken:
+
+        def fail(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        broken.setattr(threading.Thread, "start", fail)
+        with pytest.raises(InternalError, match="can't start new thread"):
+            made.start("start: /a+/")
+    assert made.wait(made.start("start: /a+/")) is None
+
+
+def test_nothing_is_started_before_the_first_grammar(made: Service) -> None:
+    assert not made.grammars.debug_state()["started"]
+
+
+# ── a grammar's text is the client's text ────────────────────────────────────────────────────────────────────────────
+
+SPECIAL = ["<|a|>", "<|end|>", "ab"]
+ADDED = ["<tool>", "bc"]
+
+
+def _byte_level() -> Tokenizer:
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate([*names, "ab", "Ġa"])}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_fallback() -> Tokenizer:
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁a", "ab", *"abcdefghlot<>|{}é"]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _metaspace() -> Tokenizer:
+    names = ["▁", "▁a", "ab", *"abcdefghlot<>|{}é中😀\n"]
+    tokenizer = Tokenizer(models.Unigram([(name, -1.0) for name in names]))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", [_byte_level, _byte_fallback, _metaspace])
+def test_texts_match_whatever_tokens_a_model_prefers(kind: Any, tmp_path: Path) -> None:
+    """Special tokens that look like text have none; added ones that aren't special do."""
+    tokenizer = kind()
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in SPECIAL])
+    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ADDED])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary, end = tokenizer.get_vocab_size() + 7, tokenizer.token_to_id("<|end|>")
+    service, rng = Service(tmp_path, vocabulary), random.Random(1)
+    try:
+        for pattern in ("[a-z<>|]{24}", "(<tool>|ab|bc){3,9}", "[^x]{5}", "( a|b){4}", "[é中😀]{1,3}", r"(?s:.){3}\n?"):
+            for _ in range(3):
+                matching, tokens = service.start(f"start: /{pattern}/", end=frozenset({end})), []
+                while True:
+                    token = rng.choice(sorted(service.allowed(matching)))
+                    if token == end:
+                        break
+                    tokens.append(token)
+                    matching.accept(token)
+                assert re.fullmatch(pattern, tokenizer.decode(tokens, skip_special_tokens=True)), tokens
+    finally:
+        service.grammars.close()
+
+
+def test_special_tokens_can_be_demanded(made: Service) -> None:
+    assert made.masks(made.start("start: <[0]> /a/", end=frozenset({5})), [0, A]) == [{0}, {A}, {5}]
+
+
+def test_json_is_matched_to_its_end(made: Service) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["red", 1]}}, "required": ["a"]}
+    matching = made.start(f"start: %json {json.dumps(schema | {'additionalProperties': False})}")
+    masks = made.masks(matching, tokens_of('{"a": "red"}'))
+    assert masks[-1] == set(END)
