@@ -114,6 +114,8 @@ class Output:
 class Format(ABC):
     """How models of some families call tools."""
 
+    families: ClassVar[str]
+    """For the documentation."""
     parsers: ClassVar[tuple[str, ...]]
     """Names of vLLM's parsers for it."""
     openers: ClassVar[tuple[str, ...]] = ()

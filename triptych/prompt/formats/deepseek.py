@@ -17,6 +17,7 @@ CODE, END_CODE = "```json\n", "```"
 
 
 class DeepSeek(Format):
+    families = "DeepSeek V3, V3.1, R1"
     parsers = ("deepseek_v3", "deepseek_v31")
     openers = (CALLS, CALL)
     closers = (END_CALLS, SEPARATOR, END_CALL)

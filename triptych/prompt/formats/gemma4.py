@@ -21,6 +21,7 @@ Emit = Callable[[str], object]
 
 
 class GemmaCalls(Format):
+    families = "Gemma 4"
     parsers = ("gemma4",)
     openers = (CALL,)
     closers = (END_CALL, QUOTE)

@@ -17,6 +17,7 @@ VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 
 class Glm(Format):
+    families = "GLM-4.5 to 4.7"
     parsers = ("glm45", "glm47")
     openers = (CALL,)
     closers = (END_CALL, KEY, END_KEY, VALUE, END_VALUE)

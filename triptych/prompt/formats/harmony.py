@@ -24,6 +24,7 @@ class Harmony(Format):
     """A header may name the recipient before or after the channel. Prompts end with ``<|start|>assistant``, so answers
     may begin with the recipient."""
 
+    families = "gpt-oss"
     parsers = ("openai",)
     openers = (START, CHANNEL, MESSAGE)
     first_openers = ("to=",)

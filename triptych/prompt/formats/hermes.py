@@ -13,6 +13,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 class Hermes(Format):
+    families = "Qwen 2.5 and 3, Qwen2.5-VL and Qwen3-VL, Hermes, InternVL 3"
     parsers = ("hermes",)
     openers = (CALL,)
     closers = (END_CALL,)

@@ -12,6 +12,7 @@ ACTION, PLUGIN, END_ACTION = "<|action_start|>", "<|plugin|>", "<|action_end|>"
 
 
 class InternLm(Format):
+    families = "InternLM 2 and 2.5, and InternVL on them"
     parsers = ("internlm",)
     openers = (ACTION,)
     closers = (PLUGIN, END_ACTION)

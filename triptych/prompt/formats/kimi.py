@@ -13,6 +13,7 @@ CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 
 class Kimi(Format):
+    families = "Kimi K2"
     parsers = ("kimi_k2",)
     openers = (CALLS, CALL)
     closers = (END_CALLS, ARGUMENTS, END_CALL)

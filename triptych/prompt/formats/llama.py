@@ -15,6 +15,7 @@ TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 class Llama(Format):
     """Several calls in JSON stand one after the other, or with semicolons between them."""
 
+    families = "Llama 3.1 to 4, JSON"
     parsers = ("llama3_json", "llama4_json")
     openers = (TAG, START)
     first_openers = ("{", "[")
@@ -32,6 +33,7 @@ class Llama(Format):
 
 
 class Pythonic(Format):
+    families = "Llama 3.2 and 4, calls as in Python"
     parsers = ("pythonic", "llama4_pythonic")
     openers = (START,)
     first_openers = ("[",)

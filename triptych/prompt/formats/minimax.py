@@ -22,6 +22,7 @@ PARAMETER, END_PARAMETER = "<parameter name=", "</parameter>"
 
 
 class MiniMaxM1(Format):
+    families = "MiniMax-M1"
     parsers = ("minimax",)
     openers = (M1,)
     closers = (END_M1,)
@@ -32,6 +33,7 @@ class MiniMaxM1(Format):
 
 
 class MiniMaxM2(Format):
+    families = "MiniMax-M2"
     parsers = ("minimax_m2",)
     openers = (M2,)
     closers = (END_M2,)

@@ -15,6 +15,7 @@ CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(Format):
+    families = "Mistral, Ministral, Magistral, Pixtral"
     parsers = ("mistral",)
     openers = (CALLS,)
     closers = (CALL_ID, ARGS)

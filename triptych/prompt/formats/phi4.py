@@ -12,6 +12,7 @@ CALLS, END_CALLS = "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4(Format):
+    families = "Phi-4-mini, Phi-4-multimodal"
     parsers = ("phi4_mini_json",)
     openers = (CALLS,)
     first_openers = ("functools",)

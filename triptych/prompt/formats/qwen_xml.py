@@ -22,6 +22,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 class QwenXml(Format):
     """Models may leave out the outer tag."""
 
+    families = "Qwen3-Coder, Qwen3.5 and later"
     parsers = ("qwen3_coder", "qwen3_xml", "mimo")
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)

@@ -8,6 +8,7 @@ from triptych.prompt.formats.reader import Reader, Steps
 
 
 class ToolCallTag(Format):
+    families = "others"
     parsers = ()
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)
