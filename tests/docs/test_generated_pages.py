@@ -6,13 +6,24 @@ from typing import Any
 import pytest
 from transformers.models.auto import image_processing_auto
 
-from scripts import docs_check, errors_doc, family_pages, formats_doc, metrics_doc, models_doc, settings_doc
+from scripts import (
+    docs_check,
+    errors_doc,
+    family_pages,
+    formats_doc,
+    metrics_doc,
+    models_doc,
+    settings_doc,
+    templates_doc,
+)
 from scripts.diagrams_doc import FOLDER, diagrams
 from scripts.generated import table, with_region
 
 
 @pytest.mark.parametrize(
-    "generator", [errors_doc, formats_doc, metrics_doc, models_doc, settings_doc], ids=lambda m: m.__name__
+    "generator",
+    [errors_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
+    ids=lambda m: m.__name__,
 )
 def test_a_page_is_up_to_date(generator: ModuleType) -> None:
     assert generator.PAGE.read_text() == generator.page(), f"run: python -m {generator.__name__}"

@@ -155,8 +155,10 @@ class Fitter:
                 return not self._forms.leading_systems
             case "user", "user":
                 return first.was_system or not self._forms.users
-            case "assistant", "assistant" | "calls":
+            case "assistant", "assistant":
                 return not self._forms.assistants
+            case "assistant", "calls":
+                return not self._forms.assistants and not self._forms.calls_after_text
         return False
 
     def _fit_reasoning(self, message: dict[str, Any]) -> None:
@@ -205,8 +207,10 @@ def place_of(modality: str) -> dict[str, Any]:
 def _join(first: Message, second: Message) -> dict[str, Any]:
     """Return one message with the contents and reasoning of both."""
     contents = [content for one in (first, second) if (content := one["content"])]
-    if all(isinstance(content, str) for content in contents):
-        joined: Any = _BETWEEN.join(contents) if contents else second["content"]
+    if len(contents) < 2:
+        joined: Any = contents[0] if contents else second["content"]
+    elif all(isinstance(content, str) for content in contents):
+        joined = _BETWEEN.join(contents)
     else:
         before, after = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents)
         joined = [*before, {"type": "text", "text": _BETWEEN}, *after]

@@ -61,7 +61,7 @@ class Forms:
     assistants: bool = True
     """Whether an assistant's message may follow another."""
     shows_calls: bool = True
-    """Whether it shows calls, or at least their results."""
+    """Whether it shows calls or, being made for tools, at least their results."""
     calls_after_text: bool = False
     """Whether a message with calls may follow one of the assistant with text."""
     several_calls: bool = True
@@ -78,10 +78,10 @@ class Forms:
     """Whether it shows the reasoning of a last message without content."""
 
 
-def find_forms(render: Render, places: Places) -> Forms:
+def find_forms(render: Render, places: Places, *, takes_tools: bool) -> Forms:
     """Return what a template takes. ``render`` renders a conversation with it, and raises InvalidRequest if the
-    template does."""
-    trial = _Trial(render, as_string=True)
+    template does. ``takes_tools``: it reads the tools of a request."""
+    trial = _Trial(render, as_string=True, takes_tools=takes_tools)
     strings, lists = trial.shows_string(USER), trial.shows_list(USER)
     if not strings and not lists:
         return Forms()
@@ -99,6 +99,7 @@ class _Trial:
     render: Render
     as_string: bool
     """Whether the content of the messages around the one on trial is a string."""
+    takes_tools: bool
     calls: Message = field(default_factory=dict)
     """The fields of a message with a call; empty if the template shows none."""
 
@@ -116,8 +117,8 @@ class _Trial:
             later_systems=self.shows(SYSTEM, USER, ASSISTANT, SYSTEM, USER) and self.shows(SYSTEM, USER, SYSTEM),
             users=self.shows(USER, USER),
             assistants=self.shows(USER, ASSISTANT, ASSISTANT, USER),
-            shows_calls=bool(self.calls) or TOOL in strings | lists,
-            calls_after_text=self.shows(USER, ASSISTANT, CALLS, TOOL),
+            shows_calls=bool(self.calls) or (self.takes_tools and TOOL in strings | lists),
+            calls_after_text=self.shows(USER, ASSISTANT, CALLS, TOOL, ASSISTANT, USER),
             several_calls=self._shows_several_calls(),
             arguments_as_text=as_text,
             only_objects=self._raises_for(arguments="lorem"),
@@ -133,12 +134,13 @@ class _Trial:
         return text is not None and all(_word(n) in text for n, kind in enumerate(kinds) if kind != CALLS)
 
     def shows_string(self, kind: str) -> bool:
-        return _WORD in (self._text(self._with_content(kind, _WORD)) or "")
+        text = self._text(self._with_content(kind, _WORD))
+        return text is not None and _WORD in text and self._has_calls(kind, text)
 
     def shows_list(self, kind: str) -> bool:
         """Return whether the template shows all texts of a list, in order, and doesn't print the list."""
         text = self._text(self._with_content(kind, _parts(_WORD, _MORE)))
-        if text is None or not 0 <= text.find(_WORD) < text.find(_MORE):
+        if text is None or not 0 <= text.find(_WORD) < text.find(_MORE) or not self._has_calls(kind, text):
             return False
         plain = self._text(self._with_content(kind, _WORD)) or ""
         return all(text.count(key) <= plain.count(key) for key in ("'type'", '"type"', "'text'", '"text"'))
@@ -150,6 +152,10 @@ class _Trial:
             for modality, (part, place) in places.items()
             if place in (self._text(self._with_content(kind, [part, *_parts(_WORD)])) or "")
         )
+
+    def _has_calls(self, kind: str, text: str) -> bool:
+        """Return whether a text has the call of a message that should have one."""
+        return kind != CALLS or not self.calls or _NAMES[0] in text
 
     def _text(self, messages: Sequence[Message]) -> str | None:
         try:
@@ -164,7 +170,7 @@ class _Trial:
         messages = []
         for n, kind in enumerate(kinds):
             message: Message = {"role": ASSISTANT if kind == CALLS else kind, "content": self._content(_word(n))}
-            more = {CALLS: self.calls or {"content": ""}, TOOL: {"tool_call_id": _IDS[0], "name": _NAMES[0]}}
+            more = {CALLS: self.calls or {"content": ""}, TOOL: {"tool_call_id": _IDS[0]}}
             messages.append(message | more.get(kind, {}))
         return messages
 

@@ -1,0 +1,203 @@
+"""Chat templates that behave as those of released models do, in this project's own words.
+
+Each has what decides how conversations are accepted: which roles it knows, where system messages may be, whether it
+demands that roles alternate, how it shows contents, calls and results, and what it raises.
+"""
+
+from collections.abc import Set
+
+from tests.support.conversations import CONVERSATIONS
+
+_ROLES = "{%- for message in messages -%}"
+_END = "{%- endfor -%}"
+_PARTS = (
+    "{%- macro show(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}{%- for part in content -%}"
+    "{%- if part.type == 'image' -%}<|image|>{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
+_CHATML = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+_CHATML_PROMPT = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+_JSON_CALLS = (
+    "{%- for call in message.tool_calls or [] -%}{%- set call = call.function -%}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' -}}'
+    "{%- if call.arguments is string -%}{{- call.arguments -}}{%- else -%}{{- call.arguments | tojson -}}{%- endif -%}"
+    "{{- '}\\n</tool_call>' -}}{%- endfor -%}"
+)
+_TOOLS = "{%- for tool in tools or [] -%}{{- tool | tojson -}}{%- endfor -%}"
+_ALTERNATE = (
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') -}}{%- endif -%}"
+)
+
+TEMPLATES = {
+    # a string in every role; results within a user's turn; reasoning of the last answer
+    "qwen3": _TOOLS + _ROLES + "{%- set content = message.content if message.content is string else '' -%}"
+    "{%- if message.role == 'assistant' -%}{{- '<|im_start|>assistant\\n' -}}"
+    "{%- set thought = message.reasoning_content or '' -%}"
+    "{%- if '</think>' in content -%}{%- set thought = content.split('</think>')[0].split('<think>')[-1] -%}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
+    "{%- if loop.last -%}{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' -}}{%- endif -%}"
+    "{{- content -}}" + _JSON_CALLS + "{{- '<|im_end|>\\n' -}}"
+    "{%- elif message.role == 'tool' -%}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' -}}"
+    "{%- else -%}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' -}}{%- endif -%}"
+    + _END
+    + _CHATML_PROMPT,
+    # lists and strings; a system message at the beginning alone; arguments as an object
+    "qwen3.5": _PARTS + _TOOLS + _ROLES + "{%- if message.role == 'system' and not loop.first -%}"
+    "{{- raise_exception('System message must be at the beginning.') -}}{%- endif -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' + show(message.content) -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}"
+    "{%- for name, value in call.function.arguments | items -%}"
+    "{{- '<parameter=' + name + '>\\n' ~ value ~ '\\n</parameter>\\n' -}}{%- endfor -%}"
+    "{{- '</function>\\n</tool_call>' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}" + _END + _CHATML_PROMPT,
+    # lists and strings in every role, no tools
+    "qwen2-vl": _PARTS
+    + _ROLES
+    + "{{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}"
+    + _END
+    + _CHATML_PROMPT,
+    # a system message within the first user's turn; roles alternate; no calls
+    "llama2": "{%- if messages[0].role == 'system' -%}{%- set system = '<<SYS>>\\n' + messages[0].content + "
+    "'\\n<</SYS>>\\n\\n' -%}{%- set turns = messages[1:] -%}{%- else -%}{%- set system = '' -%}"
+    "{%- set turns = messages -%}{%- endif -%}{%- for message in turns -%}"
+    + _ALTERNATE
+    + "{%- if message.role == 'user' -%}"
+    "{{- bos_token + '[INST] ' + (system if loop.first else '') + message.content.strip() + ' [/INST]' -}}"
+    "{%- else -%}{{- ' ' + message.content.strip() + ' ' + eos_token -}}{%- endif -%}" + _END,
+    # any order of roles; one call a message
+    "llama3": _TOOLS + _ROLES + "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' -}}"
+    "{%- if message.tool_calls -%}{%- if message.tool_calls | length != 1 -%}"
+    "{{- raise_exception('This model only supports single tool-calls at once!') -}}{%- endif -%}"
+    "{%- set call = message.tool_calls[0].function -%}"
+    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + call.arguments | tojson + '}' -}}"
+    "{%- elif message.role == 'tool' -%}{%- if message.content is mapping or message.content is iterable -%}"
+    "{{- message.content | tojson -}}{%- else -%}{{- message.content -}}{%- endif -%}"
+    "{%- else -%}{{- message.content | trim -}}{%- endif -%}{{- '<|eot_id|>' -}}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}",
+    # lists; the system message's first text alone; short ids; roles alternate but for calls and results
+    "mistral-small-3": "{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}"
+    "{{- '[SYSTEM_PROMPT]' -}}{%- if messages[0].content is string -%}{{- messages[0].content -}}"
+    "{%- else -%}{{- messages[0].content[0].text -}}{%- endif -%}{{- '[/SYSTEM_PROMPT]' -}}"
+    "{%- else -%}{%- set turns = messages -%}{%- endif -%}{%- set state = namespace(user=true) -%}"
+    "{%- for message in turns -%}"
+    "{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) -%}"
+    "{%- if (message.role == 'user') != state.user -%}"
+    "{{- raise_exception('After the optional system message, conversation roles must alternate') -}}{%- endif -%}"
+    "{%- set state.user = not state.user -%}{%- endif -%}"
+    "{%- if message.role == 'user' -%}{{- '[INST]' -}}{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{{- part.text if part.type == 'text' else '[IMG]' -}}{%- endfor -%}{%- endif -%}{{- '[/INST]' -}}"
+    "{%- elif message.tool_calls -%}{%- for call in message.tool_calls -%}{%- if call.id | length != 9 -%}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') -}}{%- endif -%}"
+    "{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' -}}"
+    "{%- if call.function.arguments is string -%}{{- call.function.arguments -}}{%- else -%}"
+    "{{- call.function.arguments | tojson -}}{%- endif -%}{%- endfor -%}{{- eos_token -}}"
+    "{%- elif message.role == 'tool' -%}"
+    "{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content | string + '[/TOOL_RESULTS]' -}}"
+    "{%- elif message.role == 'assistant' -%}{{- message.content + eos_token -}}"
+    "{%- else -%}{{- raise_exception('Only user, assistant, system and tool roles are supported') -}}{%- endif -%}"
+    + _END,
+    # no system role; roles alternate
+    "gemma2": "{{- bos_token -}}{%- if messages[0].role == 'system' -%}"
+    "{{- raise_exception('System role not supported') -}}{%- endif -%}"
+    + _ROLES
+    + _ALTERNATE
+    + "{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}"
+    "{{- message.content | trim "
+    "+ '<end_of_turn>\\n' -}}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}",
+    # the system message before the first user's text; lists; roles alternate
+    "gemma3": "{{- bos_token -}}{%- if messages[0].role == 'system' -%}{%- set turns = messages[1:] -%}"
+    "{%- if messages[0].content is string -%}{%- set prefix = messages[0].content + '\\n\\n' -%}{%- else -%}"
+    "{%- set prefix = messages[0].content[0].text + '\\n\\n' -%}{%- endif -%}"
+    "{%- else -%}{%- set prefix = '' -%}{%- set turns = messages -%}{%- endif -%}{%- for message in turns -%}"
+    + _ALTERNATE
+    + "{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}"
+    "{{- prefix if loop.first else '' -}}{%- if message.content is string -%}{{- message.content | trim -}}"
+    "{%- else -%}{%- for part in message.content -%}{%- if part.type == 'image' -%}{{- '<start_of_image>' -}}"
+    "{%- elif part.type == 'text' -%}{{- part.text | trim -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{- '<end_of_turn>\\n' -}}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}",
+    # strings joined with tags; no calls
+    "phi3": _ROLES + "{{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' -}}" + _END,
+    # calls need a content of none, and arguments as text
+    "deepseek-v3": "{{- bos_token -}}{%- set all = namespace(system='') -%}{%- for message in messages -%}"
+    "{%- if message.role == 'system' -%}{%- set all.system = all.system + message.content -%}{%- endif -%}"
+    "{%- endfor -%}{{- all.system -}}"
+    + _ROLES
+    + "{%- if message.role == 'user' -%}{{- '<|User|>' + message.content -}}"
+    "{%- elif message.role == 'assistant' and message.content is none -%}{%- for call in message.tool_calls -%}"
+    "{{- '<|tool_call_begin|>' + call.type + '<|tool_sep|>' + call.function.name + '\\n```json\\n' "
+    "+ call.function.arguments + '\\n```<|tool_call_end|>' -}}{%- endfor -%}"
+    "{%- elif message.role == 'assistant' -%}"
+    "{{- '<|Assistant|>' + message.content.split('</think>')[-1] + '<|end_of_sentence|>' -}}"
+    "{%- elif message.role == 'tool' -%}{{- '<|tool_output_begin|>' + message.content + '<|tool_output_end|>' -}}"
+    "{%- endif -%}" + _END + "{%- if add_generation_prompt -%}{{- '<|Assistant|>' -}}{%- endif -%}",
+    # the first message's instructions; later ones of the system are left out; a result needs a call before it
+    "gpt-oss": "{%- if messages[0].role in ('system', 'developer') -%}"
+    "{{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + '<|end|>' -}}{%- endif -%}"
+    "{%- set last = namespace(name=none) -%}" + _ROLES + "{%- if message.role == 'assistant' and message.tool_calls -%}"
+    "{%- if message.content -%}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' -}}"
+    "{%- endif -%}{%- set call = message.tool_calls[0].function -%}"
+    "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' "
+    "+ call.arguments | tojson + '<|call|>' -}}{%- set last.name = call.name -%}"
+    "{%- elif message.role == 'assistant' -%}"
+    "{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' -}}"
+    "{%- elif message.role == 'tool' -%}{%- if last.name is none -%}"
+    "{{- raise_exception('Message has tool role, but there was no previous assistant message with a tool call!') -}}"
+    "{%- endif -%}{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' "
+    "+ message.content | tojson + '<|end|>' -}}"
+    "{%- elif message.role == 'user' -%}{{- '<|start|>user<|message|>' + message.content + '<|end|>' -}}{%- endif -%}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}",
+    # names are shown; strings and lists
+    "kimi-k2": _PARTS + _TOOLS + _ROLES + "{%- set name = message.get('name') or message.role -%}"
+    "{{- '<|im_' + message.role + '|>' + name + '<|im_middle|>' -}}"
+    "{%- if message.role == 'tool' -%}{{- '## Return of ' + message.tool_call_id + '\\n' -}}{%- endif -%}"
+    "{{- show(message.content) if message.content else '' -}}{%- for call in message.tool_calls or [] -%}"
+    "{{- '<|tool_call_begin|>' + call.id + ':' + call.function.name + '<|tool_call_argument_begin|>' -}}"
+    "{%- if call.function.arguments is string -%}{{- call.function.arguments -}}{%- else -%}"
+    "{{- call.function.arguments | tojson -}}{%- endif -%}{{- '<|tool_call_end|>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>' -}}" + _END,
+    # an image before the text; lists alone, users and assistants by name; no tools
+    "smolvlm": _ROLES + "{{- message.role | capitalize + ': ' -}}{%- for part in message.content -%}"
+    "{{- part.text if part.type == 'text' else '<image>' -}}{%- endfor -%}{{- '<end_of_utterance>\\n' -}}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}",
+    # images first, then the texts of a list; nothing of results
+    "llava": _ROLES + "{%- if message.role in ('user', 'assistant') -%}{{- message.role | upper + ': ' -}}"
+    "{%- for part in message.content if part.type == 'image' -%}{{- '<image>\\n' -}}{%- endfor -%}"
+    "{%- for part in message.content if part.type == 'text' -%}{{- part.text + ' ' -}}{%- endfor -%}{%- endif -%}"
+    + _END
+    + "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}",
+    # a plain ChatML, as of Hermes and InternLM2
+    "chatml": _ROLES + _CHATML + _END + _CHATML_PROMPT,
+    # calls and results with observations; strings
+    "glm4": _TOOLS + "[gMASK]<sop>" + _ROLES + "{%- if message.role == 'tool' -%}"
+    "{{- '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}{%- else -%}"
+    "{{- '<|' + message.role + '|>\\n' + (message.content if message.content is string else '') -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '\\n<tool_call>' + call.function.name -}}"
+    "{%- for name, value in call.function.arguments.items() -%}"
+    "{{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' -}}"
+    "{{- value if value is string else value | tojson -}}{{- '</arg_value>' -}}{%- endfor -%}"
+    "{{- '\\n</tool_call>' -}}{%- endfor -%}{%- endif -%}"
+    + _END
+    + "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}",
+}
+
+_TOOL_SHAPES = {shape for shape in CONVERSATIONS if "call" in shape or ("result" in shape and "alone" not in shape)}
+REFUSED: dict[str, Set[str]] = {
+    "qwen3.5": {"call with broken arguments"},
+    "llama3": {"calls"},
+    "mistral-small-3": {"assistant first", "call with text", "call with a list", "user after a result"},
+    "gpt-oss": {"calls", "result alone"},
+    "glm4": {"call with broken arguments"},
+    "llava": _TOOL_SHAPES | {"result alone"},
+    **dict.fromkeys(("qwen2-vl", "phi3", "chatml", "smolvlm"), _TOOL_SHAPES),
+    **dict.fromkeys(("llama2", "gemma2", "gemma3"), _TOOL_SHAPES | {"assistant first"}),
+}
+"""What a template can't take; every other conversation is served."""
