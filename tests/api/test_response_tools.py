@@ -109,7 +109,7 @@ def test_earlier_calls_have_the_names_of_the_chat() -> None:
     ]
     messages = request(input=items).to_chat().messages
     calls = [call.function for message in messages for call in message.tool_calls or ()]
-    assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+    assert [(call.name, json.loads(call.arguments or "")) for call in calls] == [
         ("free", {"input": 'say "hi"'}),
         ("team__weather", {}),
     ]

@@ -55,7 +55,8 @@ def random_tokens(kind: Kind, rng: random.Random) -> list[int]:
         else:
             text = "".join(rng.choices("é你好🎉 a.", k=3)).encode()
             spelled = [kind.ours.id_of(f"<0x{byte:02X}>") for byte in text]
-            spelled = spelled if None not in spelled else kind.ours.encode(text.decode())
+            if None in spelled:
+                spelled = [*kind.ours.encode(text.decode())]
             tokens += [token for token in spelled if token is not None and (way == 2 or rng.random() < 0.8)]
     return tokens
 

@@ -79,6 +79,8 @@ class GrammarChecker:
             param = grammar.parts[0].param if len(grammar.parts) == 1 else None
             return GrammarTooCostly(f"the grammar is too costly to compile: {error}", param)
         result = msgspec.msgpack.decode(payload, type=GrammarChecked)
-        error = result.error.error(result.message, result.param) if result.error else None
-        assert error is None or isinstance(error, RequestError)
-        return error
+        if result.error is None:
+            return None
+        found = result.error.error(result.message, result.param)
+        assert isinstance(found, RequestError)
+        return found

@@ -36,7 +36,7 @@ def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 def prepared(schema: Schema, param: str | None = None) -> Schema:
     """Return an equal schema for llguidance. Raises InvalidRequest, naming ``param`` and the place."""
-    whole = _prepared_one(schema)
+    whole: Schema = _prepared_one(schema)
     pending = [("#", whole)]
     while pending:
         place, one = pending.pop()
