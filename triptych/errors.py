@@ -5,7 +5,7 @@
     TriptychError
     ├── RequestError
     │   ├── InvalidRequest, GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow,
-    │   │   UnsupportedEncoding
+    │   │   UnsupportedEncoding, UnknownResponse
     │   └── MediaError
     │       ├── UnsupportedMedia, TruncatedMedia, MediaTooLarge, MediaMismatch, BadMediaSize, DecodeFailed
     │       └── MediaNotAllowed, MediaNotFetched, MediaNotServed, UnknownMedia
@@ -82,6 +82,13 @@ class UnknownModel(RequestError):
     """The request names a model that this service doesn't serve.
 
     Use a name from ``GET /v1/models``. The operator can set it with ``--served-model-name``.
+    """
+
+
+class UnknownResponse(RequestError):
+    """No response with this id is stored for the client's key.
+
+    Only services with ``--response-store`` store responses, within bounds on their number, size and age.
     """
 
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from blake3 import blake3
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,12 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
-from triptych.api import chat, completions, objects, responses, tokens, ui
+from triptych.api import chat, completions, objects, response_endpoints, responses, tokens, ui
 from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
 from triptych.api.errors import body_of, error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
-from triptych.api.generation import RequestContext, check_model
+from triptych.api.generation import RequestContext, check_model, scope_of
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import add_openapi, json_responses, request_body, stream_responses
 from triptych.api.readiness import Readiness
@@ -100,13 +99,26 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
         responses=stream_responses(objects.ResponseObject, objects.ResponseEvent),
     )
     async def model_responses(request: Request) -> Response:
-        """Answers items as OpenAI's Responses API does, but stores nothing. With `stream: true`, as events."""
+        """Answers items as OpenAI's Responses API does. With `stream: true`, as events."""
         text, context = await _read_request(request, service)
         parsed = parse_request(ResponsesRequest, text)
         prepared = await _cancel_on_disconnect(request, responses.prepare(service, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
         return await _stream(request, service, prepared.stream_response(), prepared.on_error)
+
+    @app.post(
+        "/v1/responses/input_tokens",
+        openapi_extra=request_body(ResponsesRequest),
+        responses=json_responses(objects.InputTokens),
+    )
+    async def input_tokens(request: Request) -> Response:
+        """The number of tokens that a response's prompt would have."""
+        text, context = await _read_request(request, service)
+        parsed = parse_request(ResponsesRequest, text)
+        return JsonResponse(await _cancel_on_disconnect(request, responses.count(service, parsed, context)))
+
+    response_endpoints.add_endpoints(app, service)
 
 
 def _plan_handler(service: Service) -> ui.Handler:
@@ -219,7 +231,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
     body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(
         record=record,
-        scope=blake3(request.headers.get("authorization", "").encode()).hexdigest(),
+        scope=scope_of(request.headers),
         deadline=time.monotonic() + _timeout(request, service),
         media=service.media.for_request(body.inline, charge),
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",

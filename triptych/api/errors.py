@@ -19,11 +19,13 @@ from triptych.errors import (
     TriptychError,
     Unavailable,
     UnknownModel,
+    UnknownResponse,
     UnsupportedEncoding,
 )
 
 STATUSES: list[tuple[type[TriptychError], HTTPStatus]] = [
     (UnknownModel, HTTPStatus.NOT_FOUND),
+    (UnknownResponse, HTTPStatus.NOT_FOUND),
     (PayloadTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
     (UnsupportedEncoding, HTTPStatus.UNSUPPORTED_MEDIA_TYPE),
     (BodyTooSlow, HTTPStatus.REQUEST_TIMEOUT),

@@ -3,12 +3,13 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
+from blake3 import blake3
 
 from triptych.api.fields import SamplingFields
 from triptych.api.merge_streams import merge_streams
@@ -61,6 +62,11 @@ class RequestContext:
         if (remaining := self.deadline - time.monotonic()) <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was dispatched")
         return remaining
+
+
+def scope_of(headers: Mapping[str, str]) -> str:
+    """Return the digest of the client's API key."""
+    return blake3(headers.get("authorization", "").encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -253,9 +253,9 @@ class ResponseObject(TypedDict):
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -265,6 +265,27 @@ class ResponseObject(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     timeline: NotRequired[list[StageTiming]]
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseInputItems(TypedDict):
+    """The items of a response's conversation before its answer."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class ResponseEvent(TypedDict):

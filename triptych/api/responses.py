@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's Responses API on top of chats, without stored conversations."""
+"""``/v1/responses``: OpenAI's Responses API on top of chats, whose answers may be stored."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -8,7 +8,9 @@ from typing import Any
 from triptych.api import chat
 from triptych.api.answers import PreparedChat, stream_deltas
 from triptych.api.errors import body_of
+from triptych.api.fields import StrictModel
 from triptych.api.generation import RequestContext
+from triptych.api.response_history import resolve, store
 from triptych.api.response_items import Event, OutputItems
 from triptych.api.response_tools import described
 from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, responses_param
@@ -24,6 +26,8 @@ class PreparedResponse:
     request: ResponsesRequest
     chat: PreparedChat
     output: OutputItems
+    own: list[Any]
+    """The items that the request itself brought."""
     finish_reason: str | None = None
     _sequence: int = 0
 
@@ -32,7 +36,7 @@ class PreparedResponse:
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 pass
-        return self._object(self._status) | self.chat.generation.timeline
+        return await self._stored() | self.chat.generation.timeline
 
     async def stream_response(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as events (``objects.ResponseEvent``)."""
@@ -44,7 +48,7 @@ class PreparedResponse:
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, {"response": self._object("in_progress")})
                 yield self._event(*change)
-        last = {"response": self._object(self._status) | self.chat.generation.timeline}
+        last = {"response": await self._stored() | self.chat.generation.timeline}
         yield self._event(f"response.{self._status}", last)
 
     def on_error(self, error: TriptychError) -> bytes:
@@ -53,6 +57,13 @@ class PreparedResponse:
         summary = {"code": details["code"], "message": details["message"]}
         failed = {"response": self._object("failed") | {"error": summary}}
         return self._event("error", summary | {"param": details["param"]}) + self._event("response.failed", failed)
+
+    async def _stored(self) -> dict[str, Any]:
+        """Store the answer if the service does, and return it."""
+        generation = self.chat.generation
+        whole = self._object(self._status)
+        is_stored = await store(generation.service, self.own, self.request, whole, generation.context)
+        return whole | {"store": is_stored}
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
         with _translate_params():
@@ -92,16 +103,12 @@ class PreparedResponse:
             "model": generation.service.model_name,
             "output": list(self.output.items) if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-            "store": False,
+            "store": generation.service.responses is not None and request.store is not False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | settings,
-            "tool_choice": choice
-            if isinstance(choice, str)
-            else choice.model_dump(exclude_unset=True)
-            if choice
-            else "auto",
+            "tool_choice": choice if isinstance(choice, str) else _described_choice(choice),
             "tools": [described(tool) for tool in request.tools or ()],
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -120,11 +127,25 @@ class PreparedResponse:
         }
 
 
+def _described_choice(choice: StrictModel | None) -> Any:
+    return choice.model_dump(exclude_unset=True) if choice else "auto"
+
+
 async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
+    resolved, own = await resolve(service, request, context)
     with _translate_params():
-        prepared = await chat.prepare(service, request.to_chat(), context)
-    return PreparedResponse(request, prepared, OutputItems(request.targets))
+        prepared = await chat.prepare(service, resolved.to_chat(), context)
+    return PreparedResponse(request, prepared, OutputItems(request.targets), own)
+
+
+async def count(service: Service, request: ResponsesRequest, context: RequestContext) -> dict[str, Any]:
+    """Return ``objects.InputTokens``. Raises as ``prepare`` does."""
+    context = context.with_timeout(request.timeout)
+    resolved, _ = await resolve(service, request, context)
+    with _translate_params():
+        prompt, _ = await chat.plan_prompt(service, resolved.to_chat(), context)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 
 @contextmanager

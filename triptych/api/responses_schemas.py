@@ -2,7 +2,7 @@
 
 Requests are converted to chat completion requests, so both are validated and served alike."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
@@ -26,7 +26,7 @@ from triptych.api.fields import (
     Verbosity,
     string_or_array,
 )
-from triptych.api.response_input import Item, ItemReference, chat_messages
+from triptych.api.response_input import InputMessage, Item, ItemReference, chat_messages
 from triptych.api.response_tools import (
     ResponseTool,
     ResponseToolChoice,
@@ -82,7 +82,7 @@ class ResponsesStreamOptions(StrictModel):
 
 
 class ResponsesRequest(ExtraFields):
-    """The body of ``POST /v1/responses``. Responses aren't stored, so ``input`` must hold the whole conversation."""
+    """The body of ``POST /v1/responses``."""
 
     model: str
     input: Annotated[
@@ -113,7 +113,7 @@ class ResponsesRequest(ExtraFields):
     tools."""
     truncation: Literal["disabled"] | None = None
     store: bool | None = None
-    """Answers say whether they are stored: never."""
+    """Without a store, nothing is stored. Answers say whether they are."""
     background: Literal[False] | None = None
     previous_response_id: Name | None = None
     conversation: None = None
@@ -137,10 +137,15 @@ class ResponsesRequest(ExtraFields):
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request."""
         instructions = [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
+        messages = instructions + chat_messages(self.input)
+        if len(messages) > schemas.MAX_MESSAGES:
+            raise InvalidRequest(
+                f"input: {len(messages)} messages, at most {schemas.MAX_MESSAGES} are allowed", "input"
+            )
         tools = [tool for tool, _ in chat_tools(self.tools or ())]
         return ChatCompletionRequest(
             model=self.model,
-            messages=instructions + chat_messages(self.input),
+            messages=messages,
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -159,25 +164,29 @@ class ResponsesRequest(ExtraFields):
 
     def check(self) -> None:
         super().check()
-        if self.previous_response_id is not None:
-            raise _not_stored("previous_response_id", self.previous_response_id, "previous_response_id")
-        for number, item in enumerate(self.input):
-            if isinstance(item, ItemReference):
-                raise _not_stored("item_reference", item.id, f"input[{number}]")
+        if not self.refers:  # otherwise once the references are resolved
+            self.check_chat()
+
+    @property
+    def items(self) -> list[Any]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return list(self.input)
+
+    @property
+    def refers(self) -> bool:
+        """Whether stored items are needed."""
+        return self.previous_response_id is not None or any(isinstance(item, ItemReference) for item in self.input)
+
+    def check_chat(self) -> None:
+        """Check the conversation, whose references have been resolved. Raises InvalidRequest."""
         chat = self.to_chat()
         try:
             chat.check()
         except InvalidRequest as error:
             error.param = responses_param(error.param)
             raise
-
-
-def _not_stored(kind: str, name: str, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{param}: the {kind} {name!r} can't be resolved, because this service stores no responses; set store: false, "
-        "and send the items themselves",
-        param,
-    )
 
 
 def _format(

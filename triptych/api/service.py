@@ -10,6 +10,7 @@ from triptych.api.fields import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.memory_budget import MemoryBudget
 from triptych.api.request_records import Observer
+from triptych.api.response_store import ResponseStore
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.api.viewers import Viewers
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_generation_config
@@ -85,6 +86,8 @@ class Service:
     """Called with the record of every request that has ended."""
     ui_trace_url: str = ""
     """Where the page at ``/ui`` links to a trace, as configured."""
+    responses: ResponseStore | None = None
+    """None if no responses are stored."""
     among: FrontendNames = ALONE
     """The frontends of the same supervisor."""
     memory_budget: MemoryBudget = field(init=False)

@@ -20,6 +20,7 @@ from triptych.config.memory_size import MemorySize
 from triptych.config.observe import LOG_FORMATS, ObserveConfig
 from triptych.config.rank_sizes import RankSizes
 from triptych.config.renamed import RENAMED_ROLES, RENAMED_SETTINGS
+from triptych.config.responses import ResponsesConfig
 from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.config.service import ServeConfig
 from triptych.config.settings import Settings, flag, names_of, setting
@@ -34,6 +35,7 @@ CONFIG_GROUPS: tuple[type[Settings], ...] = (
     AuthConfig,
     TlsConfig,
     CorsConfig,
+    ResponsesConfig,
     EngineConfig,
     EncodeConfig,
     TransferConfig,
@@ -74,6 +76,7 @@ __all__ = [
     "MemorySize",
     "ObserveConfig",
     "RankSizes",
+    "ResponsesConfig",
     "ServeConfig",
     "Settings",
     "TlsConfig",

@@ -7,6 +7,7 @@ from typing import Any
 from triptych.config.admission import AdmissionConfig
 from triptych.config.http import HttpConfig
 from triptych.config.media import MediaConfig, MediaFetchConfig
+from triptych.config.responses import ResponsesConfig
 from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.errors import ConfigError
 
@@ -22,6 +23,7 @@ class FrontendConfig:
     auth: AuthConfig = field(default_factory=AuthConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     cors: CorsConfig = field(default_factory=CorsConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
 
     @classmethod
     def of(cls, **settings: Any) -> "FrontendConfig":

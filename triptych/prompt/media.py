@@ -2,6 +2,7 @@
 
 import asyncio
 import binascii
+import json
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from triptych.errors import InvalidRequest, MediaNotAllowed, MediaTooLarge
 from triptych.prompt.local_files import MediaFolder
 from triptych.prompt.web import WebFetcher
 
+_PLACEHOLDER = re.compile(rb"inline:[0-9a-f]{32}:[0-9]+")
+_SPECIAL = re.compile(rb'["\\\x00-\x1f]')
 BASE64_CHUNK = 2**18
 """Characters of base64 decoded at a time, so that other threads, above all the event loop's, run in between."""
 INLINE_DECODE_MAX = 2**16
@@ -116,6 +119,22 @@ class RequestMedia:
             raise MediaTooLarge(f"the media of this request have more than {self.limits.max_total_bytes} bytes")
         return data
 
+    def add(self, inline: Mapping[str, memoryview]) -> None:
+        """Add inline media that came by another way than the body. Raises what ``hold`` raises."""
+        self._hold(sum(map(len, inline.values())))
+        self._inline = {**self._inline, **inline}
+        self._unused |= set(inline)
+
+    def restored(self, text: bytes) -> bytes:
+        """Return JSON with the inline media in place of their placeholders."""
+        parts: list[bytes | memoryview] = []
+        end = 0
+        for place in _PLACEHOLDER.finditer(text):
+            if (media := self._inline.get(place[0].decode())) is not None:
+                parts += [text[end : place.start()], _escaped(media)]
+                end = place.end()
+        return b"".join([*parts, text[end:]])
+
     def check_all_used(self) -> None:
         """Call after all media were read. Raises InvalidRequest for unused inline media: they were extracted from a
         field that can't hold media, and whose text is now a placeholder."""
@@ -144,6 +163,13 @@ class RequestMedia:
         if ":" not in url:
             raise InvalidRequest("the URL has no scheme; use data:, http: or https:")
         raise MediaNotAllowed(f"URLs with the scheme {url.partition(':')[0][:20]}: are not allowed")
+
+
+def _escaped(text: memoryview) -> bytes | memoryview:
+    """Return text as it stands in a JSON string."""
+    if not _SPECIAL.search(text):
+        return text
+    return json.dumps(bytes(text).decode("utf-8", "surrogatepass"))[1:-1].encode()
 
 
 async def decode_data_url(url: memoryview, max_bytes: int) -> bytes:

@@ -14,6 +14,7 @@ import uvicorn
 from triptych.api.app import create_app
 from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.http import BoundedHttp
+from triptych.api.response_store import ResponseStore
 from triptych.api.security import add_security
 from triptych.api.service import GenerationDefaults, Service
 from triptych.api.uuid_cache import UuidMediaCache
@@ -104,6 +105,7 @@ class Frontend:
         secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
+        self._responses = ResponseStore(config.frontend.responses) if config.frontend.responses.response_store else None
         self._socket = listener or listen(config.frontend.http)
         self._sockets = [self._socket, *([own_listener] if own_listener else [])]
         self.channel = _open_channel(config, secret, self._socket)
@@ -131,6 +133,7 @@ class Frontend:
             # traces first: they give a request its trace id
             observers=tuple(observer for observer in (self._traces, self._log) if observer),
             ui_trace_url=config.observe.ui_trace_url,
+            responses=self._responses,
             among=among,
         )
         self._server = _HttpServer(_http_settings(self.service, config.frontend))
@@ -181,6 +184,8 @@ class Frontend:
         await self._media.web.aclose()
         self.service.executor.close()
         self.service.grammars.close()
+        if self._responses:
+            await asyncio.to_thread(self._responses.close)
         for listener in self._sockets:
             listener.close()
         self.channel.close()
