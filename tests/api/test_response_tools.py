@@ -81,7 +81,7 @@ def test_tools_become_functions_of_a_chat() -> None:
     assert functions["team__weather"].description == "Of the team."
     text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     assert functions["free"].parameters == text | {"additionalProperties": False}
-    assert functions["team__dial"].parameters["properties"]["input"]["pattern"] == "[0-9]{3}"  # type: ignore[index]
+    assert functions["team__dial"].parameters["properties"]["input"]["pattern"] == "^(?:[0-9]{3})$"  # type: ignore[index]
     assert "start: /a/" in (functions["patch"].description or "")
     assert made.call_choice.function.name == "free"  # type: ignore[union-attr]
     in_chats_form = {"type": "function", "function": {"name": "time"}}

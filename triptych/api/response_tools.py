@@ -4,6 +4,7 @@ A function in a namespace has the name ``NAMESPACE__NAME`` in the chat. A custom
 is the input as text. Built-in tools are skipped: there are none, so none is called."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -29,6 +30,7 @@ from triptych.api.fields import (
 from triptych.errors import InvalidRequest
 
 SEPARATOR = "__"
+_END = re.compile(r"(?<!\\)\$\Z")
 INPUT = "input"
 """The argument of the function that stands for a custom tool."""
 BUILT_IN_TOOLS = (
@@ -218,7 +220,8 @@ def _function(tool: FunctionTool | CustomTool, name: str, group: NamespaceTool |
         if isinstance(tool.format, GrammarInput):
             described.append(f"The input matches this {tool.format.syntax} grammar:\n{tool.format.definition}")
             if tool.format.syntax == "regex":
-                text["pattern"] = tool.format.definition
+                # a schema's pattern may match anywhere in the text; the input matches as a whole
+                text["pattern"] = f"^(?:{_END.sub('', tool.format.definition.removeprefix('^'))})$"
         parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
         strict = True
     function = schemas.Function(
