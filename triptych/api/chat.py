@@ -36,7 +36,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
     grammar = None
     if request.is_constrained or request.callable_tools:
         grammar = await service.grammars.checked(
-            context.record.client, partial(answer_grammar, request, prompt.reasoning)
+            context.record.client, partial(answer_grammar, request, prompt.reasoning, service.prompt_builder.formats)
         )
     generation = Generation(
         service=service,

@@ -7,42 +7,54 @@ from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
 from triptych.errors import InvalidRequest
 from triptych.prompt import lark
 from triptych.prompt.answer_grammar import AnswerGrammar, GrammarPart
-from triptych.prompt.formats.hermes import CALL, END_CALL
+from triptych.prompt.formats.catalog import Formats
+from triptych.prompt.formats.constrain import CallWriter
+from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.formats.reasoning import THINK, Reasoning
 
 MAX_GRAMMAR_LENGTH = 2**18
-_ANY_OBJECT = lark.json_schema({"type": "object"})
+_LINE_BREAKS = lark.choice(("\n\n", "\n"))
+"""What may be around the tags of reasoning."""
+_USUAL = Formats((THINK,), (Hermes(),), reasons=True, special={})
 
 
-def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> AnswerGrammar | None:
+def answer_grammar(
+    request: ChatCompletionRequest, reasoning: Reasoning, formats: Formats = _USUAL
+) -> AnswerGrammar | None:
     """Return the grammar of the answer, or None if it is unconstrained. Where calls are forced, the answer has no text
     that a format could apply to.
 
     Raises InvalidRequest for constraints that exclude each other."""
-    text = request.text_grammar
-    tools = request.callable_tools
+    text, tools, writer, inner = request.text_grammar, request.callable_tools, formats.writer, None
     if tools and request.call_choice not in (None, "auto"):
         forced, parallel = _forced(request, tools)
-        rules, parts = _call_rules(request, forced, all_strict=True)
-        answer, inner = f"calls\n{_calls(parallel)}", None
+        rules, parts = _call_rules(writer, request, forced, all_strict=True)
+        answer = f"calls\n{_calls(writer, parallel)}"
     elif text is not None:
         if not tools and reasoning is Reasoning.NONE:
             return text.alone()
         inner = None if text.is_expression else text.text
-        rules, parts = _call_rules(request, tools, all_strict=True) if tools else ("", [])
-        answer = text.text if inner is None else "@format"
+        rules, parts = _call_rules(writer, request, tools, all_strict=True) if tools else ("", [])
+        begin = formats.calls[0].text_begin if reasoning is not Reasoning.NONE else ""
+        answer = f"{writer.spelled(begin)} {text.text if inner is None else '@format'}"
         parts = [GrammarPart(text.param, text.text, text.is_expression), *parts]
         if tools:
-            answer = f"text | calls\ntext: {answer}\n{_calls(request.parallel_tool_calls)}"
-    elif any(tool.function.strict for tool in tools):
-        rules, parts = _call_rules(request, tools, all_strict=False)
-        opened = lark.until("opened", lark.literal(CALL))
-        answer, inner = f"(opened body)* REST\n{opened}\nREST: {lark.TEXT}", None
+            answer = f"text | calls\ntext: {answer}\n{_calls(writer, request.parallel_tool_calls)}"
+    elif any(tool.function.strict for tool in tools) and writer.form.only_opener:
+        rules, parts = _call_rules(writer, request, tools, all_strict=False)
+        opened, section = writer.until("opened", writer.form.opener), writer.section(parallel=True)
+        answer = f"(opened {section})* REST\n{opened}\nREST: {lark.TEXT}"
     else:
         return None
-    whole = f"{lark.HEADER}\nstart: {_reasoning(reasoning)}answer\nanswer: {answer}\n{rules}"
+    tags = formats.reasoning[0] if formats.reasoning else THINK
+    before = ""
     if reasoning is not Reasoning.NONE:
-        whole += "\n" + lark.until("reasoning", lark.literal(THINK.close))
+        rules += "\n" + writer.until("reasoning", tags.close)
+        after = writer.spelled(tags.after) if tags.after else f"{_LINE_BREAKS}?"
+        before = f"reasoning {after} "
+        if not reasoning.is_open:
+            before = f"({_LINE_BREAKS}? {writer.spelled(tags.open)} {before})? "
+    whole = f"{lark.HEADER}\nstart: {before}answer\nanswer: {answer}\n{rules}"
     if inner is not None:
         listed = [{"lark_grammar": whole}, {"name": "format", "lark_grammar": inner}]
         whole = json.dumps({"grammars": listed})
@@ -53,43 +65,30 @@ def answer_grammar(request: ChatCompletionRequest, reasoning: Reasoning) -> Answ
     return AnswerGrammar(whole, parts)
 
 
-def _reasoning(reasoning: Reasoning) -> str:
-    """What comes before the answer."""
-    if reasoning is Reasoning.NONE:
-        return ""
-    line_breaks = lark.literal("\n\n")
-    ended = f"reasoning {line_breaks}? "
-    return ended if reasoning.is_open else f"({lark.literal(THINK.open)} {ended})? "
-
-
 def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool | None]:
     if isinstance(choice := request.call_choice, NamedTool):
         return [tool for tool in tools if tool.function.name == choice.function.name], False
     return tools, request.parallel_tool_calls
 
 
-def _calls(parallel: bool | None) -> str:
+def _calls(writer: CallWriter, parallel: bool | None) -> str:
     """One call or more, and nothing else."""
-    line_break = lark.literal("\n")
-    more = "" if parallel is False else f" ({line_break} call)*"
-    return f"calls: call{more}\ncall: {lark.literal(CALL)} body"
+    return f"calls: {writer.spelled(writer.form.opener)} {writer.section(parallel is not False)}"
 
 
 def _call_rules(
-    request: ChatCompletionRequest, tools: Sequence[Tool], *, all_strict: bool
+    writer: CallWriter, request: ChatCompletionRequest, tools: Sequence[Tool], *, all_strict: bool
 ) -> tuple[str, list[GrammarPart]]:
-    """Return the rules of what follows a call's opening tag, and what the request's fields contribute. Arguments are
-    valid if the tool is strict."""
+    """Return the rules of calls, and what the request's fields contribute. Arguments are valid if the tool is
+    strict."""
     numbers = {tool.function.name: number for number, tool in enumerate(request.tools or ())}
     rules, parts = [], []
     for tool in tools:
-        number, arguments = numbers[tool.function.name], _ANY_OBJECT
-        if tool.function.parameters and (all_strict or tool.function.strict):
-            param = f"tools[{number}].function.parameters"
-            arguments = lark.json_schema(tool.function.parameters, param)
+        number, param = numbers[tool.function.name], f"tools[{numbers[tool.function.name]}].function.parameters"
+        parameters = tool.function.parameters if all_strict or tool.function.strict else None
+        rule, arguments = writer.tool(number, tool.function.name, parameters, param)
+        rules.append(rule)
+        if parameters:
             parts.append(GrammarPart(param, arguments))
-        begin = lark.literal(f'\n{{"name": "{tool.function.name}", "arguments": ')
-        end = lark.literal(f"}}\n{END_CALL}")
-        rules.append(f"tool_{number}: {begin} {arguments} {end}")
     names = " | ".join(f"tool_{numbers[tool.function.name]}" for tool in tools)
-    return "\n".join([f"body: {names}", *rules]), parts
+    return "\n".join([f"call: {names}", *rules]), parts

@@ -1,9 +1,10 @@
 """What all formats share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
@@ -122,10 +123,18 @@ class Format(ABC):
     """Texts that calls begin with."""
     first_openers: ClassVar[tuple[str, ...]] = ()
     """Texts that calls begin with only where an answer's text begins, because text could have them, too."""
+    form: ClassVar[CallForm | None] = None
+    """How grammars write calls; None: between ``<tool_call>`` tags."""
+    text_begin: ClassVar[str] = ""
+    """What the text of an answer begins with where a grammar demands its format."""
     always: ClassVar[bool] = False
     """Whether answers without calls are in this format, too."""
     closers: ClassVar[tuple[str, ...]] = ()
     """Texts within calls or at their ends, which are no text of an answer when they are special tokens."""
+
+    def form_for(self, special: Collection[str]) -> CallForm | None:
+        """Return how grammars write calls with a vocabulary that has these markers as special tokens."""
+        return self.form
 
     def call_id(self, given: str, name: str, number: int) -> str:
         """Return the id of a call of the history as the format has it. ``number`` is its place in the conversation."""

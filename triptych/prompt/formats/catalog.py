@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from triptych.errors import ConfigError, InvalidRequest
 from triptych.prompt.formats.base import Format, Tools
+from triptych.prompt.formats.constrain import CallWriter
 from triptych.prompt.formats.deepseek import DeepSeek
 from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.gemma4 import GemmaCalls
@@ -89,6 +90,11 @@ class Formats:
         calls = (*self.calls, ToolCallTag()) if constrained else self.calls
         special = self.special if skip_special_tokens else ()
         return AnswerParser(reasoning, self.reasoning, calls, tools, special)
+
+    @property
+    def writer(self) -> CallWriter:
+        """What writes grammars of calls."""
+        return CallWriter(self.calls[0].form_for(self.special) or Hermes.form, self.special)
 
     def with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return a conversation with the ids that calls of the history have in this format, and their results."""

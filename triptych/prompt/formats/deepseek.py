@@ -8,6 +8,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_arguments
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
@@ -21,6 +22,9 @@ class DeepSeek(Format):
     parsers = ("deepseek_v3", "deepseek_v31")
     openers = (CALLS, CALL)
     closers = (END_CALLS, SEPARATOR, END_CALL)
+    form = CallForm(
+        CALLS, f"{CALL}function{SEPARATOR}{{name}}\n{CODE}{{arguments}}\n{END_CODE}{END_CALL}", "\n", end=END_CALLS
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == CALLS:

@@ -7,6 +7,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ObjectWriter
 from triptych.prompt.formats.reader import Reader, Steps
 from triptych.prompt.formats.typed import parameter_types, read_parameter
@@ -21,6 +22,12 @@ class Glm(Format):
     parsers = ("glm45", "glm47")
     openers = (CALL,)
     closers = (END_CALL, KEY, END_KEY, VALUE, END_VALUE)
+    form = CallForm(
+        CALL,
+        "{name}\n{arguments}</tool_call>",
+        "\n<tool_call>",
+        parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         name, end = yield from reader.until(KEY, END_CALL)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ignore, read_value
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
@@ -30,6 +31,10 @@ class Harmony(Format):
     first_openers = ("to=",)
     closers = (CONSTRAIN, END, CALL, RETURN)
     always = True
+    text_begin = f"{CHANNEL}final{MESSAGE}"
+    form = CallForm(
+        CHANNEL, f"commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}{{arguments}}", only_opener=False
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         while opener in (START, CHANNEL, MESSAGE, *self.first_openers):

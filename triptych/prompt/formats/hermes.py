@@ -6,6 +6,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ignore, read_call
 from triptych.prompt.formats.reader import Reader, Steps
 
@@ -17,6 +18,7 @@ class Hermes(Format):
     parsers = ("hermes",)
     openers = (CALL,)
     closers = (END_CALL,)
+    form = CallForm(CALL, '\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>', "\n<tool_call>")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from read_call(reader, out)

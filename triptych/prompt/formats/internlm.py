@@ -5,6 +5,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls
 from triptych.prompt.formats.reader import Reader, Steps
 
@@ -16,6 +17,7 @@ class InternLm(Format):
     parsers = ("internlm",)
     openers = (ACTION,)
     closers = (PLUGIN, END_ACTION)
+    form = CallForm(ACTION, f'{PLUGIN}\n{{"name": "{{name}}", "parameters": {{arguments}}}}{END_ACTION}', f"\n{ACTION}")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.expect(PLUGIN)

@@ -5,6 +5,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_arguments
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
@@ -17,6 +18,7 @@ class Kimi(Format):
     parsers = ("kimi_k2",)
     openers = (CALLS, CALL)
     closers = (END_CALLS, ARGUMENTS, END_CALL)
+    form = CallForm(CALLS, f"{CALL}functions.{{name}}:{{number}}{ARGUMENTS}{{arguments}}{END_CALL}", "", end=END_CALLS)
 
     def call_id(self, given: str, name: str, number: int) -> str:
         return f"functions.{name}:{number}"

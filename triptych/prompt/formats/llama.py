@@ -5,6 +5,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls
 from triptych.prompt.formats.python_calls import read_python_calls
 from triptych.prompt.formats.reader import Reader, Steps
@@ -20,6 +21,7 @@ class Llama(Format):
     openers = (TAG, START)
     first_openers = ("{", "[")
     closers = (END,)
+    form = CallForm("", '{"name": "{name}", "parameters": {arguments}}', "; ", only_opener=False)
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener not in self.first_openers:

@@ -11,6 +11,7 @@
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ObjectWriter, read_calls
 from triptych.prompt.formats.reader import Reader, Steps
 from triptych.prompt.formats.typed import parameter_types, read_parameter
@@ -26,6 +27,7 @@ class MiniMaxM1(Format):
     parsers = ("minimax",)
     openers = (M1,)
     closers = (END_M1,)
+    form = CallForm(M1, '\n{"name": "{name}", "arguments": {arguments}}', "", end="\n</tool_calls>")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from read_calls(reader, out)
@@ -37,6 +39,13 @@ class MiniMaxM2(Format):
     parsers = ("minimax_m2",)
     openers = (M2,)
     closers = (END_M2,)
+    form = CallForm(
+        M2,
+        '\n<invoke name="{name}">\n{arguments}</invoke>',
+        "",
+        end="\n</minimax:tool_call>",
+        parameter='<parameter name="{key}">{value}</parameter>\n',
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.expect(INVOKE)

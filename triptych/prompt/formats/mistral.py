@@ -5,8 +5,11 @@
 """
 
 import re
+from collections.abc import Collection
+from typing import ClassVar
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls, read_value
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
@@ -19,6 +22,11 @@ class Mistral(Format):
     parsers = ("mistral",)
     openers = (CALLS,)
     closers = (CALL_ID, ARGS)
+    form: ClassVar[CallForm] = CallForm(CALLS, '{"name": "{name}", "arguments": {arguments}}', ", ", begin="[", end="]")
+
+    def form_for(self, special: Collection[str]) -> CallForm:
+        """Vocabularies of version 11 on have a token between a call's name and its arguments."""
+        return CallForm(CALLS, f"{{name}}{ARGS}{{arguments}}", CALLS) if ARGS in special else self.form
 
     def call_id(self, given: str, name: str, number: int) -> str:
         """Templates refuse other ids than nine letters and digits."""

@@ -5,6 +5,7 @@ functools[{"name": "weather", "arguments": {"city": "Rome"}}]
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls
 from triptych.prompt.formats.reader import Reader, Steps
 
@@ -17,6 +18,7 @@ class Phi4(Format):
     openers = (CALLS,)
     first_openers = ("functools",)
     closers = (END_CALLS,)
+    form = CallForm(CALLS, '{"name": "{name}", "arguments": {arguments}}', ", ", begin="[", end=f"]{END_CALLS}")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from read_calls(reader, out)

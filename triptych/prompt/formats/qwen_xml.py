@@ -10,6 +10,7 @@ Rome
 """
 
 from triptych.prompt.formats.base import Format, Output
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ObjectWriter
 from triptych.prompt.formats.reader import Reader, Steps
 from triptych.prompt.formats.typed import parameter_types, read_parameter
@@ -26,6 +27,12 @@ class QwenXml(Format):
     parsers = ("qwen3_coder", "qwen3_xml", "mimo")
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)
+    form = CallForm(
+        CALL,
+        "\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        "\n<tool_call>",
+        parameter="<parameter={key}>\n{value}\n</parameter>\n",
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == CALL:

@@ -28,6 +28,8 @@ class ReasoningTags:
     close: str
     parsers: tuple[str, ...]
     """Names of vLLM's parsers for them."""
+    after: str = ""
+    """What follows them, before the answer."""
 
 
 THINK = ReasoningTags(
@@ -55,7 +57,7 @@ THINK = ReasoningTags(
 """Of Qwen, DeepSeek, GLM, Kimi, MiniMax and others."""
 
 TAGS = (
-    ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", ("openai_gptoss",)),
+    ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", ("openai_gptoss",), "<|start|>assistant"),
     ReasoningTags("<|channel>thought\n", "<channel|>", ("gemma4",)),
     ReasoningTags("[THINK]", "[/THINK]", ("mistral",)),
     ReasoningTags("<seed:think>", "</seed:think>", ("seed_oss",)),
