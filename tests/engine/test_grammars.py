@@ -7,17 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from tests.support.tokenizer_kinds import KINDS
 from triptych.checkpoint.config_files import load_config
 from triptych.demo import MODEL_DIR
 from triptych.engine.grammar import matching as matching_module
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import GrammarService
 from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
+from triptych.prompt.detokenize import Detokenizer
+from triptych.prompt.tokenizer import Tokenizer as PromptTokenizer
 
 FOLDER = Path(MODEL_DIR)
 VOCABULARY = load_config(FOLDER)["text_config"]["vocab_size"]
@@ -189,49 +191,52 @@ def test_nothing_is_started_before_the_first_grammar(made: Service) -> None:
 
 SPECIAL = ["<|a|>", "<|end|>", "ab"]
 ADDED = ["<tool>", "bc"]
+ACROSS_TOKENS = ("whole text", "mixed", "suffix", "CTC")
+"""Kinds in which what a token adds to a text depends on others, which masks don't know."""
 
 
-def _byte_level() -> Tokenizer:
-    names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate([*names, "ab", "Ġa"])}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _byte_fallback() -> Tokenizer:
-    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁a", "ab", *"abcdefghlot<>|{}é"]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
-
-
-def _metaspace() -> Tokenizer:
-    names = ["▁", "▁a", "ab", *"abcdefghlot<>|{}é中😀\n"]
-    tokenizer = Tokenizer(models.Unigram([(name, -1.0) for name in names]))
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    return tokenizer
-
-
-@pytest.mark.parametrize("kind", [_byte_level, _byte_fallback, _metaspace])
-def test_texts_match_whatever_tokens_a_model_prefers(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ACROSS_TOKENS])
+def test_texts_match_whatever_tokens_a_model_prefers(kind: str, tmp_path: Path) -> None:
     """Special tokens that look like text have none; added ones that aren't special do."""
-    tokenizer = kind()
+    tokenizer = KINDS[kind]()
     tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in SPECIAL])
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ADDED])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
     vocabulary, end = tokenizer.get_vocab_size() + 7, tokenizer.token_to_id("<|end|>")
-    service, rng = Service(tmp_path, vocabulary), random.Random(1)
+    service, ours, rng = Service(tmp_path, vocabulary), PromptTokenizer(tmp_path), random.Random(1)
+    texts = set()
     try:
-        for pattern in ("[a-z<>|]{24}", "(<tool>|ab|bc){3,9}", "[^x]{5}", "( a|b){4}", "[é中😀]{1,3}", r"(?s:.){3}\n?"):
+        for pattern in (
+            "[ a-z<>|]{0,24}",
+            "( ?<tool>| ?ab|bc?| a){0,9}",
+            "[^x]{0,5}",
+            "( ?(a|the|é|你好|。)\\.?){0,9}",
+        ):
             for _ in range(3):
-                matching, tokens = service.start(f"start: /{pattern}/", end=frozenset({end})), []
-                while True:
-                    token = rng.choice(sorted(service.allowed(matching)))
-                    if token == end:
-                        break
+                matching, tokens = service.start(f"start: /{pattern}/", end=frozenset({end})), list[int]()
+                while (token := rng.choice(sorted(service.allowed(matching)))) != end:
                     tokens.append(token)
                     matching.accept(token)
-                assert re.fullmatch(pattern, tokenizer.decode(tokens, skip_special_tokens=True)), tokens
+                detokenizer = Detokenizer(ours, preceding=[tokenizer.token_to_id("a")])
+                text = detokenizer.push(tokens) + detokenizer.finish()
+                assert re.fullmatch(pattern, text), tokens
+                texts.add(text)
+    finally:
+        service.grammars.close()
+    assert len(texts) > 4
+
+
+def test_tokens_of_any_length_are_loaded(tmp_path: Path) -> None:
+    """Masks lack those that are too long; no vocabulary needs certain tokens."""
+    names = ["b", "c" * 999, "c" * 5000, "<0x64>"]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.ByteFallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    service = Service(tmp_path, len(names))
+    try:
+        assert service.masks(service.start("start: /[bcd]*/", end=frozenset({2})), [1]) == [{0, 1, 2, 3}] * 2
+        assert service.masks(service.start("start: /[bcd]+/", end=frozenset({2})), []) == [{0, 1, 3}]
     finally:
         service.grammars.close()
 

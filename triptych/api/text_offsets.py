@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triptych.prompt.decoder_stages import incomplete_end
 from triptych.prompt.tokenizer import Tokenizer
+from triptych.text.decoder_stages import incomplete_end
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from copy import deepcopy
 
 from triptych.errors import InvalidRequest
-from triptych.prompt.partial_match import partial_match_length
 from triptych.prompt.tokenizer import Tokenizer
+from triptych.text.partial_match import partial_match_length
 
 
 class Detokenizer:

@@ -12,8 +12,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
 from triptych.errors import CheckpointError
-from triptych.prompt.decoders import TextDecoder, steps_of
 from triptych.prompt.template_files import read_special_tokens
+from triptych.text.decoders import TextDecoder, steps_of, token_bytes
+from triptych.text.tokenizer_file import load_tokenizer
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
 _MANY = 4096
@@ -33,13 +34,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path}: no such file; a checkpoint folder has a tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the tokenizers package raises nothing more specific
-            raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
+        self._tokenizer = load_tokenizer(folder)
         # The file may carry settings for training batches, which would cut or fill a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -101,12 +96,8 @@ class Tokenizer:
     def bytes_of(self, token_id: int, *, first: bool = False) -> bytes:
         """The bytes that a token adds to a text, which need not be whole characters. The ``first`` token of a text may
         lack a space that others have."""
-        text = self.token_of(token_id)
-        if text is None:
-            return b""
-        for step in self._steps:
-            text = (step.first if first else step.middle)(text)
-        return text.encode(errors="surrogateescape")
+        token = self.token_of(token_id)
+        return b"" if token is None else token_bytes(token, self._steps, first=first)
 
     def text_of(self, token_id: int, *, first: bool = False) -> str:
         """The text of ``bytes_of``, with U+FFFD for incomplete characters."""

@@ -28,7 +28,8 @@ class Compiler:
     from clients are compiled in a sandbox first (``check``)."""
 
     def __init__(self, folder: Path, vocabulary: int | None = None) -> None:
-        """``vocabulary`` is the number of tokens that masks are for; by default those that have text."""
+        """``vocabulary`` is the number of tokens that masks are for; by default those that have text. A large
+        one takes a second or two, without releasing Python's lock. Raises CheckpointError."""
         tokens, special = load_tokens(folder, vocabulary)
         self._vocabulary = vocabulary = len(tokens)
         self._tokenizer = LLTokenizer(_Tokens([*tokens, b"<end>"], [*special, vocabulary]), eos_token=[vocabulary])  # type: ignore[arg-type]

@@ -33,8 +33,9 @@ class GrammarService:
 
     def __init__(self, folder: Path, vocabulary: int, on_done: Callable[[], None]) -> None:
         """``vocabulary`` is the model's number of logits. ``on_done`` is called on a thread of the service when a
-        request becomes ready or fails. Nothing is started before the first grammar."""
-        self._folder, self._vocabulary = folder, vocabulary
+        request becomes ready or fails. No thread is started before the first grammar; the vocabulary is loaded at
+        once, because that would block all others later. Raises CheckpointError."""
+        self._compiler = Compiler(folder, vocabulary)
         self._on_done = on_done
         self._changed = threading.Condition()
         self._work = threading.Condition()
@@ -43,7 +44,6 @@ class GrammarService:
         self._threads: list[threading.Thread] = []
         self._ending = False
         self._compiling = threading.Lock()
-        self._compiler: Compiler | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_compiled = 0
 
@@ -111,7 +111,7 @@ class GrammarService:
         try:
             if matching.matcher is None:
                 matching.matcher = self._matcher(matching)
-            return matching.advance(self._compiler_once())
+            return matching.advance(self._compiler)
         except RequestError as error:
             if matching.matcher is None or matching.is_alone:
                 matching.fail(error)
@@ -136,7 +136,7 @@ class GrammarService:
                 self._compiled[text] = shared
                 return shared.deep_copy()
         self._num_compiled += 1
-        compiled = self._compiler_once().compile(text)
+        compiled = self._compiler.compile(text)
         if matching.is_alone:
             return compiled
         with self._compiling:
@@ -144,9 +144,3 @@ class GrammarService:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled.deep_copy()
-
-    def _compiler_once(self) -> Compiler:
-        with self._compiling:
-            if self._compiler is None:
-                self._compiler = Compiler(self._folder, self._vocabulary)
-            return self._compiler

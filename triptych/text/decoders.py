@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import Regex, decoders
 
-from triptych.prompt import decoder_stages as stages
-from triptych.prompt.decoder_stages import Edit, TextStage, byte_of, spelled_bytes
+from triptych.text import decoder_stages as stages
+from triptych.text.decoder_stages import Edit, TextStage, byte_of, spelled_bytes
 
 _JOINING = ("Fuse", "ByteLevel")
 _CLEANUP = [
@@ -81,6 +81,14 @@ def steps_of(decoder: decoders.Decoder | None) -> list[Step]:
         steps += _JOINED[kind](state) if joined else _BY_TOKEN[kind](state)
         joined = joined or kind in _JOINING
     return steps
+
+
+def token_bytes(token: str, steps: Sequence[Step], *, first: bool = False) -> bytes:
+    """Return the bytes that a token of the vocabulary adds to a text, which need not be whole characters. The ``first``
+    token of a text may lack a space that others have."""
+    for step in steps:
+        token = (step.first if first else step.middle)(token)
+    return token.encode(errors="surrogateescape")
 
 
 def _flat(state: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import codecs
 import re
 from collections.abc import Callable
 
-from triptych.prompt.partial_match import partial_match_length
+from triptych.text.partial_match import partial_match_length
 
 REPLACEMENT = "\ufffd"
 LENGTH_OF_BYTE = len("<0x00>")
