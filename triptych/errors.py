@@ -4,7 +4,9 @@
 
     TriptychError
     ├── RequestError
-    │   ├── InvalidRequest, GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow,
+    │   ├── InvalidRequest
+    │   │   └── MissingField, UnknownField, UnsupportedField, UnsupportedValue
+    │   ├── GrammarTooCostly, PromptTooLong, NoTokenAllowed, UnknownModel, PayloadTooLarge, BodyTooSlow,
     │   │   UnsupportedEncoding, UnknownResponse
     │   └── MediaError
     │       ├── UnsupportedMedia, TruncatedMedia, MediaTooLarge, MediaMismatch, BadMediaSize, DecodeFailed
@@ -25,12 +27,20 @@ maps errors to HTTP statuses.
 """
 
 import enum
+import re
+from typing import ClassVar, Self
 
 from triptych import exit_codes
 
 
 class TriptychError(Exception):
     """Base class of every error raised on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    """The error's code in answers: OpenAI's where it has one, otherwise the class's name in snake case."""
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        cls.code = code or re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
 class RequestError(TriptychError):
@@ -48,10 +58,38 @@ class RequestError(TriptychError):
         self.param = param
 
 
-class InvalidRequest(RequestError):
-    """A field is unknown, missing, of the wrong type, or out of range.
+class InvalidRequest(RequestError, code="invalid_value"):
+    """A field has the wrong type, is out of range, or contradicts another.
 
-    Correct the field that ``param`` names. Unsupported fields are rejected, never ignored: remove them.
+    Correct the field that ``param`` names.
+    """
+
+
+class MissingField(InvalidRequest, code="missing_required_parameter"):
+    """A field that the request needs is missing.
+
+    Add the field that ``param`` names.
+    """
+
+
+class UnknownField(InvalidRequest, code="unknown_parameter"):
+    """A field is unknown: it may be a demand, so it isn't ignored.
+
+    Remove the field that ``param`` names, or correct its name.
+    """
+
+
+class UnsupportedField(InvalidRequest, code="unsupported_parameter"):
+    """A field demands what this service doesn't do.
+
+    Remove the field that ``param`` names; the message says what to use in its place.
+    """
+
+
+class UnsupportedValue(InvalidRequest, code="unsupported_value"):
+    """A field has a value that is known, but that isn't supported.
+
+    Use a value that the message lists, or remove the field that ``param`` names.
     """
 
 
@@ -63,12 +101,27 @@ class GrammarTooCostly(RequestError):
     """
 
 
-class PromptTooLong(RequestError):
+class PromptTooLong(RequestError, code="context_length_exceeded"):
     """The prompt, or the prompt and ``max_tokens``, exceed the context length.
 
     Shorten the prompt, lower ``max_tokens``, or send fewer or smaller media items. The operator can raise
     ``--max-model-len`` up to the model's own limit.
     """
+
+    @classmethod
+    def of(
+        cls, context_length: int, num_prompt: int, num_new: int = 1, *, param: str | None, is_least: bool = False
+    ) -> Self:
+        """Return the error for a prompt and an answer of these numbers of tokens. ``is_least`` says that the prompt has
+        at least so many.
+
+        Clients shorten a conversation, or turn to another model, when they find these words."""
+        return cls(
+            f"This model's maximum context length is {context_length} tokens. However, you requested "
+            f"{'at least ' if is_least else ''}{num_prompt + num_new} tokens ({num_prompt} in the input, {num_new} in "
+            "the completion). Please reduce the length of the messages or completion.",
+            param,
+        )
 
 
 class NoTokenAllowed(RequestError):
@@ -78,7 +131,7 @@ class NoTokenAllowed(RequestError):
     """
 
 
-class UnknownModel(RequestError):
+class UnknownModel(RequestError, code="model_not_found"):
     """The request names a model that this service doesn't serve.
 
     Use a name from ``GET /v1/models``. The operator can set it with ``--served-model-name``.
@@ -216,7 +269,7 @@ class Overloaded(ServiceError):
         self.retry_after = retry_after
 
 
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, code="rate_limit_exceeded"):
     """The client is at its limit of requests in flight, of memory that they hold, or of viewers of the page.
 
     Wait for some of them to end, then send the request again. The operator can raise ``--max-queue-per-client`` and
@@ -372,6 +425,10 @@ class ErrorKind(enum.StrEnum):
     """An error that a request can end in, as messages between processes carry it: the name of its class."""
 
     INVALID_REQUEST = "InvalidRequest"
+    MISSING_FIELD = "MissingField"
+    UNKNOWN_FIELD = "UnknownField"
+    UNSUPPORTED_FIELD = "UnsupportedField"
+    UNSUPPORTED_VALUE = "UnsupportedValue"
     GRAMMAR_TOO_COSTLY = "GrammarTooCostly"
     PROMPT_TOO_LONG = "PromptTooLong"
     NO_TOKEN_ALLOWED = "NoTokenAllowed"

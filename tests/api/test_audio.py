@@ -60,7 +60,7 @@ def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
     the_error(post(hearing, input=items), 400, "input", "unsupported_media")
     unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}
     response = post(hearing, input=[{"role": "user", "content": [unknown]}])
-    the_error(response, 400, "input[0].content[0].input_audio.format", "invalid_request")
+    the_error(response, 400, "input[0].content[0].input_audio.format", "invalid_value")
 
 
 def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_clip_is_cached_by_its_uuid(hearing: Served) -> None:
     response = hearing.post([text_part("x"), {"type": "audio_url", "audio_url": None, "uuid": "other"}])
     the_error(response, 400, "messages[0].content[1].uuid", "unknown_media")
     response = hearing.post([text_part("x"), {"type": "input_audio", "input_audio": None}])
-    the_error(response, 400, "messages[0].content[1].input_audio", "invalid_request")
+    the_error(response, 400, "messages[0].content[1].input_audio", "invalid_value")
 
 
 FLAC = sound("flac", tone(3.0, 16_000))
@@ -151,7 +151,7 @@ def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> 
     ],
 )
 def test_invalid_parts(hearing: Served, part: dict[str, Any], param: str) -> None:
-    the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_request")
+    the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_value")
 
 
 def test_a_model_without_audio(service: Served) -> None:
@@ -185,4 +185,4 @@ def test_limits(hears: Path) -> None:
 def test_a_clip_that_is_longer_than_the_context(hearing: Served) -> None:
     """Refused before a sample is decoded."""
     response = hearing.post([text_part("x"), input_audio(wav(4_000 * 340, rate=4_000))])
-    assert "the context length is" in the_error(response, 400, "messages", "prompt_too_long")
+    assert "maximum context length is" in the_error(response, 400, "messages", "context_length_exceeded")

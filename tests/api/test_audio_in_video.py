@@ -93,9 +93,9 @@ def test_audio_may_be_shorter_than_the_video(hearing: Served) -> None:
 
 
 def test_a_model_without_audio(service: Served) -> None:
-    assert "doesn't use the audio of videos" in the_error(ask(service, film()), 400, USE, "invalid_request")
+    assert "doesn't use the audio of videos" in the_error(ask(service, film()), 400, USE, "invalid_value")
     response = service.post("Hello", **options())
-    the_error(response, 400, USE, "invalid_request")
+    the_error(response, 400, USE, "invalid_value")
     assert service.post("Hello", **options(use_audio_in_video=False)).status_code == 200
     the_error(service.post("Hello", mm_processor_kwargs={"use_audio_in_video": "loud"}), 400, USE)
 

@@ -1,5 +1,6 @@
 """Invalid input over HTTP: the status, OpenAI's error format and the invalid field; never a 500."""
 
+import re
 import socket
 import struct
 import zlib
@@ -67,13 +68,20 @@ def test_placeholder_tokens_in_the_text(service: Served) -> None:
 
 
 def test_a_prompt_longer_than_the_context(service: Served) -> None:
-    the_error(service.post("x" * 5000), 400, "messages", "prompt_too_long")
-    the_error(service.post("x" * 3000, max_tokens=2000), 400, "messages", "prompt_too_long")
-    the_error(service.post("x", max_tokens=4096), 400, "messages", "prompt_too_long")
+    the_error(service.post("x" * 5000), 400, "messages", "context_length_exceeded")
+    for name in ("max_tokens", "max_completion_tokens"):
+        message = the_error(service.post("x" * 3000, **{name: 2000}), 400, name, "context_length_exceeded")
+        # clients look for these words
+        assert re.match(
+            r"This model's maximum context length is 4096 tokens\. However, you requested 50\d\d tokens", message
+        )
+    with service.client() as client:
+        body = {"model": service.model, "prompt": "x", "max_tokens": 4096}
+        the_error(client.post("/v1/completions", json=body), 400, "max_tokens", "context_length_exceeded")
 
 
 def test_an_unknown_model(service: Served) -> None:
-    message = the_error(service.post(model="other"), 404, "model", "unknown_model")
+    message = the_error(service.post(model="other"), 404, "model", "model_not_found")
     assert service.model in message
 
 
@@ -100,7 +108,7 @@ def test_errors_are_truncated(service: Served) -> None:
 )
 def test_bodies_that_are_not_requests(service: Served, body: bytes) -> None:
     with service.client() as client:
-        the_error(client.post(CHAT, content=body), 400, None, "invalid_request")
+        the_error(client.post(CHAT, content=body), 400, None, "invalid_value")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "-1", "true", '"1"', "[]"])
@@ -119,7 +127,7 @@ def test_nan_and_infinity_are_refused(service: Served, field: str, number: str) 
 def test_unknown_paths_and_methods(service: Served) -> None:
     with service.client() as client:
         the_error(client.get("/nothing/here"), 404, None, "not_found")
-        the_error(client.get("/v1/models/x/y"), 404, "model", "unknown_model")
+        the_error(client.get("/v1/models/x/y"), 404, "model", "model_not_found")
         the_error(client.post("/v1/models/x"), 405)
         the_error(client.get(CHAT), 405)
         the_error(client.delete("/v1/models"), 405)

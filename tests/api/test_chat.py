@@ -159,7 +159,7 @@ def test_openais_client_works_unchanged(service: Served) -> None:
         with pytest.raises(openai.NotFoundError) as unknown:
             client.chat.completions.create(model="gpt-4o", messages=messages)
         assert unknown.value.param == "model"
-        assert unknown.value.code == "unknown_model"
+        assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.chat.completions.create(model=service.model, messages=messages, temperature=3)
 

@@ -219,7 +219,7 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": [-1]}, "prompt[0]", "greater"),
         ({"prompt": ["x", "see <|image_pad|>"]}, "prompt[1]", "<|image_pad|>"),
         ({"prompt": "x" * 5000}, "prompt", "tokens"),
-        ({"prompt": "x", "max_tokens": 4096}, "prompt", "context"),
+        ({"prompt": "x", "max_tokens": 4096}, "max_tokens", "context"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
         ({"prompt": "x", "best_of": 2}, "best_of", "must equal n"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
@@ -240,7 +240,12 @@ def test_invalid_completion_requests(
 
 
 def test_tokens_outside_the_vocabulary(service: Served) -> None:
-    the_error(post(service, prompt=[2**30]), 400)
+    for fields, param in (
+        ({"prompt": [2**30]}, "prompt"),
+        ({"prompt": "x", "stop_token_ids": [5, 2**30]}, "stop_token_ids"),
+        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+    ):
+        assert "not in the vocabulary" in the_error(post(service, **fields), 400, param)
     media = answer(service, "/tokenize", messages=[{"role": "user", "content": [image_part()]}])["tokens"]
     assert "stands for media" in the_error(post(service, prompt=media), 400, "prompt")
 

@@ -116,7 +116,7 @@ def test_too_large_bodies_and_too_many_images(small: Served) -> None:
     chunked = (b" " * 65536 for _ in range(20))
     with small.client() as client:
         the_error(client.post(CHAT, content=chunked), 413, None, "payload_too_large")
-    the_error(small.post([image_part()] * 3), 400, "messages", "invalid_request")
+    the_error(small.post([image_part()] * 3), 400, "messages", "invalid_value")
     assert small.text([image_part()] * 2)
 
 

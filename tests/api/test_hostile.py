@@ -154,7 +154,7 @@ def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> N
         with uploading(service, "a", 1_000_000), uploading(service, "a", 1_000_000):
             wait_for(lambda: budget.total > 1_800_000)
             refused = ask("a", large)
-            assert_refused(refused, 429, "rate_limited")
+            assert_refused(refused, 429, "rate_limit_exceeded")
             assert ask("a").status_code == 200, "texts get by"
             assert ask("b", large).status_code == 200
             with uploading(service, "b", 1_000_000), uploading(service, "b", 1_000_000):
@@ -260,7 +260,7 @@ def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: py
             asked.append(pool.submit(ask, client))
             wait_for(lambda number=number: router.debug_state().admission.num_preparing == number)  # type: ignore[misc]
             if number == 2:
-                assert_refused(ask("a"), 429, "rate_limited")
+                assert_refused(ask("a"), 429, "rate_limit_exceeded")
         assert_refused(ask("c"), 503, "overloaded")
         done.set()
         assert [one.result(20).status_code for one in asked] == [200, 200, 200]

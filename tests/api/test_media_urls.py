@@ -90,12 +90,12 @@ def test_an_image_is_the_same_wherever_it_comes_from(fetching: Served, pictures:
         ("http://127.0.0.1:{}/elsewhere", 400, "media_not_allowed"),
         ("http://me@127.0.0.1:{}/picture", 400, "media_not_allowed"),
         ("file:///etc/passwd", 400, "media_not_allowed"),
-        ("/etc/passwd", 400, "invalid_request"),
+        ("/etc/passwd", 400, "invalid_value"),
         ("http://127.0.0.1:{}/missing", 422, "media_not_fetched"),
         ("http://127.0.0.1:1/picture", 422, "media_not_fetched"),
         ("http://127.0.0.1:{}/text", 400, "unsupported_media"),
-        ("data:image/png;base64", 400, "invalid_request"),
-        ("data:image/png;base64,!!!!", 400, "invalid_request"),
+        ("data:image/png;base64", 400, "invalid_value"),
+        ("data:image/png;base64,!!!!", 400, "invalid_value"),
     ],
 )
 def test_other_urls_are_refused_by_name(fetching: Served, pictures: int, url: str, status: int, code: str) -> None:

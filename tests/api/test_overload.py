@@ -19,7 +19,7 @@ def test_a_client_at_its_limit_gets_429_and_others_are_served(folder: Path) -> N
         assert service.steps.entered.wait(10)
         refused = service.post()
         assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limited"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused.headers["retry-after"]) >= 1
         with service.client() as client:
             headers = {"authorization": "Bearer another"}

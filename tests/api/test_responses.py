@@ -74,7 +74,7 @@ def test_vllms_fields_mean_what_they_do_in_chats(service: Served) -> None:
         assert whole["output"][0]["content"][0]["text"] == expected
     the_error(post(service, min_tokens=9), 400, "min_tokens")
     both = {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}
-    assert "only one" in the_error(post(service, **both), 400)
+    assert "only one" in the_error(post(service, **both), 400, "structured_outputs")
     the_error(post(service, prompt_logprobs=1), 400, "prompt_logprobs")
 
 
@@ -211,7 +211,7 @@ def test_text_format_and_log_probabilities(service: Served) -> None:
         ({"tools": [TOOL]}, "tools", "template"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "can't be changed"),
-        ({"max_output_tokens": 5000}, "input", "context"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "context"),
         ({"temperature": 3}, "temperature", "less"),
     ],
 )  # fmt: skip

@@ -82,7 +82,7 @@ def test_a_list_of_frames_is_a_video(service: Served) -> None:
     response = service.post([frames_part(image(), b"hello"), text_part("x")])
     the_error(response, 400, "messages[0].content[0].video", "unsupported_media")
     response = service.post([{"type": "video", "video": []}, text_part("x")])
-    the_error(response, 400, "messages[0].content[0].video", "invalid_request")
+    the_error(response, 400, "messages[0].content[0].video", "invalid_value")
     response = service.post([{"type": "video", "video": [url_of(image()), "nothing"]}, text_part("x")])
     the_error(response, 400, "messages[0].content[0].video[1]")
 
@@ -156,4 +156,4 @@ def test_a_video_that_is_longer_than_the_context(service: Served) -> None:
     """Refused before a frame is decoded: 512 frames of a row each, and their timestamps."""
     data = clip("gif", frames=520, width=16, height=16, rate=1)
     response = service.post([text_part("x"), video_part(data)])
-    assert "the context length is" in the_error(response, 400, "messages", "prompt_too_long")
+    assert "maximum context length is" in the_error(response, 400, "messages", "context_length_exceeded")

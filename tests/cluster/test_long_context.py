@@ -52,7 +52,7 @@ def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype
         grown = resident(service, "epd0", "VmHWM") - before
         # Memory that the start gave back may be used again, so that less is new than the KV cache holds.
         assert kv_cache / 2 < grown < limit
-        assert ask(url, CONTEXT).json()["error"]["code"] == "prompt_too_long"
+        assert ask(url, CONTEXT).json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_the_context_is_what_the_kv_cache_holds(folder: Path) -> None:
         url = service.wait_until_ready()
         (model,) = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]
         assert model["max_model_len"] == 2048, "in fp16"
-        assert ask(url, 2100).json()["error"]["code"] == "prompt_too_long"
+        assert ask(url, 2100).json()["error"]["code"] == "context_length_exceeded"

@@ -158,9 +158,9 @@ def test_bad_media_names_its_part(builder: PromptBuilder, data: bytes, error: ty
 
 def test_too_long(shared_folder: Path) -> None:
     builder = PromptBuilder(shared_folder, context_length=50)
-    with pytest.raises(PromptTooLong, match=r"has \d{3} tokens; the context length is 50"):
+    with pytest.raises(PromptTooLong, match=r"length is 50 tokens. However, you requested \d{3} tokens \(\d{3} in"):
         builder.build([user(text_part("a" * 100))])
-    with pytest.raises(PromptTooLong, match="the context length is 50"):
+    with pytest.raises(PromptTooLong, match="length is 50 tokens"):
         builder.build([user(image_part(png(64, 64)))])
     assert PromptBuilder(shared_folder, context_length=10**6).context_length == 4096
 
@@ -170,7 +170,7 @@ def test_a_text_that_is_far_too_long_is_not_even_tokenized(
 ) -> None:
     builder = PromptBuilder(shared_folder)
     monkeypatch.setattr(builder.tokenizer, "encode", lambda _: pytest.fail("it was tokenized"))
-    with pytest.raises(PromptTooLong, match=r"has at least \d+ tokens; the context length is 4096") as caught:
+    with pytest.raises(PromptTooLong, match=r"length is 4096 tokens. However, you requested at least \d+ tokens") as caught:
         builder.build([user(text_part("a" * 10**6))])
     assert caught.value.param == "messages"
 

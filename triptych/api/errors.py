@@ -51,7 +51,7 @@ def status_of(error: TriptychError) -> HTTPStatus:
 
 
 def body_of(error: TriptychError) -> dict[str, Any]:
-    """Return ``{"error": {message, type, param, code}}``; ``code`` is the class name in snake case.
+    """Return ``{"error": {message, type, param, code}}``.
 
     Internal errors may name addresses and files, so clients only see "internal error"."""
     if not isinstance(error, RequestError | ServiceError):
@@ -59,7 +59,7 @@ def body_of(error: TriptychError) -> dict[str, Any]:
     return error_body(
         message=str(error),
         kind="invalid_request_error" if isinstance(error, RequestError) else "server_error",
-        code=_snake_case(type(error).__name__),
+        code=error.code,
         param=error.param if isinstance(error, RequestError) else None,
     )
 
@@ -81,6 +81,3 @@ def headers_of(error: TriptychError) -> dict[str, str]:
         return {"Retry-After": "1"}
     return {}
 
-
-def _snake_case(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

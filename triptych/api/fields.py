@@ -264,7 +264,8 @@ class SamplingFields(ExtraFields):
         supported."""
         parts = [*_response_format_parts(self.response_format), *_structured_output_parts(self.structured_outputs)]
         if len(parts) > 1:
-            raise InvalidRequest("only one of response_format and the fields of structured_outputs can be given")
+            names = [part.param for part in parts]
+            raise InvalidRequest(f"only one of these can be given: {', '.join(map(str, names))}", names[1])
         for part in parts:
             if len(part.text) > MAX_GRAMMAR_LENGTH:
                 raise InvalidRequest(f"the grammar exceeds {MAX_GRAMMAR_LENGTH} characters", part.param)

@@ -276,18 +276,16 @@ def make_sampling_params(
 
     ``max_tokens`` None means what ``default_room`` says. The first ``num_scoring`` choices of a prompt return
     ``prompt_logprobs``. Raises InvalidRequest for too many of those or a contradiction, and PromptTooLong, naming
-    ``param``, if prompt and answer exceed the context."""
+    ``param`` or the answer's length, if prompt and answer exceed the context."""
     check_num_logprobs(
         prompts, num_scoring, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
     )
     num_prompt = max(len(prompt.tokens) for prompt in prompts)
     room = service.context_length - num_prompt
     if room < 1 or (max_tokens is not None and max_tokens > room):
-        raise PromptTooLong(
-            f"{num_prompt} prompt tokens and {max_tokens or 1} new ones exceed the context of "
-            f"{service.context_length} tokens",
-            param,
-        )
+        if room >= 1:
+            param = "max_completion_tokens" if getattr(fields, "max_completion_tokens", None) else "max_tokens"
+        raise PromptTooLong.of(service.context_length, num_prompt, max_tokens or 1, param=param)
     min_tokens = fields.min_tokens or 0
     max_tokens = max_tokens or default_room(room, num_prompt, min_tokens, service.prompt_builder.short_length)
     if min_tokens > max_tokens:

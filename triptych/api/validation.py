@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from triptych.api.fields import ARRAY, UNION_MEMBERS, StrictModel
-from triptych.errors import InvalidRequest
+from triptych.errors import InvalidRequest, MissingField, UnknownField, UnsupportedValue
 
 _TYPED = (("content", ARRAY), ("output", ARRAY), ("input", ARRAY))
 """Lists of objects that have types, such as content parts. Pydantic adds the type to the paths of its errors."""
@@ -31,12 +31,16 @@ def _invalid(detail: Any) -> InvalidRequest:
         case "json_invalid":
             return InvalidRequest("the body is not valid JSON")
         case "extra_forbidden":
-            return InvalidRequest(f"unknown or unsupported field: {param or repr('')}", param)
+            return UnknownField(f"unknown or unsupported field: {param or repr('')}", param)
         case "union_tag_invalid":
             tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
-            return InvalidRequest(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
+            return UnsupportedValue(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
         case "union_tag_not_found":
-            return InvalidRequest(f"{param}.type: Field required", f"{param}.type")
+            return MissingField(f"{param}.type: Field required", f"{param}.type")
+        case "missing":
+            return MissingField(f"{param}: Field required", param)
+        case "literal_error":
+            return UnsupportedValue(f"{param}: {detail['msg']}", param)
     return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
 
 

@@ -32,7 +32,7 @@ from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
 from triptych.engine.state_slots import can_restart
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
-from triptych.errors import ErrorKind, InternalError, InvalidRequest, TriptychError
+from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.layers.cache_spec import layers_of
 from triptych.layers.rope_config import LengthRule
 from triptych.messages.codec import Send
@@ -272,7 +272,7 @@ class EngineLoop:
         except TriptychError as error:
             if matching is not None:
                 matching.close()
-            self._send(message.reply_to, Failed(message.request, self._address, ErrorKind.of(error), str(error)))
+            self._send(message.reply_to, Failed.of(message.request, self._address, error))
             return
         request.prefilled_here, request.decoded_here = self.prefills, self.decodes
         active = ActiveRequest(
@@ -325,9 +325,9 @@ class EngineLoop:
             active.matching.close()
             active.matching = None
 
-    def _fail(self, active: ActiveRequest, error: ErrorKind, message: str) -> None:
+    def _fail(self, active: ActiveRequest, error: TriptychError) -> None:
         # before removal, which aborts transfers: the other side's failure would be less specific
-        self._send(active.reply_to, Failed(active.id, self._address, error, message))
+        self._send(active.reply_to, Failed.of(active.id, self._address, error))
         if active.outgoing_kv is None or not active.outgoing_kv.offered:
             self._remove(active)
             return
@@ -338,13 +338,13 @@ class EngineLoop:
 
     def _fail_with(self, request: Request, error: TriptychError) -> None:
         if active := self._active_for(request):
-            self._fail(active, ErrorKind.of(error), str(error))
+            self._fail(active, error)
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
         now = time.monotonic()
         for active in [one for one in self._active.values() if one.deadline < now and not one.failed]:
-            self._fail(active, ErrorKind.DEADLINE_EXCEEDED, "the request's deadline has passed")
+            self._fail(active, DeadlineExceeded("the request's deadline has passed"))
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -376,17 +376,17 @@ class EngineLoop:
                 self.scheduler.preempt(active.request)
                 self._expect_rows(active)
                 return
-        self._fail(active, failure.error, failure.reason)
+        self._fail(active, failure.error.error(failure.reason))
 
     def _on_prefilled(self, message: Prefilled) -> None:
         assert self._kv_source is not None
         active = self._kv_source.on_first_token(message)
         if active is not None and message.token >= self._vocab_size:
             reason = f"the prefill instance sampled token {message.token} of a vocabulary of {self._vocab_size}"
-            self._fail(active, ErrorKind.INTERNAL_ERROR, reason)
+            self._fail(active, InternalError(reason))
         elif active is not None and message.position != len(active.request.tokens):
             reason = f"the prefill instance sent {message.position} tokens, not {len(active.request.tokens)}"
-            self._fail(active, ErrorKind.INTERNAL_ERROR, reason)
+            self._fail(active, InternalError(reason))
 
     def _handle_first_token(self, active: ActiveRequest) -> None:
         """Send a first token to the frontend, whether its KV has arrived or not."""
@@ -410,7 +410,7 @@ class EngineLoop:
             if active.matching is not None and (error := active.matching.error) is not None:
                 if isinstance(error, InternalError):
                     log.error("request %s: %s", active.id, error)
-                self._fail(active, ErrorKind.of(error), str(error))
+                self._fail(active, error)
 
     def _note_ready(self) -> None:
         """Record which requests have become ready, also while a step runs."""

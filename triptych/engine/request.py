@@ -220,16 +220,19 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty")
     if num_tokens + message.sampling.max_tokens > context_length:
-        raise PromptTooLong(
-            f"{num_tokens} prompt tokens and {message.sampling.max_tokens} new ones exceed the context of "
-            f"{context_length} tokens"
-        )
+        raise PromptTooLong.of(context_length, num_tokens, message.sampling.max_tokens, param=None)
     sampling = message.sampling
     if len(generated) >= sampling.max_tokens:
         raise InvalidRequest("the answer already has max_tokens tokens")
-    named = [*message.tokens, *generated, *message.eos_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
-    if min(named) < 0 or max(named) >= vocab_size:
-        raise InvalidRequest(f"a token id is not in the vocabulary of {vocab_size}")
+    named = {
+        "prompt": [*message.tokens, *generated],
+        "stop_token_ids": [*message.eos_token_ids, *sampling.stop_token_ids],
+        "logit_bias": sampling.logit_bias,
+    }
+    for param, ids in named.items():
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"{param}: token {token} is not in the vocabulary of {vocab_size}", param)
     if len(message.positions) != 3 * 8 * num_tokens:
         raise InvalidRequest("positions don't match the prompt's length")
     if message.lora and message.lora not in loras:

@@ -507,6 +507,13 @@ class Failed(Struct, frozen=True, tag=True):
     sender: Address
     error: ErrorKind
     message: str
+    param: str | None = None
+    """The request's field at fault."""
+
+    @classmethod
+    def of(cls, request: RequestId, sender: Address, error: BaseException) -> "Failed":
+        """Return the message that a request ended in this error."""
+        return cls(request, sender, ErrorKind.of(error), str(error), getattr(error, "param", None))
 
 
 class Cancel(Struct, frozen=True, tag=True):

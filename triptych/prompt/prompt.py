@@ -207,7 +207,7 @@ class PromptBuilder:
         messages = self.formats.with_ids(messages)
         media = list(self._plan_media(messages))
         longest = min(self.context_length, context_length or self.context_length)
-        _check_length(sum(one.plan.rows for one in media), longest, "messages", "more than ")
+        _check_length(1 + sum(one.plan.rows for one in media), longest, "messages", is_least=True)
         fitter = self._fitters[bool(template_variables.get("tools"))]
         fitted = fitter.fit(messages, continues=continue_final_message)
         try:
@@ -272,7 +272,7 @@ class PromptBuilder:
 
     def _encode(self, text: str, longest: int, param: str, add_special_tokens: bool = False) -> list[int]:
         # megabytes of text would take seconds to tokenize, only to be rejected then
-        _check_length(self.tokenizer.min_num_tokens(text), longest, param, "at least ")
+        _check_length(self.tokenizer.min_num_tokens(text), longest, param, is_least=True)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _id(self, token: MediaToken) -> int:
@@ -434,9 +434,9 @@ def _placements(spans: Sequence[Span], counts: Sequence[int]) -> list[Placement]
     return [Placement(tuple(itertools.islice(rest, count))) for count in counts]
 
 
-def _check_length(num_tokens: int, longest: int, param: str, qualifier: str = "") -> None:
+def _check_length(num_tokens: int, longest: int, param: str, *, is_least: bool = False) -> None:
     if num_tokens > longest:
-        raise PromptTooLong(f"the prompt has {qualifier}{num_tokens} tokens; the context length is {longest}", param)
+        raise PromptTooLong.of(longest, num_tokens, param=param, is_least=is_least)
 
 
 def _texts(value: Any, path: str, is_alone: bool = False) -> Iterator[tuple[str, str, bool]]:

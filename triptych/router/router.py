@@ -329,7 +329,7 @@ class Router:
     def _on_failed(self, message: Failed) -> None:
         state, sender = self._requests.current(message.request), self.membership.get(message.sender)
         if state is not None and sender is not None and state.works_on(sender):
-            self.lifecycle.fail(state, message.error.error(message.message))
+            self.lifecycle.fail(state, message.error.error(message.message, message.param))
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
 
