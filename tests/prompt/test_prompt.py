@@ -170,7 +170,9 @@ def test_a_text_that_is_far_too_long_is_not_even_tokenized(
 ) -> None:
     builder = PromptBuilder(shared_folder)
     monkeypatch.setattr(builder.tokenizer, "encode", lambda _: pytest.fail("it was tokenized"))
-    with pytest.raises(PromptTooLong, match=r"length is 4096 tokens. However, you requested at least \d+ tokens") as caught:
+    with pytest.raises(
+        PromptTooLong, match=r"length is 4096 tokens. However, you requested at least \d+ tokens"
+    ) as caught:
         builder.build([user(text_part("a" * 10**6))])
     assert caught.value.param == "messages"
 

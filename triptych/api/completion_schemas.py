@@ -1,9 +1,10 @@
 """Request schemas of ``/v1/completions``, ``/tokenize`` and ``/detokenize``, by the rules of ``fields.py``."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
+from triptych.api import field_table
 from triptych.api.fields import (
     MAX_TOKENS_LIMIT,
     STRING,
@@ -46,21 +47,17 @@ Prompt = Annotated[
 class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``."""
 
+    rules = field_table.COMPLETION
     model: str
     prompt: Prompt
     max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     """Begin the answer and its ``logprobs`` with the prompt. With ``max_tokens: 0``, the answer is only the prompt."""
-    best_of: int | None = Field(None, ge=1)
-    suffix: Literal[""] | None = None
-    """Filling in the middle of a text isn't supported."""
     add_special_tokens: bool = True
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidRequest("best_of: must equal n, because all choices are returned", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 is only for echo: true", "max_tokens")
 

@@ -80,4 +80,3 @@ def headers_of(error: TriptychError) -> dict[str, str]:
     if isinstance(error, Unavailable | InstanceLost):
         return {"Retry-After": "1"}
     return {}
-

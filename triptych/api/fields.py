@@ -1,17 +1,30 @@
 """Fields that several endpoints share: sampling, stop conditions and structured output.
 
-Unknown fields are rejected by name. A field that is accepted but unsupported only allows its neutral value, by its
-type. No field is silently ignored.
+Models have the fields that are served. ``field_table.py`` decides about all others.
 """
 
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
+from triptych.api import field_table
+from triptych.api.field_rules import Rules, describe
 from triptych.errors import InvalidRequest
 from triptych.messages.work import (
     MAX_BIAS,
@@ -77,12 +90,42 @@ def tool_choice() -> Discriminator:
 
 
 class StrictModel(BaseModel):
-    """Rejects unknown fields and doesn't convert types."""
+    """Applies ``rules`` to fields that it doesn't have, and doesn't convert types. Null means the same as no value."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    rules: ClassVar[Rules] = Rules()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_rules(cls, value: Any) -> Any:
+        return cls.rules.apply(value, *_names(cls)) if isinstance(value, dict) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        made = handler(schema)
+        whole = handler.resolve_ref_schema(made)
+        described = {name: {"description": describe(rule)} for name, rule in cls.rules.by_name.items()}
+        if described:
+            whole["properties"] = described | whole.get("properties", {})
+        if cls.rules.ignores_unknown:
+            whole.pop("additionalProperties", None)
+        return made
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that contradict each other."""
+
+
+@cache
+def _names(kind: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of a model's fields in JSON, and of those that may be left out but don't take null."""
+    known, not_null = set(), set()
+    for name, info in kind.model_fields.items():
+        choices = info.validation_alias or name
+        names = choices.choices if isinstance(choices, AliasChoices) else [choices]
+        known.update(one for one in names if isinstance(one, str))
+        if not info.is_required() and not {None, NoneType, Any} & {info.annotation, *get_args(info.annotation)}:
+            not_null.update(names)
+    return frozenset(known), frozenset(not_null)
 
 
 def _finite(value: Any) -> Any:
@@ -103,12 +146,11 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 class StreamOptions(StrictModel):
     """Options of a streamed answer."""
 
+    rules = field_table.STREAM_OPTIONS
     include_usage: bool = False
     """Send the usage in a last chunk of its own."""
     continuous_usage_stats: bool = False
-    """Send the usage so far in every chunk, as in vLLM."""
-    include_obfuscation: Literal[False] | None = None
-    """Padding of chunks isn't supported."""
+    """Send the usage so far in every chunk, as in vLLM. Only counts with ``include_usage``."""
 
 
 class TextFormat(StrictModel):
@@ -203,6 +245,7 @@ Verbosity = Literal["medium"]
 class ExtraFields(StrictModel):
     """Fields that every generating endpoint has beyond OpenAI's, under vLLM's names."""
 
+    rules = field_table.REQUEST
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = Field(
@@ -220,11 +263,6 @@ class ExtraFields(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Name | None = None
     """Requests only share cached prefixes with requests of the same salt."""
-    prompt_cache_key: Name | None = None
-    """OpenAI's hint that requests share a prefix. Has no effect: all requests of the same salt share prefixes."""
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    session_id: Name | None = None
-    """Identifies the client's session; has no effect on the answer."""
     priority: int | None = Field(None, ge=0, le=2**31 - 1)
     """Lower values are scheduled first. Clients can only lower their priority, because all would raise it."""
     timeout: float | None = Field(None, gt=0.0, le=MAX_TIMEOUT)
@@ -238,13 +276,10 @@ class SamplingFields(ExtraFields):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1)
+    """As ``n``, because all choices are returned."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=1024)
-    """Identifies the client's user; has no effect on the answer."""
-    safety_identifier: str | None = Field(None, max_length=1024)
-    """Like ``user``."""
-    service_tier: Literal["auto", "default"] | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     """Return the log probability of each prompt token and of this number of likeliest alternatives, as in vLLM."""
@@ -273,6 +308,8 @@ class SamplingFields(ExtraFields):
 
     def check(self) -> None:
         super().check()
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("best_of: must equal n, because all choices are returned", "best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only for stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from triptych.api import field_table
 from triptych.api.fields import (
     ALLOWED,
     ARRAY,
@@ -12,12 +13,10 @@ from triptych.api.fields import (
     STRING,
     JsonObject,
     MaxTokens,
-    Metadata,
     Name,
     ReasoningEffort,
     SamplingFields,
     StrictModel,
-    Verbosity,
     string_or_array,
     tool_choice,
 )
@@ -41,6 +40,7 @@ MAX_NUMBER = 2**63
 
 
 class TextPart(StrictModel):
+    rules = field_table.PART
     type: Literal["text"]
     text: str
 
@@ -48,6 +48,7 @@ class TextPart(StrictModel):
 class RefusalPart(StrictModel):
     """A refusal of the assistant, in place of text."""
 
+    rules = field_table.PART
     type: Literal["refusal"]
     refusal: str
 
@@ -60,12 +61,14 @@ ImageDetail = Literal["auto", "low", "high", "original"]
 
 
 class ImageURL(StrictModel):
+    rules = field_table.MEDIA
     url: str
     detail: ImageDetail = "auto"
     """``low`` limits the image's area to 512 × 512 pixels; otherwise the model's own limit applies."""
 
 
 class ImagePart(StrictModel):
+    rules = field_table.IMAGE_PART
     type: Literal["image_url"]
     image_url: ImageURL | None
     uuid: Name | None = None
@@ -73,10 +76,12 @@ class ImagePart(StrictModel):
 
 
 class VideoURL(StrictModel):
+    rules = field_table.MEDIA
     url: str
 
 
 class VideoPart(StrictModel):
+    rules = field_table.PART
     type: Literal["video_url"]
     video_url: VideoURL | None
     uuid: Name | None = None
@@ -86,6 +91,7 @@ class VideoPart(StrictModel):
 class FramesPart(StrictModel):
     """A video as a list of frames."""
 
+    rules = field_table.PART
     type: Literal["video"]
     video: list[str] = Field(min_length=1, max_length=MAX_FRAMES)
     """URLs of the frames, in display order."""
@@ -94,10 +100,12 @@ class FramesPart(StrictModel):
 
 
 class AudioURL(StrictModel):
+    rules = field_table.MEDIA
     url: str
 
 
 class AudioPart(StrictModel):
+    rules = field_table.PART
     type: Literal["audio_url"]
     audio_url: AudioURL | None
     uuid: Name | None = None
@@ -105,6 +113,7 @@ class AudioPart(StrictModel):
 
 
 class InputAudio(StrictModel):
+    rules = field_table.MEDIA
     data: str
     """A file in base64."""
     format: Literal["wav", "mp3", "flac", "ogg", "opus"]
@@ -114,6 +123,7 @@ class InputAudio(StrictModel):
 class InputAudioPart(StrictModel):
     """Audio in OpenAI's format."""
 
+    rules = field_table.PART
     type: Literal["input_audio"]
     input_audio: InputAudio | None
     uuid: Name | None = None
@@ -130,22 +140,23 @@ UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 
 
 class FunctionCall(StrictModel):
+    rules = field_table.CALL
     name: Name
     arguments: str | None = None
     """JSON. An empty text and null are an empty object."""
 
 
 class ToolCall(StrictModel):
+    rules = field_table.CALL
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
-    """Only streams have it; clients that assemble a message from a stream may send it back."""
 
 
 class ChatMessage(StrictModel):
     """One message, also an answer of OpenAI's that is sent back."""
 
+    rules = field_table.MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
         Annotated[
@@ -163,9 +174,6 @@ class ChatMessage(StrictModel):
     reasoning: str | None = None
     refusal: str | None = None
     """Only of the assistant, in place of ``content``."""
-    annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
-    """What an answer of OpenAI's says of its sources. It isn't shown to the model."""
-    audio: None = None
     function_call: FunctionCall | None = None
     """The only call of an assistant's message, as before ``tool_calls``; a message of the role ``function`` answers
     it."""
@@ -183,6 +191,7 @@ FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:-]{{1,{MAX_FUNCTION
 
 
 class Function(StrictModel):
+    rules = field_table.FUNCTION
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
@@ -192,6 +201,7 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
+    rules = field_table.TOOL
     type: Literal["function"]
     function: Function
 
@@ -348,6 +358,7 @@ class ConversationFields(StrictModel):
 class ChatCompletionRequest(ConversationFields, SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
+    rules = field_table.CHAT
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -355,10 +366,6 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    verbosity: Verbosity | None = None
-    metadata: Metadata | None = None
-    store: Literal[False] | None = None
-    modalities: list[Literal["text"]] | None = Field(None, max_length=1)
 
     def check(self) -> None:
         super().check()

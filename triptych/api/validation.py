@@ -4,8 +4,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from triptych.api.field_rules import CONFLICT, UNKNOWN, UNSUPPORTED
 from triptych.api.fields import ARRAY, UNION_MEMBERS, StrictModel
-from triptych.errors import InvalidRequest, MissingField, UnknownField, UnsupportedValue
+from triptych.errors import InvalidRequest, MissingField, UnknownField, UnsupportedField, UnsupportedValue
 
 _TYPED = (("content", ARRAY), ("output", ARRAY), ("input", ARRAY))
 """Lists of objects that have types, such as content parts. Pydantic adds the type to the paths of its errors."""
@@ -26,22 +27,36 @@ def parse_request(kind: type[S], body: bytes) -> S:
 
 
 def _invalid(detail: Any) -> InvalidRequest:
-    param = _path(detail["loc"]) or None
+    ruled = detail["type"] in (UNKNOWN, UNSUPPORTED, CONFLICT)
+    param = _path((*detail["loc"], detail["ctx"]["field"]) if ruled else detail["loc"]) or None
+    kind = _KINDS.get(detail["type"], InvalidRequest)
+    if detail["type"].startswith("union_tag_"):
+        param = f"{param}.type"
     match detail["type"]:
         case "json_invalid":
-            return InvalidRequest("the body is not valid JSON")
+            message = "the body is not valid JSON"
         case "extra_forbidden":
-            return UnknownField(f"unknown or unsupported field: {param or repr('')}", param)
+            message = f"{param}: unknown or unsupported field"
         case "union_tag_invalid":
             tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
-            return UnsupportedValue(f"{param}.type: {tag!r} is not supported; use one of {known}", f"{param}.type")
+            message = f"{param}: {tag!r} is not supported; use one of {known}"
         case "union_tag_not_found":
-            return MissingField(f"{param}.type: Field required", f"{param}.type")
-        case "missing":
-            return MissingField(f"{param}: Field required", param)
-        case "literal_error":
-            return UnsupportedValue(f"{param}: {detail['msg']}", param)
-    return InvalidRequest(f"{param}: {detail['msg']}" if param else detail["msg"], param)
+            message = f"{param}: Field required"
+        case _:
+            message = f"{param}: {detail['msg']}" if param else detail["msg"]
+    return kind(message, param)
+
+
+_KINDS: dict[str, type[InvalidRequest]] = {
+    "extra_forbidden": UnknownField,
+    UNKNOWN: UnknownField,
+    UNSUPPORTED: UnsupportedField,
+    "missing": MissingField,
+    "union_tag_not_found": MissingField,
+    "union_tag_invalid": UnsupportedValue,
+    "literal_error": UnsupportedValue,
+}
+"""By pydantic's type of error."""
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -1,7 +1,7 @@
 """A request as the engine sees it: its tokens, and which of them are in the KV cache on which pages."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -224,15 +224,7 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     sampling = message.sampling
     if len(generated) >= sampling.max_tokens:
         raise InvalidRequest("the answer already has max_tokens tokens")
-    named = {
-        "prompt": [*message.tokens, *generated],
-        "stop_token_ids": [*message.eos_token_ids, *sampling.stop_token_ids],
-        "logit_bias": sampling.logit_bias,
-    }
-    for param, ids in named.items():
-        for token in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"{param}: token {token} is not in the vocabulary of {vocab_size}", param)
+    _check_vocabulary(message, generated, vocab_size)
     if len(message.positions) != 3 * 8 * num_tokens:
         raise InvalidRequest("positions don't match the prompt's length")
     if message.lora and message.lora not in loras:
@@ -264,6 +256,18 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
     _check_spans(request, step_tokens)
     request.tokens += generated
     return request
+
+
+def _check_vocabulary(message: Generate, generated: list[int], vocab_size: int) -> None:
+    named: dict[str, Collection[int]] = {
+        "prompt": [*message.tokens, *generated],
+        "stop_token_ids": [*message.eos_token_ids, *message.sampling.stop_token_ids],
+        "logit_bias": message.sampling.logit_bias,
+    }
+    for param, ids in named.items():
+        for token in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"{param}: token {token} is not in the vocabulary of {vocab_size}", param)
 
 
 def _check_spans(request: Request, step_tokens: int | None) -> None:
