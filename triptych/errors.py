@@ -112,8 +112,8 @@ class PromptTooLong(RequestError, code="context_length_exceeded"):
     def of(
         cls, context_length: int, num_prompt: int, num_new: int = 1, *, param: str | None, is_least: bool = False
     ) -> Self:
-        """Return the error for a prompt and an answer of these numbers of tokens. ``is_least`` says that the prompt has
-        at least so many.
+        """Return the error for a prompt and an answer of these numbers of tokens; ``is_least`` if the prompt has that
+        number or more.
 
         Clients shorten a conversation, or turn to another model, when they find these words."""
         return cls(

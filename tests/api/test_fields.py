@@ -228,7 +228,7 @@ def test_fields_without_effect_are_accepted(service: Served) -> None:
         "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "none", "tools": None, "ignore_eos": None,
         "metadata": {"task": "7"}, "prompt_cache_key": "k", "prompt_cache_retention": "24h", "best_of": 1,
         "verbosity": "medium", "use_beam_search": False, "prediction": {"type": "content", "content": "x"},
-        "repeat_penalty": 1.0, "nobody_knows": None, "x_mine": [1], "do_sample": True, "guided_json": None,
+        "repeat_penalty": 1.0, "unheard_of": None, "x_mine": [1], "do_sample": True, "guided_json": None,
     }  # fmt: skip
     assert service.text(**neutral | {"ignore_eos": True}) == service.text()
 

@@ -10,6 +10,7 @@ from scripts import (
     docs_check,
     errors_doc,
     family_pages,
+    fields_doc,
     formats_doc,
     metrics_doc,
     models_doc,
@@ -22,7 +23,7 @@ from scripts.generated import table, with_region
 
 @pytest.mark.parametrize(
     "generator",
-    [errors_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
+    [errors_doc, fields_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
     ids=lambda m: m.__name__,
 )
 def test_a_page_is_up_to_date(generator: ModuleType) -> None:

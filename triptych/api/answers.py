@@ -26,7 +26,7 @@ class PreparedChat:
     @property
     def reasoning(self) -> Reasoning:
         """How the answer may begin with reasoning."""
-        return self.generation.prompts[0].reasoning
+        return self.generation.prompts[0].reasoning if self.request.separate_reasoning else Reasoning.NONE
 
     def new_parser(self) -> AnswerParser:
         """Return a parser for one choice."""
@@ -49,6 +49,8 @@ class ChoiceDelta:
     logprobs: list[msgspec.Raw]
     """Entries in the format of ``choices[].logprobs.content``."""
     finish_reason: str | None
+    ids: list[int] = field(default_factory=list)
+    """All tokens of the output."""
 
     @property
     def reasoning(self) -> str:
@@ -86,11 +88,12 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
             reason = reason or "stop"
         if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
-    logprobs = logprob_entries(chat.generation.service.tokenizer, output)
-    return ChoiceDelta(output.choice, events, logprobs, reason)
+    as_ids = chat.request.return_tokens_as_token_ids
+    logprobs = logprob_entries(chat.generation.service.tokenizer, output, as_ids=as_ids)
+    return ChoiceDelta(output.choice, events, logprobs, reason, output.ids)
 
 
-def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput) -> list[msgspec.Raw]:
+def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput, *, as_ids: bool = False) -> list[msgspec.Raw]:
     """Return entries of OpenAI's ``choices[].logprobs.content``; none if no log probabilities were requested.
 
     Each entry is encoded as JSON: otherwise garbage collection of a long answer's objects would block the
@@ -98,7 +101,8 @@ def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput) -> list[msgspec.
 
     def entry(token: int, logprob: float, first: bool) -> dict[str, Any]:
         spelled = tokenizer.bytes_of(token, first=first)
-        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+        text = f"token_id:{token}" if as_ids else spelled.decode(errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
     entries = []
     for place, (token, one) in enumerate(zip(output.tokens, output.logprobs, strict=False)):
@@ -117,11 +121,13 @@ class MessageBuilder:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
     finish_reason: str | None = None
+    ids: list[int] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
         self.reasoning += delta.reasoning
         self.content += delta.content
         self.logprobs += delta.logprobs
+        self.ids += delta.ids
         self.finish_reason = delta.finish_reason or self.finish_reason
         for one in delta.events:
             if isinstance(one, ToolCallStart):

@@ -1,8 +1,9 @@
 """``/v1/chat/completions``: preparing a chat, and its answer as one object or as a stream of chunks."""
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -86,7 +87,7 @@ async def full_response(chat: PreparedChat) -> dict[str, Any]:
     """Return the answer as one ``chat.completion`` object (``objects.ChatCompletion``)."""
     choices = [_choice(chat, *numbered) for numbered in enumerate(await collect_messages(chat))]
     answer = _object(chat, "chat.completion") | {"choices": choices, "usage": chat.generation.usage}
-    return answer | await _prompt_logprobs(chat) | chat.generation.timeline
+    return answer | _prompt_ids(chat) | await _prompt_logprobs(chat) | chat.generation.timeline
 
 
 async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
@@ -104,8 +105,9 @@ async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
 
 
 def _choice(chat: PreparedChat, number: int, parts: MessageBuilder) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
-    if parts.reasoning:
+    content = parts.content or (None if parts.calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if parts.reasoning and chat.request.include_reasoning:
         message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
     if parts.calls:
         message["tool_calls"] = parts.calls
@@ -114,45 +116,76 @@ def _choice(chat: PreparedChat, number: int, parts: MessageBuilder) -> dict[str,
         "message": message,
         "logprobs": _logprobs(chat, parts.logprobs),
         "finish_reason": parts.finish_reason,
-    }
+    } | _token_ids(chat, parts.ids)
 
 
 # ── the answer as a stream ───────────────────────────────────────────────────────────────────────────────────────
 
 
 async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
-    """Yield the answer as events (``objects.ChatChunk``)."""
+    """Yield the answer as events (``objects.ChatChunk``).
+
+    A token without text of its own, such as a tag, has no event: what belongs to it comes with the next."""
     generation = chat.generation
     options = chat.request.stream_options
     include_usage = options is not None and options.include_usage
-    continuous_usage = options is not None and options.continuous_usage_stats
-    started: set[int] = set()
+    continuous_usage = options is not None and include_usage and options.continuous_usage_stats
+    held = [_Held() for _ in range(generation.num_choices)]
     running = generation.num_choices
+    last, reason = 0, None
     async with aclosing(stream_deltas(chat)) as stream:
         async for delta in stream:
+            if reason is None:
+                for one in _first_chunks(chat, continuous_usage=continuous_usage):
+                    yield one
+            last, reason = delta.choice, delta.finish_reason or ""
             usage = {"usage": generation.usage} if continuous_usage else {}
-            if delta.choice not in started:
-                started.add(delta.choice)
-                yield _chunk(chat, delta.choice, {"role": "assistant", "content": ""}, extra=usage)
-            # an empty delta too, as in vLLM: clients measure the time between tokens by the chunks
-            yield _chunk(chat, delta.choice, _message_delta(delta), logprobs=delta.logprobs, extra=usage)
-            if delta.finish_reason:
+            held[last].add(delta)
+            if message := _message_delta(chat, delta):
+                yield _chunk(chat, last, message, held=held[last], extra=usage)
+            if delta.finish_reason and running > 1:
                 running -= 1
-                if running:
-                    yield _chunk(chat, delta.choice, {}, delta.finish_reason, extra=usage)
-                else:
-                    last = delta
+                yield _chunk(chat, last, {}, reason, held=held[last], extra=usage)
     timeline = generation.timeline
     usage = {"usage": generation.usage} if continuous_usage else {}
-    yield _chunk(chat, last.choice, {}, last.finish_reason, extra=usage | ({} if include_usage else timeline))
+    yield _chunk(chat, last, {}, reason, held=held[last], extra=usage | ({} if include_usage else timeline))
     if include_usage:
         yield event(_object(chat, "chat.completion.chunk") | {"choices": [], "usage": generation.usage} | timeline)
     yield DONE
 
 
-def _message_delta(delta: ChoiceDelta) -> dict[str, Any]:
+@dataclass
+class _Held:
+    """What belongs to tokens of a choice that no event was sent for."""
+
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.logprobs += delta.logprobs
+        self.ids += delta.ids
+
+    def take(self, chat: PreparedChat) -> dict[str, Any]:
+        """Return the fields of a chunk's choice that have it, and forget it."""
+        made = {"logprobs": _logprobs(chat, self.logprobs) if self.logprobs else None} | _token_ids(chat, self.ids)
+        self.logprobs, self.ids = [], []
+        return made
+
+
+def _first_chunks(chat: PreparedChat, *, continuous_usage: bool) -> Iterator[bytes]:
+    """Yield a chunk for each choice that has its role, and no token yet."""
+    extra: dict[str, Any] = _prompt_ids(chat)
+    if continuous_usage:
+        usage = chat.generation.usage
+        extra["usage"] = usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    for choice in range(chat.generation.num_choices):
+        yield _chunk(chat, choice, {"role": "assistant", "content": ""}, held=_Held(), extra=extra)
+
+
+def _message_delta(chat: PreparedChat, delta: ChoiceDelta) -> dict[str, Any]:
+    """Return what the client sees of a delta; empty for nothing."""
     message: dict[str, Any] = {}
-    if delta.reasoning:
+    if delta.reasoning and chat.request.include_reasoning:
         message |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
     calls: dict[int, dict[str, Any]] = {}
     for one in delta.events:
@@ -164,7 +197,7 @@ def _message_delta(delta: ChoiceDelta) -> dict[str, Any]:
             call["function"]["arguments"] += one.text
     if calls:
         message["tool_calls"] = list(calls.values())
-    if delta.content or not message:
+    if delta.content:
         message["content"] = delta.content
     return message
 
@@ -175,20 +208,23 @@ def _chunk(
     delta: dict[str, Any],
     finish_reason: str | None = None,
     *,
-    logprobs: list[msgspec.Raw] | None = None,
-    extra: dict[str, Any] | None = None,
+    held: _Held,
+    extra: dict[str, Any],
 ) -> bytes:
-    body = {
-        "index": choice,
-        "delta": delta,
-        "logprobs": None if logprobs is None else _logprobs(chat, logprobs),
-        "finish_reason": finish_reason,
-    }
-    return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | (extra or {}))
+    body = {"index": choice, "delta": delta, "finish_reason": finish_reason} | held.take(chat)
+    return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | extra)
 
 
 def _logprobs(chat: PreparedChat, logprobs: list[msgspec.Raw]) -> dict[str, Any] | None:
-    return {"content": logprobs} if chat.request.logprobs else None
+    return {"content": logprobs, "refusal": None} if chat.request.logprobs else None
+
+
+def _token_ids(chat: PreparedChat, ids: list[int]) -> dict[str, Any]:
+    return {"token_ids": ids} if chat.request.return_token_ids else {}
+
+
+def _prompt_ids(chat: PreparedChat) -> dict[str, Any]:
+    return {"prompt_token_ids": chat.generation.prompts[0].tokens} if chat.request.return_token_ids else {}
 
 
 def _object(chat: PreparedChat, kind: str) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``."""
 
     rules = field_table.COMPLETION
-    model: str
+    model: str | None = None
+    """The only one by default."""
     prompt: Prompt
     max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS_LIMIT)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -77,9 +78,8 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeConversation(ConversationFields):
-    """The body of ``POST /tokenize`` for messages. ``model`` may be left out."""
+    """The body of ``POST /tokenize`` for messages."""
 
-    model: str | None = None  # type: ignore[assignment]
     return_token_strs: bool = False
 
 

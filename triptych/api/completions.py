@@ -96,20 +96,25 @@ class _ChoiceFormatter:
         self._scores = generation.prompt_logprobs.get(number)
         self.echoes = bool(self._request.echo)
         """Whether the next output begins with the prompt."""
+        self._is_first = True
         self._hidden = self._tokenizer.special_ids if self._request.skip_special_tokens else frozenset()
         self._offsets = TextOffsets(self._tokenizer, () if self.echoes else generation.preceding_of(number))
 
     def format(self, output: ChoiceOutput) -> dict[str, Any]:
         """Return the output as a choice of a chunk (``objects.CompletionChoice``)."""
+        is_first, self._is_first = self._is_first, False
         echo = self._echo() if self.echoes else []
         text = self._offsets.text if self.echoes else ""
         self.echoes = False
-        return {
+        made = {
             "index": self._number,
             "text": text + output.text,
             "logprobs": self._logprobs(output, echo) if self._request.logprobs is not None else None,
             "finish_reason": output.finish_reason,
         }
+        if self._request.return_token_ids:
+            made |= ({"prompt_token_ids": self._prompt.tokens} if is_first else {}) | {"token_ids": output.ids}
+        return made
 
     def format_complete(self, output: ChoiceOutput) -> dict[str, Any]:
         """Return a complete choice, with the fields that chunks don't have."""
@@ -142,10 +147,7 @@ class _ChoiceFormatter:
             logprobs = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one in scored), *logprobs]
         places = echo + own
         return {
-            "tokens": [
-                self._tokenizer.text_of(token, first=place.is_first)
-                for token, place in zip(tokens, places, strict=True)
-            ],
+            "tokens": [self._spelled(token, place) for token, place in zip(tokens, places, strict=True)],
             "token_logprobs": [one and one.logprob for one in logprobs],
             "top_logprobs": [
                 # always includes the token itself, as in OpenAI's API
@@ -159,8 +161,13 @@ class _ChoiceFormatter:
         """Return the log probabilities by text; of tokens with the same text, the likeliest's."""
         texts: dict[str, float] = {}
         for token, logprob in logprobs:
-            texts.setdefault(self._tokenizer.text_of(token, first=place.is_first), logprob)
+            texts.setdefault(self._spelled(token, place), logprob)
         return texts
+
+    def _spelled(self, token: int, place: TokenPlace) -> str:
+        if self._request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return self._tokenizer.text_of(token, first=place.is_first)
 
 
 async def _outputs(generation: Generation) -> AsyncGenerator[ChoiceOutput, None]:
@@ -215,13 +222,14 @@ def _joined(outputs: Sequence[ChoiceOutput]) -> ChoiceOutput:
         tokens=[token for output in outputs for token in output.tokens],
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         finish_reason=outputs[-1].finish_reason,
+        ids=[token for output in outputs for token in output.ids],
     )
 
 
 async def stream_response(generation: Generation) -> AsyncGenerator[bytes, None]:
     """Yield the answer as events (``objects.TextCompletion``)."""
     options = generation.fields.stream_options
-    continuous_usage = options is not None and options.continuous_usage_stats
+    continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
     formatters: dict[int, _ChoiceFormatter] = {}
     async with aclosing(_outputs(generation)) as stream:
         async for output in stream:

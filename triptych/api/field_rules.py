@@ -29,15 +29,25 @@ class Hint:
 
 @dataclass(frozen=True)
 class Off:
-    """A feature that isn't there: only values that demand nothing of it are accepted."""
+    """A feature that isn't there, or can't be turned off: only values that demand nothing are accepted."""
 
     accepted: tuple[Any, ...] = ()
-    """Besides null and ``EMPTY``."""
+    """Besides null and, unless it is always on, ``EMPTY``."""
     use: str = ""
     """What to use in its place."""
 
+    @property
+    def neutral(self) -> tuple[Any, ...]:
+        return self.accepted if self.always_on else (*EMPTY, *self.accepted)
+
+    @property
+    def always_on(self) -> bool:
+        return any(one is True for one in self.accepted)
+
     def apply(self, request: dict[str, Any], name: str, value: Any) -> None:
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*EMPTY, *self.accepted)):
+        if not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*EMPTY, *self.accepted)
+        ):
             raise _refused(UNSUPPORTED, name, "is not supported" + (f": use {self.use}" if self.use else ""))
 
 
@@ -102,7 +112,7 @@ class Rules:
         return Rules({**self.by_name, **more.by_name}, self.ignores_unknown or more.ignores_unknown)
 
     def apply(self, value: dict[str, Any], known: Collection[str], not_null: Collection[str]) -> dict[str, Any]:
-        """Return the object with other fields than ``known`` only if they are unknown, and without nulls of ``not_null``.
+        """Return the object without the fields that have rules, and without nulls of ``not_null``.
 
         Raises PydanticCustomError for a field that is refused."""
         extra = [name for name in value if name not in known]
@@ -125,8 +135,9 @@ def describe(rule: Rule) -> str:
         case Hint():
             return "Accepted without effect."
         case Off(accepted, use):
-            values = "".join(f", or `{json.dumps(one)}`" for one in accepted)
-            return f"Only null or empty{values}." + (f" Use {use}." if use else "")
+            empty = [] if rule.always_on else ["empty"]
+            values = " or ".join(["null", *empty, *(f"`{json.dumps(one)}`" for one in accepted)])
+            return f"Only {values}." + (f" Use {use}." if use else "")
         case Alias(target):
             return f"Another name of `{target}`."
         case Meaning(values):

@@ -58,7 +58,9 @@ REQUEST = Rules(
         **_off("dry_multiplier no_repeat_ngram_size penalty_alpha min_keep n_indent n_keep num_keep", 0),
         **_off("encoder_repetition_penalty", 1, use="repetition_penalty"),
         **_off("repeat_last_n", -1),
-        **_off("samplers logits_processors custom_logit_processor custom_params vllm_xargs allowed_token_ids bad_words"),
+        **_off(
+            "samplers logits_processors custom_logit_processor custom_params vllm_xargs allowed_token_ids bad_words"
+        ),
         **_off("n_probs top_n_tokens", 0, use="logprobs"),
         **_off("details decoder_input_details post_sampling_probs", use="logprobs"),
         **_off("return_full_text", use="echo of completions"),
@@ -84,8 +86,8 @@ CHAT = REQUEST | Rules(
         **_aliases("thinking_token_budget", "thinking_budget reasoning_budget", unset=[-1]),
         "reasoning_format": Meaning(
             {
-                **dict.fromkeys(("auto", "parsed", "deepseek"), {}),
-                **dict.fromkeys(("none", "raw"), {"separate_reasoning": False}),
+                **{name: {} for name in ("auto", "parsed", "deepseek")},
+                **{name: {"separate_reasoning": False} for name in ("none", "raw")},
                 "hidden": {"include_reasoning": False},
             }
         ),
@@ -104,7 +106,7 @@ CHAT = REQUEST | Rules(
                     {
                         "enabled": {THINKING: True},
                         "disabled": {THINKING: False},
-                        **dict.fromkeys(("auto", "adaptive"), {}),
+                        **{name: {} for name in ("auto", "adaptive")},
                     }
                 ),
                 "budget_tokens": Alias("thinking_token_budget"),
@@ -112,6 +114,7 @@ CHAT = REQUEST | Rules(
             }
         ),
         **_off("stream_reasoning reasoning_split", True),
+        **_off("thinking_token_budget", -1),
         **_off("verbosity", "medium"),
         **_off("modalities", ["text"]),
         **_off("echo", use=CONTINUE),
@@ -135,7 +138,9 @@ MESSAGE = Rules(
 )
 PART = Rules(
     {
-        **_hints("id cache_control prompt_cache_breakpoint annotations citations logprobs metadata filename name title"),
+        **_hints(
+            "id cache_control prompt_cache_breakpoint annotations citations logprobs metadata filename name title"
+        ),
         **_hints("extra_content provider_specific_fields thought_signature"),
         **_off("modalities", "image", "multi-images"),
     }
@@ -147,11 +152,15 @@ CALL = Rules({}, ignores_unknown=True)
 """A call of an earlier answer, and its function."""
 FUNCTION = Rules(
     {
-        **_hints("id title type cache_control metadata annotations display_name input_examples examples response returns"),
+        **_hints(
+            "id title type cache_control metadata annotations display_name input_examples examples response returns"
+        ),
         **_hints("output_schema return defer_loading eager_input_streaming allowed_callers"),
     }
 )
 TOOL = FUNCTION | Rules(_aliases("function.strict", "strict"))
+JSON_FORMAT = Rules(_aliases("schema", "value"))
+SCHEMA_FORMAT = Rules(_aliases("json_schema.schema", "schema value"))
 STREAM_OPTIONS = Rules(_off("include_obfuscation"))
 
 TABLE = {
@@ -165,6 +174,8 @@ TABLE = {
     "earlier tool calls": CALL,
     "tools and their functions": FUNCTION,
     "tools": Rules(_aliases("function.strict", "strict")),
+    "`response_format` of type `json_object`": JSON_FORMAT,
+    "`response_format` of type `json_schema`": SCHEMA_FORMAT,
     "`stream_options`": STREAM_OPTIONS,
 }
 """Each place's own rules, for the documentation."""

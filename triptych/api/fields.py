@@ -118,11 +118,11 @@ class StrictModel(BaseModel):
 @cache
 def _names(kind: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of a model's fields in JSON, and of those that may be left out but don't take null."""
-    known, not_null = set(), set()
+    known, not_null = set[str](), set[str]()
     for name, info in kind.model_fields.items():
-        choices = info.validation_alias or name
-        names = choices.choices if isinstance(choices, AliasChoices) else [choices]
-        known.update(one for one in names if isinstance(one, str))
+        alias = info.validation_alias or name
+        names = [str(one) for one in alias.choices] if isinstance(alias, AliasChoices) else [str(alias)]
+        known.update(names)
         if not info.is_required() and not {None, NoneType, Any} & {info.annotation, *get_args(info.annotation)}:
             not_null.update(names)
     return frozenset(known), frozenset(not_null)
@@ -158,11 +158,14 @@ class TextFormat(StrictModel):
 
 
 class JsonObjectFormat(StrictModel):
-    type: Literal["json_object"]
+    rules = field_table.JSON_FORMAT
+    type: Literal["json_object", "json"]
+    schema_: JsonObject | None = Field(None, alias="schema")
+    """Always enforced, as that of ``json_schema``."""
 
 
 class JsonSchema(StrictModel):
-    name: str = Field(max_length=256)
+    name: str | None = Field(None, max_length=256)
     schema_: JsonObject = Field(alias="schema")
     """Always enforced; rejected if it can't be."""
     description: str | None = None
@@ -171,6 +174,7 @@ class JsonSchema(StrictModel):
 
 
 class JsonSchemaFormat(StrictModel):
+    rules = field_table.SCHEMA_FORMAT
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -281,6 +285,10 @@ class SamplingFields(ExtraFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool = False
+    """Return ``prompt_token_ids`` and each choice's ``token_ids``, as in vLLM. A stop token is among them."""
+    return_tokens_as_token_ids: bool = False
+    """Name tokens ``token_id:123`` in ``logprobs``, as in vLLM."""
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     """Return the log probability of each prompt token and of this number of likeliest alternatives, as in vLLM."""
 
@@ -318,6 +326,8 @@ class SamplingFields(ExtraFields):
 
 def _response_format_parts(chosen: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Iterator[GrammarPart]:
     match chosen:
+        case JsonObjectFormat(schema_=dict(schema)):
+            return {"response_format.schema": GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))}
         case JsonObjectFormat():
             yield GrammarPart("response_format", lark.json_schema(_ANY_OBJECT))
         case JsonSchemaFormat(json_schema=json_schema):

@@ -27,6 +27,10 @@ from triptych.router.stream import TokenStream
 
 N = TypeVar("N")
 
+NO_MODEL = (None, "", "default", "dummy")
+"""What clients send that were given no model's name: huggingface_hub sends ``dummy``, and SGLang's examples
+``default``."""
+
 
 @dataclass(frozen=True)
 class RequestContext:
@@ -83,6 +87,8 @@ class ChoiceOutput:
     """Set in a choice's last output."""
     begins_text: bool = False
     """Whether the first token is the first one of a text."""
+    ids: list[int] = field(default_factory=list)
+    """All tokens, a stop token included, which ``tokens`` doesn't have."""
 
 
 @dataclass
@@ -181,8 +187,15 @@ class Generation:
                 self.prompt_logprobs[number] = report.prompt_logprobs
             self.num_generated += len(report.tokens)
             shown = text.shown(report)
-            logprobs = report.logprobs[: len(shown)]
-            yield ChoiceOutput(number, text.take(report), shown, logprobs, report.finish_reason, begins_text)
+            yield ChoiceOutput(
+                choice=number,
+                text=text.take(report),
+                tokens=shown,
+                logprobs=report.logprobs[: len(shown)],
+                finish_reason=report.finish_reason,
+                begins_text=begins_text,
+                ids=report.tokens,
+            )
             begins_text = begins_text and not shown
 
     @property
@@ -255,8 +268,8 @@ def _cut(report: Tokens, used: int) -> Tokens:
 
 
 def check_model(service: Service, model: str | None) -> None:
-    """Raise UnknownModel unless the name is that of the served model or None."""
-    if model not in (None, service.model_name):
+    """Raise UnknownModel unless the name is that of the served model, or none."""
+    if model not in (*NO_MODEL, service.model_name):
         raise UnknownModel(f"model {model!r} is not served here; {service.model_name!r} is", "model")
 
 

@@ -58,6 +58,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 class ChatLogprobs(TypedDict):
     content: list[TokenLogprobs]
+    refusal: None
 
 
 class ToolCallFunction(TypedDict):
@@ -76,6 +77,7 @@ class Message(TypedDict):
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None
     tool_calls: NotRequired[list[MessageToolCall]]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
@@ -89,6 +91,7 @@ class ChatChoice(TypedDict):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -98,6 +101,7 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
     timeline: NotRequired[list[StageTiming]]
 
@@ -127,6 +131,7 @@ class ChunkChoice(TypedDict):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -138,6 +143,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
+    prompt_token_ids: NotRequired[list[int]]
     timeline: NotRequired[list[StageTiming]]
 
 
@@ -155,6 +161,8 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 

@@ -316,7 +316,8 @@ class MediaOptions(StrictModel):
 class ConversationFields(StrictModel):
     """The fields that a prompt is made from."""
 
-    model: str
+    model: str | None = None
+    """The only one by default."""
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
@@ -366,6 +367,10 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool = True
+    """Whether the answer has the reasoning, which is generated in any case."""
+    separate_reasoning: bool = True
+    """Whether reasoning has a field of its own. Otherwise it is part of the text, as the model writes it."""
 
     def check(self) -> None:
         super().check()
