@@ -45,9 +45,7 @@ class Off:
         return any(one is True for one in self.accepted)
 
     def apply(self, request: dict[str, Any], name: str, value: Any) -> None:
-        if not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in (*EMPTY, *self.accepted)
-        ):
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral):
             raise _refused(UNSUPPORTED, name, "is not supported" + (f": use {self.use}" if self.use else ""))
 
 

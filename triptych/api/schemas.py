@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from triptych.api import field_table
@@ -58,6 +58,8 @@ class RefusalPart(StrictModel):
 
 
 ImageDetail = Literal["auto", "low", "high", "original"]
+EMPTY_IS_NULL = BeforeValidator(lambda value: None if value == {} else value)
+"""vLLM's clients send an empty object for media that a uuid stands for."""
 
 
 class ImageURL(StrictModel):
@@ -70,7 +72,7 @@ class ImageURL(StrictModel):
 class ImagePart(StrictModel):
     rules = field_table.IMAGE_PART
     type: Literal["image_url"]
-    image_url: ImageURL | None
+    image_url: Annotated[ImageURL | None, EMPTY_IS_NULL]
     uuid: Name | None = None
     """Caches the image under this name for the same API key; later requests may then send ``image_url: null``."""
 
@@ -83,7 +85,7 @@ class VideoURL(StrictModel):
 class VideoPart(StrictModel):
     rules = field_table.PART
     type: Literal["video_url"]
-    video_url: VideoURL | None
+    video_url: Annotated[VideoURL | None, EMPTY_IS_NULL]
     uuid: Name | None = None
     """Like an image's."""
 
@@ -107,7 +109,7 @@ class AudioURL(StrictModel):
 class AudioPart(StrictModel):
     rules = field_table.PART
     type: Literal["audio_url"]
-    audio_url: AudioURL | None
+    audio_url: Annotated[AudioURL | None, EMPTY_IS_NULL]
     uuid: Name | None = None
     """Like an image's."""
 
@@ -125,7 +127,7 @@ class InputAudioPart(StrictModel):
 
     rules = field_table.PART
     type: Literal["input_audio"]
-    input_audio: InputAudio | None
+    input_audio: Annotated[InputAudio | None, EMPTY_IS_NULL]
     uuid: Name | None = None
     """Like an image's."""
 

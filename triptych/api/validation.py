@@ -10,6 +10,7 @@ from triptych.errors import InvalidRequest, MissingField, UnknownField, Unsuppor
 
 _TYPED = (("content", ARRAY), ("output", ARRAY), ("input", ARRAY))
 """Lists of objects that have types, such as content parts. Pydantic adds the type to the paths of its errors."""
+_TAGGED = ("response_format", "format")
 KEY = "[key]"
 """What pydantic appends to the keys of objects in the paths of its errors."""
 
@@ -62,11 +63,14 @@ _KINDS: dict[str, type[InvalidRequest]] = {
 def _path(location: tuple[int | str, ...]) -> str:
     """Return the field's path, such as ``messages[0].content[1].text``.
 
-    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of an object in _TYPED, its type."""
+    Drops what pydantic adds to it: UNION_MEMBERS, KEY and, after the index of an object in _TYPED or the name of
+    one in _TAGGED, its type."""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in (*UNION_MEMBERS, KEY) and location[max(0, index - 3) : max(0, index - 1)] not in _TYPED:
+        elif step in (*UNION_MEMBERS, KEY) or (index and location[index - 1] in _TAGGED):
+            continue
+        elif location[max(0, index - 3) : max(0, index - 1)] not in _TYPED:
             path += f".{step}" if path else step
     return path
