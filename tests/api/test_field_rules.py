@@ -55,10 +55,13 @@ def test_an_unknown_field_is_refused_by_name(fields: Any, path: str) -> None:
 
 
 def test_what_describes_an_earlier_message_is_ignored() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     extra = {"extra_content": {"google": {}}, "thought_signature": "s"}
-    messages = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    more = [HI | {"extra_field": "0"}, {"id": "m", "annotations": [], "audio": None, **messages[1]}]
+    messages: list[dict[str, Any]] = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    more: list[dict[str, Any]] = [
+        HI | {"extra_field": "0"},
+        {"id": "m", "annotations": [], "audio": None, **messages[1]},
+    ]
     more[1] |= {"tool_calls": [call | extra | {"index": 0, "function": call["function"] | extra}]}
     assert chat(messages=more) == chat(messages=messages)
 

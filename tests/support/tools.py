@@ -41,7 +41,7 @@ def choice(service: Served, content: Any = "Hello", **settings: Any) -> dict[str
 
 def put_together(chunks: list[Any]) -> dict[str, Any]:
     """What ``choice`` returns, made from a stream as OpenAI's clients do."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
     reason = None
     for chunk in chunks:
         for one in chunk["choices"]:

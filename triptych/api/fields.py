@@ -327,7 +327,7 @@ class SamplingFields(ExtraFields):
 def _response_format_parts(chosen: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Iterator[GrammarPart]:
     match chosen:
         case JsonObjectFormat(schema_=dict(schema)):
-            return {"response_format.schema": GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))}
+            yield GrammarPart("response_format.schema", lark.json_schema(schema, "response_format.schema"))
         case JsonObjectFormat():
             yield GrammarPart("response_format", lark.json_schema(_ANY_OBJECT))
         case JsonSchemaFormat(json_schema=json_schema):
