@@ -42,7 +42,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         await store.delete(scope_of(request.headers), response_id)
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.post(f"{PATH}/cancel", responses=json_responses(objects.ResponseObject))
+    @app.post(f"{PATH}/cancel", include_in_schema=False)
     async def cancel_response(request: Request, response_id: str) -> Response:
         """Always an error, since no response is made in the background."""
         await found(request, response_id)
