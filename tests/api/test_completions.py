@@ -220,7 +220,7 @@ def test_a_chats_prompt_is_scored_once_whatever_the_number_of_choices(service: S
         ({"prompt": ["x", "see <|image_pad|>"]}, "prompt[1]", "<|image_pad|>"),
         ({"prompt": "x" * 5000}, "prompt", "tokens"),
         ({"prompt": "x", "max_tokens": 4096}, "max_tokens", "context"),
-        ({"prompt": "x", "suffix": "y"}, "suffix", "''"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
         ({"prompt": "x", "best_of": 2}, "best_of", "must equal n"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "20"),
