@@ -308,8 +308,6 @@ class Generate(Struct, frozen=True, tag=True):
     """The first tokens of the answer, from an instance that was lost."""
     timeout: Timeout = NO_TIMEOUT
     """When the request expires."""
-    client: str = ""
-    """Work outside of steps, such as compiling grammars, is shared fairly among clients."""
     lora: str = ""
     """Name of the LoRA that its tokens are computed with; empty: none."""
 

@@ -124,7 +124,6 @@ class RequestLifecycle:
             eos_token_ids=eos_token_ids,
             reply_to=self._address,
             cache_salt=cache_salt,
-            client=client,
             lora=prompt.lora,
         )
         choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
