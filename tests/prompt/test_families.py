@@ -222,7 +222,10 @@ def test_calls_are_found_in_answers_of_models_whose_templates_show_none(tmp_path
         ("<think>Hm <tool_call>no</tool_call> x</think>So", ("Hm <tool_call>no</tool_call> x", "So", [])),
         ("<think>a</think>b</think>c", ("a", "b</think>c", [])),
         ("a <think>b</think>", ("", "a <think>b</think>", [])),
-        ("<tool_call>{\"name\": \"rm\", \"arguments\": {}}</tool_call>", ("", "<tool_call>{\"name\": \"rm\", \"arguments\": {}}</tool_call>", [])),
+        ("<tool_call>{\"name\": \"rm\", \"arguments\": {}}</tool_call>", ("", "", ["rm"])),
+        ("<think><tool_call>{\"name\": \"rm\"}</tool_call>a</think>b", ("<tool_call>{\"name\": \"rm\"}</tool_call>a", "b", [])),
+        ("<think>a <tool_call> b</think><tool_call>{\"name\": \"time\"}</tool_call>", ("a <tool_call> b", "", ["time"])),
+        ("{\"name\": \"rm\"}", ("", "{\"name\": \"rm\"}", [])),
         ("a</tool_call><tool_call>{\"name\": \"time\"}</tool_call>b</tool_call>c", ("", "a</tool_call>bc", ["time"])),
     ],
 )  # fmt: skip

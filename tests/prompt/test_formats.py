@@ -119,11 +119,19 @@ ROME = {"city": 'Ro"m}e </tool_call> \\'}
         ('<tool_call>{"name": "time", "arguments": {}', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
         ('<tool_call>{"name": "time", "arguments": "{}"}', [ToolCallStart(0, "time"), ToolCallArguments(0, "{}")]),
         ('<tool_call>{"name": "time", "arguments": {"a', [ToolCallStart(0, "time"), ToolCallArguments(0, '{"a')]),
-        (f"x {call({}, 'rm')} y", [TextDelta(f"x {call({}, 'rm')} y")]),
+        (
+            f"x {call({}, 'rm')} y",
+            [TextDelta("x"), ToolCallStart(0, "rm"), ToolCallArguments(0, "{}"), TextDelta("y")],
+        ),
+        (f"x {call({}, 'r m')} y", [TextDelta(f"x {call({}, 'r m')} y")]),
+        (
+            f"<tool_call> {call({})}",
+            [TextDelta("<tool_call>"), ToolCallStart(0, "weather"), ToolCallArguments(0, "{}")],
+        ),
         ("x <tool_call>no JSON</tool_call>", [TextDelta("x <tool_call>no JSON</tool_call>")]),
         ("x\n<tool_call>[" + "[" * 99_999, [TextDelta("x\n<tool_call>[" + "[" * 99_999)]),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_calls_are_found(text: str, expected: list[Event]) -> None:
     for cuts in ([], list(range(len(text))) if len(text) < 1000 else [7, 20, 30_000, 65_540]):

@@ -1,5 +1,6 @@
 """What all formats share."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -10,6 +11,8 @@ from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
 _MAX_HELD_SPACE = 1024
 """Limit in characters on white space that is held back because it is dropped before a call."""
+
+_NAME = re.compile(r"[\w.:/-]{1,64}")
 
 Tools = Mapping[str, Any]
 """Names of the tools that an answer may call, and the JSON schemas of their parameters (None: any)."""
@@ -46,6 +49,8 @@ class Output:
         self.tools = tools
         self.events: list[Event] = []
         self.in_reasoning = False
+        self.any_name = False
+        """Whether calls of other names than those of tools are calls, too."""
         self.complete = 0
         """Number of complete calls."""
         self._reader = reader
@@ -93,10 +98,10 @@ class Output:
     def begin(self, name: str) -> None:
         """Begin a call. White space around it is dropped, and reasoning ends. Raises NotACallError for a name that may
         not be called."""
-        if name not in self.tools:
+        if name not in self.tools and not (self.any_name and _NAME.fullmatch(name)):
             raise NotACallError
         self._reader.decide()
-        self.parameters = self.tools[name]
+        self.parameters = self.tools.get(name)
         self.in_reasoning = False
         self._text = Trimmed(at_start=True)
         self.events.append(ToolCallStart(self.num_calls, name))

@@ -10,7 +10,7 @@
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_arguments
-from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+from triptych.prompt.formats.reader import Reader, Steps
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -29,12 +29,10 @@ class DeepSeek(Format):
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == CALLS:
             yield from reader.expect(CALL)
-        name, end = yield from reader.until(SEPARATOR)
-        if name.strip() == "function":
-            name, end = yield from reader.until(CODE)
-        if not end:
-            raise NotACallError
-        out.begin(name.strip())
+        name, _ = yield from reader.name(SEPARATOR)
+        if name == "function":
+            name, _ = yield from reader.name(CODE)
+        out.begin(name)
         if (yield from read_arguments(reader, out.argue)):
             out.end()
         yield from reader.space()

@@ -28,10 +28,8 @@ class GemmaCalls(Format):
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.expect("call:", ":")
-        name, end = yield from reader.until("{")
-        if not end:
-            raise NotACallError
-        out.begin(name.strip())
+        name, _ = yield from reader.name("{")
+        out.begin(name)
         yield from _members(reader, out.argue, 0)
         out.end()
         yield from reader.expect(END_CALL)

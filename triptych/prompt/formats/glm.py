@@ -30,8 +30,8 @@ class Glm(Format):
     )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
-        name, end = yield from reader.until(KEY, END_CALL)
-        out.begin(name.strip())
+        name, end = yield from reader.name(KEY, END_CALL)
+        out.begin(name)
         arguments = ObjectWriter(out.argue)
         while end == KEY:
             key, _ = yield from reader.until(END_KEY)

@@ -17,7 +17,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 
 
@@ -53,8 +53,9 @@ class Harmony(Format):
     def _message(self, reader: Reader, out: Output, header: str) -> Steps[str]:
         """Read a message's text, and return the marker that ends it."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient and recipient[1] in out.tools:
-            out.begin(recipient[1])
+        if recipient and (recipient[2] in out.tools or recipient[1]):
+            out.any_name = True
+            out.begin(recipient[2])
             if (yield from read_value(reader, out.argue)):
                 out.end()
             return (yield from _text(reader, ignore))

@@ -7,7 +7,7 @@
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_arguments
-from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+from triptych.prompt.formats.reader import Reader, Steps
 
 CALLS, END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -26,10 +26,8 @@ class Kimi(Format):
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == CALLS:
             yield from reader.expect(CALL)
-        path, end = yield from reader.until(ARGUMENTS)
-        if not end:
-            raise NotACallError
-        out.begin(path.strip().rpartition(":")[0].removeprefix("functions."))
+        path, _ = yield from reader.name(ARGUMENTS)
+        out.begin(path.rpartition(":")[0].removeprefix("functions."))
         if (yield from read_arguments(reader, out.argue)):
             out.end()
         yield from reader.expect(END_CALL)

@@ -56,7 +56,7 @@ class MiniMaxM2(Format):
                 return
 
     def _invocation(self, reader: Reader, out: Output) -> Steps[None]:
-        name, _ = yield from reader.until(">")
+        name, _ = yield from reader.name(">")
         out.begin(_unquoted(name))
         arguments = ObjectWriter(out.argue)
         while (yield from reader.expect(PARAMETER, END_INVOKE)) == PARAMETER:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls, read_value
-from triptych.prompt.formats.reader import NotACallError, Reader, Steps
+from triptych.prompt.formats.reader import Reader, Steps
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -37,12 +37,10 @@ class Mistral(Format):
         if (yield from reader.next()) in ("[", "{"):
             yield from read_calls(reader, out)
             return
-        name, end = yield from reader.until("{", ARGS, CALL_ID)
+        name, end = yield from reader.name("{", ARGS, CALL_ID)
         if end == CALL_ID:
-            _, end = yield from reader.until(ARGS)
-        if not end:
-            raise NotACallError
-        out.begin(name.strip())
+            _, end = yield from reader.name(ARGS)
+        out.begin(name)
         if end == "{":
             out.argue(end)
         if (yield from read_value(reader, out.argue, depth=int(end == "{"))):

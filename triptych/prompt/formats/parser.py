@@ -14,7 +14,9 @@ _SPACE = re.compile(r"\s+")
 class AnswerParser:
     """Joined, the events of ``push`` and ``finish`` are the same however the text was split into pieces.
 
-    Anything but a call of one of ``tools`` is text. White space around reasoning and calls is dropped."""
+    A call that only markers begin may have any name. Others, and those within reasoning, are calls only of ``tools``.
+    What turns out to be no call is text, and is searched for calls and tags again.
+    White space around reasoning and calls is dropped."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class AnswerParser:
             return
         space: list[str] = []
         yield from self._reader.matching(_SPACE, space.append)
-        mark = yield from self._reader.literal(*self._first, *self._opening)
+        mark = yield from self._reader.literal(*self._calls, *self._opening)
         if mark in self._closes:
             self._open(mark)
             return
@@ -111,18 +113,22 @@ class AnswerParser:
     def _call(self, opener: str) -> Steps[None]:
         found = self._out.num_calls
         self._reader.keep()
+        self._out.any_name = opener not in self._first and not self._out.in_reasoning
         try:
             yield from self._calls[opener].read(self._reader, self._out, opener)
         except NotACallError:
-            kept = self._reader.decide()
-            if kept is not None:
-                text = kept if self._out.num_calls > found else opener + kept
-                for marker in self._special:
-                    text = text.replace(marker, "")
-                self._out.restore(text)
+            if self._out.num_calls == found:
+                self._restore(opener)
+            self._restore(self._reader.rewind())
         self._reader.decide()
         if self._out.num_calls > found:
             self._drop(self._calls[opener].closers)
+
+    def _restore(self, text: str) -> None:
+        """Take for text what began as a call."""
+        for marker in self._special:
+            text = text.replace(marker, "")
+        self._out.restore(text)
 
     def _drop(self, closers: Sequence[str]) -> None:
         """Take what ends calls for no text any more."""

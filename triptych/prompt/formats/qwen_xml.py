@@ -44,8 +44,8 @@ class QwenXml(Format):
                 return
 
     def _function(self, reader: Reader, out: Output) -> Steps[None]:
-        name, _ = yield from reader.until(">")
-        out.begin(name.strip().strip("\"'"))
+        name, _ = yield from reader.name(">")
+        out.begin(name.strip("\"'"))
         arguments = ObjectWriter(out.argue)
         while (yield from reader.expect(PARAMETER, END_FUNCTION)) == PARAMETER:
             key, _ = yield from reader.until(">")

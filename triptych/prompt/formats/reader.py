@@ -15,6 +15,10 @@ Steps = Generator[None, None, T]
 
 MAX_UNDECIDED = 65_536
 """Limit in characters on text that may still turn out to be no call."""
+MAX_REREAD = 16 * MAX_UNDECIDED
+"""Limit in characters on what is read again in an answer because it turned out to be no call."""
+MAX_NAME = 256
+"""Limit in characters on a tool's name and what is around it."""
 
 _SPACE = re.compile(r"\s*")
 
@@ -67,7 +71,8 @@ class Reader:
         self._at = 0
         self._ended = False
         self._kept: list[str] | None = None
-        self._num_kept = 0
+        self._num_kept = self._num_reread = 0
+        self._max_kept = MAX_UNDECIDED
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
@@ -81,19 +86,29 @@ class Reader:
 
     def keep(self) -> None:
         """Keep what is consumed from here on, until ``decide``."""
-        self._kept, self._num_kept = [], 0
+        self._kept, self._num_kept, self._max_kept = [], 0, MAX_UNDECIDED
 
     def decide(self) -> str | None:
         """Return what was kept, None if nothing is being kept, and keep nothing any more."""
         kept, self._kept = self._kept, None
         return None if kept is None else "".join(kept)
 
+    def rewind(self) -> str:
+        """Go back to where ``keep`` was called, so that what was kept is read again. Return what isn't: all that was
+        kept, once too much of the answer would have been read again."""
+        kept = self.decide() or ""
+        self._num_reread += len(kept)
+        if self._num_reread > MAX_REREAD:
+            return kept
+        self._text, self._at = kept + self._text[self._at :], 0
+        return ""
+
     def _consume(self, end: int) -> str:
         """Consume the text up to a place in it. Raises NotACallError when more is kept than may be."""
         if self._kept is None:
             text, self._at = self._text[self._at : end], end
             return text
-        last = min(end, self._at + MAX_UNDECIDED - self._num_kept)
+        last = min(end, self._at + self._max_kept - self._num_kept)
         text, self._at = self._text[self._at : last], last
         self._kept.append(text)
         self._num_kept += len(text)
@@ -168,6 +183,16 @@ class Reader:
         parts: list[str] = []
         end = yield from self.stream(ends, parts.append)
         return "".join(parts), end
+
+    def name(self, *ends: str) -> Steps[tuple[str, str]]:
+        """Consume a tool's name up to one of ``ends``, and that. Return both. Raises NotACallError for text that is
+        too long for a name, or that the answer ends in."""
+        self._max_kept = min(MAX_UNDECIDED, self._num_kept + MAX_NAME)
+        name, end = yield from self.until(*ends)
+        self._max_kept = MAX_UNDECIDED
+        if not end:
+            raise NotACallError
+        return name.strip(), end
 
     def expect(self, *literals: str) -> Steps[str]:
         """Consume the one of these that must come next, after white space. Raises NotACallError if none does."""
