@@ -126,6 +126,7 @@ def test_what_is_around_and_between_frames_does_not_matter(data: bytes, seconds:
         (b"wvpk" + MP3, UnsupportedMedia, "a WavPack file"),
         (b"RIFF" + bytes(4) + b"AVI " + MP3, UnsupportedMedia, "a RIFF file"),
         (b"#!AMR_MC1.0\n" + bytes(99), UnsupportedMedia, "several channels"),
+        (made("w64", "pcm_s16le")[:56] + b"\xff" * 8 + bytes(40), TruncatedMedia, "ends within its header"),
         (JUNK * 100, UnsupportedMedia, "not audio of a known format"),
     ],
 )

@@ -4,7 +4,7 @@ import io
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import av
 import numpy as np
@@ -61,8 +61,15 @@ _CODECS = frozenset(
 )
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
+_OPTIONS = {"WAV": {"max_size": str(1 << 15), "max_probe_packets": "1"}}
+"""FFmpeg searches each packet of uncompressed WAV for other codecs until it has seen many, which takes longer than
+to decode them. One large packet is enough to find them."""
+
 _BLOCK = 1 << 16
 """Samples of each channel that are averaged and resampled at a time."""
+_MANY_PLANES = 8
+_DTYPES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "flt": np.float32, "dbl": np.float64}
+"""By FFmpeg's names of packed sample formats."""
 
 TOLERANCE = 0.1
 """Seconds by which the decoded length may differ from the header's, because encoders add silence and don't always
@@ -110,6 +117,9 @@ def _named(header: AudioHeader) -> str:
 def _resampled(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[Samples]:
     """Yield resampled mono samples."""
     for rate_of_file, blocks in itertools.groupby(_averaged(frames), lambda block: block[1]):
+        if rate_of_file == rate:
+            yield from (samples for samples, _ in blocks)
+            continue
         resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
         for samples, _ in blocks:
             frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
@@ -123,13 +133,17 @@ def _resampled(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[Samples]:
 def _averaged(frames: Iterator[av.AudioFrame]) -> Iterator[tuple[Samples, int]]:
     """Yield the channels' mean in blocks, with their sample rate. FFmpeg's downmix would weight the channels. Their
     number and the rate may change between frames."""
-    for (_, _, rate), run in itertools.groupby(frames, _shape):
-        packer = av.AudioResampler("flt", frame_size=_BLOCK)
+    for (_, _, rate), run in itertools.groupby(_readable(frames), _shape):
+        joined: list[av.AudioFrame] = []
+        num_samples = 0
         for frame in run:
-            for packed in packer.resample(frame):
-                yield _mean(packed), rate
-        for packed in packer.resample(None):
-            yield _mean(packed), rate
+            joined.append(frame)
+            num_samples += frame.samples
+            if num_samples >= _BLOCK:
+                yield _mean(joined), rate
+                joined, num_samples = [], 0
+        if joined:
+            yield _mean(joined), rate
 
 
 def _shape(frame: av.AudioFrame) -> tuple[str, str, int]:
@@ -137,16 +151,38 @@ def _shape(frame: av.AudioFrame) -> tuple[str, str, int]:
     return frame.format.name, frame.layout.name, frame.sample_rate
 
 
-def _mean(packed: av.AudioFrame) -> Samples:
-    """Return the mean of the channels of a frame of packed floats. Planes of eight channels or more would crash PyAV,
-    which looks for the pointer behind the last."""
-    channels = packed.layout.nb_channels
-    values = np.asarray(packed.to_ndarray(), np.float32).reshape(-1, channels)
-    total: Samples = values[:, 0].copy()
-    for channel in range(1, channels):
-        total += values[:, channel]
+def _readable(frames: Iterator[av.AudioFrame]) -> Iterator[av.AudioFrame]:
+    """Yield frames whose planes PyAV can read: it looks for the pointer behind the last, and would crash at eight."""
+    for frame in frames:
+        if frame.format.is_planar and frame.layout.nb_channels >= _MANY_PLANES:
+            yield from av.AudioResampler(frame.format.packed.name).resample(frame)
+        else:
+            yield frame
+
+
+def _mean(frames: list[av.AudioFrame]) -> Samples:
+    """Return the mean of the channels of frames of the same shape."""
+    channels, sample_format = frames[0].layout.nb_channels, frames[0].format
+    dtype = _DTYPES[sample_format.packed.name]
+    of_plane = channels if sample_format.is_packed else 1
+    pieces = [[np.frombuffer(plane, dtype, frame.samples * of_plane) for plane in frame.planes] for frame in frames]
+    planes = [np.concatenate(plane) for plane in zip(*pieces, strict=True)]
+    columns = planes[0].reshape(-1, channels).T if sample_format.is_packed else planes
+    total = _floats(columns[0])
+    for column in columns[1:]:
+        total += _floats(column)
     total /= np.float32(channels)
     return total
+
+
+def _floats(values: NDArray[Any]) -> Samples:
+    """Return new samples between -1 and 1, converted as FFmpeg does."""
+    floats = np.array(values, np.float32)
+    if values.dtype.kind == "u":
+        floats -= np.float32(128)
+    if values.dtype.kind != "f":
+        floats *= np.float32(2.0 ** (1 - 8 * values.dtype.itemsize))
+    return floats
 
 
 def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Iterator[av.AudioFrame]:
@@ -158,6 +194,7 @@ def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Itera
             io.BytesIO(data[behind_tags(data) :]),
             "r",
             format=_DEMUXERS[header.format],
+            options=_OPTIONS.get(header.format, {}),
             metadata_errors="ignore",
         )
     except _DECODING_ERRORS as error:

@@ -55,7 +55,7 @@ def probe_audio(data: bytes) -> AudioHeader:
     """
     try:
         header = _probe(data)
-    except (struct.error, IndexError):
+    except (struct.error, IndexError, OverflowError):  # the last at sizes of 64 bits
         raise TruncatedMedia("the audio ends within its header") from None
     check_sound(header.rate, header.channels)
     if header.samples < 1:
