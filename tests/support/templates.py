@@ -4,9 +4,18 @@ Each has what decides how conversations are accepted: which roles it knows, wher
 demands that roles alternate, how it shows contents, calls and results, and what it raises.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from tests.support.conversations import CONVERSATIONS
+from triptych.errors import InvalidRequest
+from triptych.prompt.fitting import Fitter, name_message, place_of
+from triptych.prompt.template import ChatTemplate
+from triptych.prompt.template_forms import PROBE_TOOLS, find_forms
+
+Message = Mapping[str, Any]
 
 _ROLES = "{%- for message in messages -%}"
 _END = "{%- endfor -%}"
@@ -125,7 +134,7 @@ TEMPLATES = {
     # strings joined with tags; no calls
     "phi3": _ROLES + "{{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' -}}" + _END,
     # calls need a content of none, and arguments as text
-    "deepseek-v3": "{{- bos_token -}}{%- set all = namespace(system='') -%}{%- for message in messages -%}"
+    "deepseek-v3": _TOOLS + "{{- bos_token -}}{%- set all = namespace(system='') -%}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{%- set all.system = all.system + message.content -%}{%- endif -%}"
     "{%- endfor -%}{{- all.system -}}"
     + _ROLES
@@ -137,11 +146,14 @@ TEMPLATES = {
     "{{- '<|Assistant|>' + message.content.split('</think>')[-1] + '<|end_of_sentence|>' -}}"
     "{%- elif message.role == 'tool' -%}{{- '<|tool_output_begin|>' + message.content + '<|tool_output_end|>' -}}"
     "{%- endif -%}" + _END + "{%- if add_generation_prompt -%}{{- '<|Assistant|>' -}}{%- endif -%}",
-    # the first message's instructions; later ones of the system are left out; a result needs a call before it
-    "gpt-oss": "{%- if messages[0].role in ('system', 'developer') -%}"
+    # the first message's instructions; one call a message; text beside calls is
+    # reasoning, left out once there is an answer; a result needs a call before it
+    "gpt-oss": _TOOLS + "{%- if messages[0].role in ('system', 'developer') -%}"
     "{{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + '<|end|>' -}}{%- endif -%}"
     "{%- set last = namespace(name=none) -%}" + _ROLES + "{%- if message.role == 'assistant' and message.tool_calls -%}"
-    "{%- if message.content -%}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' -}}"
+    "{%- if message.content and not "
+    "messages[loop.index:] | rejectattr('tool_calls') | selectattr('role', 'equalto', 'assistant') | list -%}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' -}}"
     "{%- endif -%}{%- set call = message.tool_calls[0].function -%}"
     "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' "
     "+ call.arguments | tojson + '<|call|>' -}}{%- set last.name = call.name -%}"
@@ -187,17 +199,122 @@ TEMPLATES = {
     "{{- '\\n</tool_call>' -}}{%- endfor -%}{%- endif -%}"
     + _END
     + "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}",
+    # the system message before the last user's text, if that is the last message; text or calls; ids of nine characters
+    "mistral-7b-v0.3": "{%- if messages[0].role == 'system' -%}{%- set system = messages[0].content -%}"
+    "{%- set turns = messages[1:] -%}{%- else -%}{%- set turns = messages -%}{%- endif -%}"
+    "{%- set state = namespace(user=true) -%}{%- for message in turns -%}"
+    "{%- if message.role != 'tool' and not message.tool_calls -%}{%- if (message.role == 'user') != state.user -%}"
+    "{{- raise_exception('After the optional system message, conversation roles must alternate') -}}{%- endif -%}"
+    "{%- set state.user = not state.user -%}{%- endif -%}{%- endfor -%}{%- for message in turns -%}"
+    "{%- if message.role == 'user' -%}{%- if tools -%}{{- tools | tojson -}}{%- endif -%}"
+    "{{- '[INST] ' + (system + '\\n\\n' if loop.last and system is defined else '') + message.content + '[/INST]' -}}"
+    "{%- elif message.tool_calls -%}{{- '[TOOL_CALLS] [' -}}{%- for call in message.tool_calls -%}"
+    "{%- if call.id | length != 9 -%}{{- raise_exception('IDs should be of length 9!') -}}{%- endif -%}"
+    "{{- (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' -}}{%- endfor -%}{{- ']' + eos_token -}}"
+    "{%- elif message.role == 'assistant' -%}{{- ' ' + message.content | trim + eos_token -}}"
+    "{%- elif message.role == 'tool' -%}{%- if message.tool_call_id | length != 9 -%}"
+    "{{- raise_exception('IDs should be of length 9!') -}}{%- endif -%}"
+    "{{- '[TOOL_RESULTS] {\"content\": ' + message.content | string + '}[/TOOL_RESULTS]' -}}"
+    "{%- else -%}{{- raise_exception('Only user and assistant roles are supported') -}}{%- endif -%}" + _END,
+    # no message may be empty; ids may be longer than nine characters
+    "ministral-3": _PARTS + "{%- set state = namespace(user=true) -%}" + _ROLES + "{%- if message.role != 'system' and "
+    "not message.content and not message.tool_calls -%}{{- raise_exception('must have a string') -}}{%- endif -%}"
+    "{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) -%}"
+    "{%- if (message.role == 'user') != state.user -%}{{- raise_exception('conversation roles must alternate') -}}"
+    "{%- endif -%}{%- set state.user = not state.user -%}{%- endif -%}"
+    "{%- if message.role == 'system' and not loop.first -%}{{- raise_exception('Only user, assistant, tool') -}}"
+    "{%- endif -%}{{- '[' + message.role + ']' + show(message.content) -}}{%- for call in message.tool_calls or [] -%}"
+    "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' -}}{%- if call.function.arguments is string -%}"
+    "{{- call.function.arguments -}}{%- else -%}{{- call.function.arguments | tojson -}}{%- endif -%}{%- endfor -%}"
+    + _END
+    + "{%- if tools -%}{%- endif -%}",
+    # calls and results count as turns
+    "gemma3 with tools": _TOOLS
+    + _ROLES
+    + "{%- if (message.role in ('user', 'tool', 'system')) != (loop.index0 % 2 == 0) "
+    "-%}{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') -}}{%- endif -%}"
+    "{{- '<start_of_turn>' + message.role + '\\n' + message.content | trim -}}{%- if message.tool_calls -%}{{- '[' -}}"
+    "{%- for call in message.tool_calls -%}{{- call.function.name + '(' -}}"
+    "{%- for name in call.function.arguments -%}{{- name + '=' + call.function.arguments[name] | tojson -}}"
+    "{%- endfor -%}{{- ')' -}}{%- endfor -%}{{- ']' -}}{%- endif -%}{{- '<end_of_turn>\\n' -}}" + _END,
+    # lists and strings; calls beside texts
+    "llama4": _PARTS + _TOOLS + _ROLES + "{{- '<|header_start|>' + message.role + '<|header_end|>\\n\\n' -}}"
+    '{{- show(message.content) -}}{%- for call in message.tool_calls or [] -%}{{- \'{"name": "\' + call.function.name '
+    "+ '\", \"parameters\": ' + call.function.arguments | tojson + '}' -}}{%- endfor -%}{{- '<|eot|>' -}}" + _END,
+    # text or calls
+    "phi4-mini": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.content -%}{{- message.content -}}"
+    "{%- elif message.tool_calls -%}{{- '<|tool_call|>' -}}{%- for call in message.tool_calls -%}"
+    "{{- call.function | tojson -}}{%- endfor -%}{{- '<|/tool_call|>' -}}{%- endif -%}{{- '<|end|>' -}}" + _END,
+    # the system message first; calls between plugin tags, beside texts
+    "internlm2.5": _ROLES + "{%- if message.role == 'system' and not loop.first -%}{{- raise_exception('Only user') -}}"
+    "{%- endif -%}{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}"
+    '{%- for call in message.tool_calls or [] -%}{{- \'<|action_start|><|plugin|>\\n{"name": "\' + call.function.name '
+    "+ '\", \"parameters\": ' + call.function.arguments | tojson + '}<|action_end|>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>\\n' -}}" + _END + "{%- if tools -%}{%- endif -%}" + _CHATML_PROMPT,
+    # results where the calls are, by their ids; arguments as an object
+    "gemma4": _PARTS + _TOOLS + _ROLES + "{%- if message.role != 'tool' -%}{{- '<|turn>' + message.role + '\\n' -}}"
+    "{%- set first = loop.index0 -%}{%- for call in message.tool_calls or [] -%}"
+    "{{- '<|tool_call>call:' + call.function.name + '{' -}}{%- if call.function.arguments is mapping -%}"
+    "{%- for name, value in call.function.arguments | dictsort -%}{{- name ~ ':' ~ value -}}{%- endfor -%}{%- endif -%}"
+    "{{- '}<tool_call|>' -}}{%- endfor -%}{%- if message.tool_calls -%}{%- set state = namespace(open=true) -%}"
+    "{%- for follow in messages[first + 1:] -%}{%- if follow.role != 'tool' -%}{%- set state.open = false -%}"
+    "{%- elif state.open -%}{{- '<|tool_response>' + show(follow.content) + '<tool_response|>' -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{{- show(message.content) + '<turn|>\\n' -}}{%- endif -%}" + _END,
+    # a result needs a call before it
+    "minimax-m2": _PARTS
+    + _TOOLS
+    + "{%- set last = namespace(calls=false) -%}"
+    + _ROLES
+    + "{%- if message.role == 'tool' and not last.calls -%}{{- raise_exception('Message has tool role, but') -}}"
+    "{%- endif -%}{%- if message.role == 'assistant' -%}{%- set last.calls = message.tool_calls | length > 0 -%}"
+    "{%- endif -%}{{- ']~b]' + message.role + '\\n' + show(message.content) -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '<invoke name=\"' + call.function.name + '\">\\n' -}}"
+    "{%- for name, value in call.function.arguments.items() -%}{{- '<parameter name=\"' + name + '\">' -}}"
+    "{{- value if value is string else value | tojson -}}{{- '</parameter>\\n' -}}{%- endfor -%}"
+    "{{- '</invoke>\\n' -}}{%- endfor -%}{{- '[e~[\\n' -}}" + _END,
+    # system messages at the beginning, wherever they are; texts and calls
+    "deepseek-v3.1": "{%- for message in messages if message.role == 'system' -%}{{- message.content -}}"
+    + _END
+    + _TOOLS
+    + _ROLES
+    + "{%- if message.role == 'user' -%}{{- '<|User|>' + message.content -}}"
+    "{%- elif message.role == 'assistant' -%}{{- '<|Assistant|></think>' + (message.content or '') -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '<|tool_call_begin|>' + call.function.name + '<|tool_sep|>' "
+    "+ call.function.arguments + '<|tool_call_end|>' -}}{%- endfor -%}{{- '<|end_of_sentence|>' -}}"
+    "{%- elif message.role == 'tool' -%}{{- '<|tool_output_begin|>' + message.content + '<|tool_output_end|>' -}}"
+    "{%- endif -%}" + _END,
+    # calls for requests with tools alone
+    "hunyuan": _ROLES
+    + "{{- '<|' + message.role + '|>' + (message.content or '') -}}{%- if tools -%}"
+    + _JSON_CALLS
+    + "{%- endif -%}"
+    + _END,
+    # calls by role; strings; the last result's images
+    "minicpm-v": _TOOLS + _ROLES + "{{- '<|im_start|>' + message.role + '\\n' -}}"
+    "{%- if message.content is string -%}{{- message.content -}}{%- endif -%}"
+    + _JSON_CALLS
+    + "{{- '<|im_end|>\\n' -}}"
+    + _END
+    + _CHATML_PROMPT,
 }
 
-_TOOL_SHAPES = {shape for shape in CONVERSATIONS if "call" in shape or ("result" in shape and "alone" not in shape)}
-REFUSED: dict[str, Set[str]] = {
-    "qwen3.5": {"call with broken arguments"},
-    "llama3": {"calls"},
-    "mistral-small-3": {"assistant first", "call with text", "call with a list", "user after a result"},
-    "gpt-oss": {"calls", "result alone"},
-    "glm4": {"call with broken arguments"},
-    "llava": _TOOL_SHAPES | {"result alone"},
-    **dict.fromkeys(("qwen2-vl", "phi3", "chatml", "smolvlm"), _TOOL_SHAPES),
-    **dict.fromkeys(("llama2", "gemma2", "gemma3"), _TOOL_SHAPES | {"assistant first"}),
-}
-"""What a template can't take; every other conversation is served."""
+
+def serve(template: ChatTemplate, fitter: Fitter, messages: Sequence[Message], **variables: Any) -> str:
+    """Return the prompt of a conversation, as the service makes it. Raises InvalidRequest naming the message."""
+    fitted = fitter.fit(messages)
+    try:
+        return template.render([one.message for one in fitted], **variables)
+    except InvalidRequest as error:
+        raise name_message(error, fitted, partial(template.render, **variables)) from error
+
+
+@cache
+def made(name: str, *, with_tools: bool = False) -> tuple[ChatTemplate, Fitter]:
+    """Return a template and what fits conversations to it."""
+    with TemporaryDirectory() as path:
+        folder = Path(path)
+        (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+        (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+        template = ChatTemplate(folder)
+    render = partial(template.render, tools=PROBE_TOOLS) if with_tools else template.render
+    return template, Fitter(find_forms(render, {"image": (place_of("image"), "<|image|>")}), {"image": "<|image|>"})

@@ -7,6 +7,7 @@ from typing import Any
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import MediaSettings, Place, check_options, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
+    LEGACY_CALL_ID,
     ChatCompletionRequest,
     ChatMessage,
     ConversationFields,
@@ -91,7 +92,7 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
             for call_id, function in calls
         ]
     if message.role == "function":
-        result["role"] = "tool"
+        result |= {"role": "tool", "tool_call_id": LEGACY_CALL_ID}
     if not isinstance(message.content, list):
         return result | {"content": message.content or message.refusal or ""}
     parts = [

@@ -24,6 +24,8 @@ from triptych.api.json_limits import check_num_values
 from triptych.errors import InvalidRequest
 from triptych.prompt.media import MAX_FRAMES
 
+LEGACY_CALL_ID = "call"
+"""The id of what ``function_call`` calls, and of the result of a message with the role ``function``."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 FRAMES_PER_SECOND = 2.0
@@ -182,7 +184,7 @@ class ChatMessage(StrictModel):
 
     def calls(self) -> list[tuple[str, FunctionCall]]:
         """Return the calls with their ids."""
-        legacy = [] if self.function_call is None else [("call", self.function_call)]
+        legacy = [] if self.function_call is None else [(LEGACY_CALL_ID, self.function_call)]
         return [*((call.id, call.function) for call in self.tool_calls or ()), *legacy]
 
 

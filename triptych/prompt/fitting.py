@@ -2,16 +2,18 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any
 
 from blake3 import blake3
 
 from triptych.errors import InvalidRequest
+from triptych.prompt.formats.hermes import CALL, END_CALL
 from triptych.prompt.formats.reasoning import THINK
 from triptych.prompt.template import REASONING_FIELDS
-from triptych.prompt.template_forms import ASSISTANT, CALLS, SYSTEM, USER, Forms
+from triptych.prompt.template_forms import ASSISTANT, CALLS, SYSTEM, TOOL, USER, Forms
 
 Message = Mapping[str, Any]
 """A message: ``role``, and ``content``, which is a string or a list of parts. Further keys go to the template.
@@ -23,6 +25,8 @@ arguments of a call are JSON, or None.
 _BETWEEN = "\n\n"
 """Stands between the texts of messages that are joined."""
 _SHORT_ID = 9
+_ARGUMENTS = "arguments"
+"""The name that arguments get which are no object, where a template shows nothing but objects."""
 _SEARCH_SECONDS = 0.2
 """The message that a template can't render is searched for if rendering took no longer."""
 
@@ -59,7 +63,7 @@ class Fitter:
         for one in fitted:
             self._fit_calls(one, names)
             one.message["content"] = self._content(one.kind, one.message.get("content"))
-        fitted = self._joined([part for one in fitted for part in self._split(one)])
+        fitted = self._in_turns(self._joined([part for one in self._one_by_one(fitted) for part in self._split(one)]))
         if continues:
             self._fit_reasoning(fitted[-1].message)
         return fitted
@@ -67,9 +71,10 @@ class Fitter:
     def _place_systems(self, fitted: Sequence[Fitted]) -> None:
         """Make users' messages of those of the system that the template doesn't take where they are."""
         forms, leading = self._forms, True
+        takes = self._takes(SYSTEM) and (forms.always_system or fitted[-1].kind in (SYSTEM, USER))
         for one in fitted:
             leading = leading and one.kind == SYSTEM
-            if one.kind == SYSTEM and not (self._takes(SYSTEM) and (leading or forms.later_systems)):
+            if one.kind == SYSTEM and not (takes and (leading or forms.later_systems)):
                 one.message["role"], one.was_system = USER, True
 
     def _takes(self, kind: str) -> bool:
@@ -78,27 +83,31 @@ class Fitter:
     def _fit_calls(self, one: Fitted, names: dict[str, str]) -> None:
         """Fit the calls of a message, and a result to its call. ``names`` are the functions' names by the calls' ids;
         those of this message are added."""
-        message, where = one.message, f"messages[{one.number}]"
+        forms, message, where = self._forms, one.message, f"messages[{one.number}]"
         if calls := message.get("tool_calls"):
-            if not self._forms.shows_calls or (len(calls) > 1 and not self._forms.several_calls):
-                which = "more than one call of a message" if self._forms.shows_calls else "tool calls"
+            names.update((call["id"], call["function"]["name"]) for call in calls)
+            if not forms.shows_calls and self._takes(TOOL):
+                _write_calls(message)
+            elif not forms.shows_calls or (len(calls) > 1 and not (forms.several_calls or forms.calls_in_turn)):
+                which = "more than one call of a message" if forms.shows_calls else "tool calls"
                 param = f"{where}.tool_calls"
                 raise InvalidRequest(f"{param}: the model's chat template doesn't show {which}", param)
-            names.update((call["id"], call["function"]["name"]) for call in calls)
-            message["tool_calls"] = [self._call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+            else:
+                message["tool_calls"] = [self._call(call) for call in calls]
         elif (call_id := message.get("tool_call_id")) is not None:
             message["tool_call_id"] = self._id(call_id)
             if call_id in names:
                 message.setdefault("name", names[call_id])
+            elif not forms.lone_results and self._takes(TOOL):
+                raise InvalidRequest(f"{where}: the model's chat template doesn't show results without a call", where)
 
-    def _call(self, call: Message, where: str) -> dict[str, Any]:
+    def _call(self, call: Message) -> dict[str, Any]:
         function = call["function"]
         arguments = _parsed(function["arguments"])
         if self._forms.arguments_as_text:
             arguments = "{}" if arguments == {} else function["arguments"]
         elif self._forms.only_objects and not isinstance(arguments, dict):
-            param = f"{where}.function.arguments"
-            raise InvalidRequest(f"{param}: the model's chat template takes nothing but a JSON object", param)
+            arguments = {_ARGUMENTS: arguments}
         return {**call, "id": self._id(call["id"]), "function": {**function, "arguments": arguments}}
 
     def _id(self, call_id: str) -> str:
@@ -111,8 +120,8 @@ class Fitter:
         strings = kind in forms.strings or kind not in forms.lists
         if kind == CALLS and not content:
             return forms.empty_content
-        if not isinstance(content, list):
-            text = content or ""
+        if not content or not isinstance(content, list):
+            text = content or forms.empty_text
             return text if strings else [{"type": "text", "text": text}]
         if kind in forms.lists and (not strings or self._places(kind, content)):
             return [part if part["type"] == "text" else place_of(part["type"]) for part in content]
@@ -124,20 +133,48 @@ class Fitter:
         modalities = {str(part["type"]) for part in content} - {"text"}
         return kind == USER or self._forms.media is None or modalities <= self._forms.media[kind]
 
-    def _split(self, one: Fitted) -> list[Fitted]:
-        """Return the message or, if the template would omit its text beside calls, one for each."""
-        if one.kind not in self._forms.lost or not one.message["content"]:
-            return [one]
-        if one.kind == CALLS and self._forms.calls_after_text:
-            calls = {**one.message, "content": self._forms.empty_content}
-            content = self._content(ASSISTANT, one.message["content"])
-            text = {name: value for name, value in one.message.items() if name != "tool_calls"} | {"content": content}
-            for name in REASONING_FIELDS:
-                calls.pop(name, None)
-            return [Fitted(text, one.number), Fitted(calls, one.number)]
-        param = f"messages[{one.number}]" + (".content" if one.kind == CALLS else "")
-        what = "text beside tool calls" if one.kind == CALLS else f"messages of the role {one.message['role']!r}"
-        raise InvalidRequest(f"{param}: the model's chat template doesn't show {what}", param)
+    def _one_by_one(self, fitted: Sequence[Fitted]) -> Iterator[Fitted]:
+        """Yield the messages, each with one call if the template takes no more. A call is then right before its result;
+        results stay in order, since media have the order of the request."""
+        asked = Fitted({}, 0)
+        waiting: dict[str, list[Message]] = {}
+        for one in fitted:
+            if one.kind == TOOL:
+                ready = waiting.get(one.message.get("tool_call_id", ""), [])[:1]
+            else:
+                ready = list(chain.from_iterable(waiting.values()))
+            for call in ready:
+                waiting[call["id"]].remove(call)
+                yield Fitted({**asked.message, "tool_calls": [call]}, asked.number)
+                asked = self._calls_alone(asked)
+            calls = one.message.get("tool_calls", ())
+            if len(calls) > 1 and not self._forms.several_calls:
+                asked, waiting = one, {}
+                for call in calls:
+                    waiting.setdefault(call["id"], []).append(call)
+            else:
+                yield one
+        for call in chain.from_iterable(waiting.values()):
+            yield Fitted({**asked.message, "tool_calls": [call]}, asked.number)
+            asked = self._calls_alone(asked)
+
+    def _split(self, one: Fitted) -> Iterator[Fitted]:
+        """Yield the message or, if the template would omit its text beside calls, one for each."""
+        takes = one.kind not in self._forms.lost and (one.kind != CALLS or self._takes(CALLS))
+        if takes or not one.message["content"]:
+            yield one
+        elif one.kind == CALLS and self._forms.calls_after_text:
+            text = {name: value for name, value in one.message.items() if name != "tool_calls"}
+            yield Fitted(text | {"content": self._content(ASSISTANT, one.message["content"])}, one.number)
+            yield self._calls_alone(one)
+        else:
+            param = f"messages[{one.number}]" + (".content" if one.kind == CALLS else "")
+            what = "text beside tool calls" if one.kind == CALLS else f"messages of the role {one.message['role']!r}"
+            raise InvalidRequest(f"{param}: the model's chat template doesn't show {what}", param)
+
+    def _calls_alone(self, one: Fitted) -> Fitted:
+        message = {name: value for name, value in one.message.items() if name not in REASONING_FIELDS}
+        return Fitted(message | {"content": self._forms.empty_content}, one.number)
 
     def _joined(self, fitted: Sequence[Fitted]) -> list[Fitted]:
         result: list[Fitted] = []
@@ -161,11 +198,31 @@ class Fitter:
                 return not self._forms.assistants and not self._forms.calls_after_text
         return False
 
+    def _in_turns(self, fitted: Sequence[Fitted]) -> list[Fitted]:
+        """Return the messages with empty turns where the template demands one."""
+        forms, turns = self._forms, self._forms.turns
+        result: list[Fitted] = []
+        before = None if forms.assistant_first else ASSISTANT
+        if not forms.without_user and all(one.kind != USER for one in fitted):
+            place = sum(1 for _ in takewhile(lambda one: one.kind == SYSTEM, fitted))
+            fitted = [*fitted[:place], self._empty(USER, fitted[-1].number), *fitted[place:]]
+        for one in fitted:
+            turn = turns.get(one.kind)
+            if turn and turn == before:
+                before = USER if turn == ASSISTANT else ASSISTANT
+                result.append(self._empty(before, one.number))
+            before = turn or before
+            result.append(one)
+        return result
+
+    def _empty(self, role: str, number: int) -> Fitted:
+        return Fitted({"role": role, "content": self._content(role, "")}, number)
+
     def _fit_reasoning(self, message: dict[str, Any]) -> None:
         """Give reasoning that is to be continued as the template shows it: in a field of its own, or as text."""
         content = message["content"]
         thought = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
-        if not content and thought and not self._forms.shows_reasoning:
+        if _is_blank(content) and thought and not self._forms.shows_reasoning:
             for name in REASONING_FIELDS:
                 message.pop(name, None)
             message["content"] = self._content(ASSISTANT, f"{THINK.open}\n{thought}")
@@ -204,9 +261,24 @@ def place_of(modality: str) -> dict[str, Any]:
     return {"type": modality, modality: ""}
 
 
+def _write_calls(message: dict[str, Any]) -> None:
+    """Make text of a message's calls, in the form in which they are found in answers if no other is known."""
+    functions = [call["function"] for call in message.pop("tool_calls")]
+    text = "".join(
+        f'\n{CALL}\n{{"name": {json.dumps(one["name"], ensure_ascii=False)}, '
+        f'"arguments": {(one["arguments"] or "").strip() or "{}"}}}\n{END_CALL}'
+        for one in functions
+    )
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = [*content, {"type": "text", "text": text}]
+    else:
+        message["content"] = (content or "") + text if content else text.lstrip("\n")
+
+
 def _join(first: Message, second: Message) -> dict[str, Any]:
     """Return one message with the contents and reasoning of both."""
-    contents = [content for one in (first, second) if (content := one["content"])]
+    contents = [content for one in (first, second) if not _is_blank(content := one["content"])]
     if len(contents) < 2:
         joined: Any = contents[0] if contents else second["content"]
     elif all(isinstance(content, str) for content in contents):
@@ -220,6 +292,11 @@ def _join(first: Message, second: Message) -> dict[str, Any]:
         if (thoughts := [one[name] for one in (first, second) if one.get(name)])
     }
     return {**first, **second, **reasoning, "content": joined}
+
+
+def _is_blank(content: Any) -> bool:
+    texts = [content] if isinstance(content, str) else [part.get("text", part["type"]) for part in content or []]
+    return not any(text.strip() for text in texts)
 
 
 def _parsed(arguments: str | None) -> Any:

@@ -166,10 +166,9 @@ class PromptBuilder:
         self._media_texts = sorted({*tokens, *placed.values(), *self.planner.markers})
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         places = {name: (place_of(name), text) for name, text in placed.items()}
-        takes_tools = self.template.supports_tools
         plain, with_tools = (
-            Fitter(find_forms(partial(self.template.render, tools=tools), places, takes_tools=takes_tools), placed)
-            for tools in (None, PROBE_TOOLS if takes_tools else None)
+            Fitter(find_forms(partial(self.template.render, tools=tools), places), placed)
+            for tools in (None, PROBE_TOOLS if self.template.supports_tools else None)
         )
         self._fitters = {False: plain, True: with_tools}
         """By whether a request has tools."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from triptych.errors import InvalidRequest
@@ -24,7 +25,14 @@ _AROUND = {
 """For each kind: a plain conversation with such a message, and its place."""
 _WORD, _MORE = "dolor_xq", "magna_xq"
 """The contents on trial."""
-_IDS, _LONG_ID = ("q1w2e3r4t", "z9x8c7v6b"), "call_q1w2e3r4t5y6u7i8"
+_TURNS_ON_TRIAL = (
+    (USER, CALLS, TOOL, USER),
+    (USER, CALLS, TOOL, ASSISTANT, USER),
+    (USER, ASSISTANT, CALLS, TOOL, USER),
+    (USER, ASSISTANT, CALLS, TOOL, ASSISTANT, USER),
+)
+"""Conversations that tell whose turns calls and results are: which of them a template shows differs for each answer."""
+_IDS, _LONG_ID, _TINY_ID = ("q1w2e3r4t", "z9x8c7v6b"), "call_q1w2e3r4t5y6u7i8", "q"
 _NAMES = ("veniam_xq", "aliquip_xq")
 _ARGUMENTS = {"nostrud_xq": "ullamco_xq"}
 PROBE_TOOLS: list[Message] = [
@@ -33,7 +41,7 @@ PROBE_TOOLS: list[Message] = [
         "function": {
             "name": "lorem_tool",
             "description": "Lorem.",
-            "parameters": {"type": "object", "properties": {"lorem": {"type": "string"}}},
+            "parameters": {"type": "object", "properties": {"lorem": {"type": "string", "description": "Lorem."}}},
         },
     }
 ]
@@ -54,18 +62,33 @@ class Forms:
     """Modalities that it has a place for in a list, by the kind of the message. None if that isn't known."""
     leading_systems: bool = True
     """Whether several system messages may begin a conversation."""
+    always_system: bool = True
+    """Whether it shows a system message if the last message isn't the user's, too."""
     later_systems: bool = True
     """Whether a system message may follow others."""
     users: bool = True
     """Whether a user's message may follow another."""
     assistants: bool = True
     """Whether an assistant's message may follow another."""
+    turns: Mapping[str, str] = field(default_factory=dict)
+    """Whose turn a kind of message is, USER's or ASSISTANT's, if turns must alternate and may be empty. Kinds that
+    aren't here don't count."""
+    assistant_first: bool = True
+    """Whether the assistant's turn may be the first."""
+    empty_text: str = ""
+    """What a content without text must be."""
+    without_user: bool = True
+    """Whether a conversation may lack messages of the user."""
+    lone_results: bool = True
+    """Whether it shows a result without a call."""
     shows_calls: bool = True
-    """Whether it shows calls or, being made for tools, at least their results."""
+    """Whether it shows calls."""
     calls_after_text: bool = False
     """Whether a message with calls may follow one of the assistant with text."""
     several_calls: bool = True
-    """Whether it shows all calls of a message, or raises an error."""
+    """Whether it shows all calls of a message, and their results."""
+    calls_in_turn: bool = True
+    """Whether a call may follow the result of another."""
     arguments_as_text: bool = False
     """Whether a call's arguments are JSON, not an object."""
     only_objects: bool = False
@@ -78,10 +101,10 @@ class Forms:
     """Whether it shows the reasoning of a last message without content."""
 
 
-def find_forms(render: Render, places: Places, *, takes_tools: bool) -> Forms:
+def find_forms(render: Render, places: Places) -> Forms:
     """Return what a template takes. ``render`` renders a conversation with it, and raises InvalidRequest if the
-    template does. ``takes_tools``: it reads the tools of a request."""
-    trial = _Trial(render, as_string=True, takes_tools=takes_tools)
+    template does."""
+    trial = _Trial(render, as_string=True)
     strings, lists = trial.shows_string(USER), trial.shows_list(USER)
     if not strings and not lists:
         return Forms()
@@ -99,7 +122,6 @@ class _Trial:
     render: Render
     as_string: bool
     """Whether the content of the messages around the one on trial is a string."""
-    takes_tools: bool
     calls: Message = field(default_factory=dict)
     """The fields of a message with a call; empty if the template shows none."""
 
@@ -108,22 +130,32 @@ class _Trial:
         strings = frozenset(kind for kind in _AROUND if self.shows_string(kind))
         lists = frozenset(kind for kind in _AROUND if self.shows_list(kind))
         unseen = _AROUND.keys() - strings - lists
+        users, assistants = self.shows(USER, USER), self.shows(USER, ASSISTANT, ASSISTANT, USER)
+        empty_text = self._find_empty_text()
+        turns = {} if users or assistants or empty_text is None else self._find_turns()
         return Forms(
             strings=strings,
             lists=lists,
             lost=frozenset(kind for kind in unseen if self._text(self._with_content(kind, self._content(_WORD)))),
             media={kind: self.media(kind, places) for kind in lists},
             leading_systems=self.shows(SYSTEM, SYSTEM, USER),
+            always_system=not self.calls or self.shows(SYSTEM, USER, CALLS, TOOL),
             later_systems=self.shows(SYSTEM, USER, ASSISTANT, SYSTEM, USER) and self.shows(SYSTEM, USER, SYSTEM),
-            users=self.shows(USER, USER),
-            assistants=self.shows(USER, ASSISTANT, ASSISTANT, USER),
-            shows_calls=bool(self.calls) or (self.takes_tools and TOOL in strings | lists),
-            calls_after_text=self.shows(USER, ASSISTANT, CALLS, TOOL, ASSISTANT, USER),
+            users=users,
+            assistants=assistants,
+            turns=turns,
+            empty_text=empty_text or "",
+            assistant_first=self.shows(ASSISTANT, USER),
+            without_user=self.shows(SYSTEM) and self.shows(SYSTEM, ASSISTANT),
+            lone_results=self.shows(USER, TOOL),
+            shows_calls=bool(self.calls),
+            calls_after_text=bool(turns) or self.shows(USER, ASSISTANT, CALLS, TOOL, ASSISTANT, USER),
             several_calls=self._shows_several_calls(),
+            calls_in_turn=self.shows(USER, CALLS, TOOL, CALLS, TOOL),
             arguments_as_text=as_text,
-            only_objects=self._raises_for(arguments="lorem"),
+            only_objects=not self._shows_call(arguments=_WORD),
             empty_content=self.calls.get("content", ""),
-            short_ids=self._raises_for(call_id=_LONG_ID),
+            short_ids=not all(self._shows_call(call_id=one) for one in (_LONG_ID, _TINY_ID)),
             shows_reasoning=self._shows_reasoning(),
         )
 
@@ -135,12 +167,20 @@ class _Trial:
 
     def shows_string(self, kind: str) -> bool:
         text = self._text(self._with_content(kind, _WORD))
-        return text is not None and _WORD in text and self._has_calls(kind, text)
+        if text is None or _WORD not in text or not self._has_calls(kind, text):
+            return False
+        # some take a text beside calls for reasoning, which is left out once the answer is there
+        later = self._text(self._with_content(kind, _WORD, ASSISTANT, USER)) if kind == CALLS else None
+        return later is None or _WORD in later
 
     def shows_list(self, kind: str) -> bool:
         """Return whether the template shows all texts of a list, in order, and doesn't print the list."""
         text = self._text(self._with_content(kind, _parts(_WORD, _MORE)))
         if text is None or not 0 <= text.find(_WORD) < text.find(_MORE) or not self._has_calls(kind, text):
+            return False
+        if kind == CALLS and _WORD not in (
+            self._text(self._with_content(kind, _parts(_WORD), ASSISTANT, USER)) or _WORD
+        ):
             return False
         plain = self._text(self._with_content(kind, _WORD)) or ""
         return all(text.count(key) <= plain.count(key) for key in ("'type'", '"type"', "'text'", '"text"'))
@@ -174,9 +214,10 @@ class _Trial:
             messages.append(message | more.get(kind, {}))
         return messages
 
-    def _with_content(self, kind: str, content: str | list[Message]) -> list[Message]:
+    def _with_content(self, kind: str, content: str | list[Message], *later: str) -> list[Message]:
+        """Return the plain conversation with such a message, and messages of the kinds ``later`` behind it."""
         kinds, place = _AROUND[kind]
-        messages = self._conversation(kinds)
+        messages = self._conversation((*kinds, *later))
         messages[place]["content"] = content
         return messages
 
@@ -208,18 +249,42 @@ class _Trial:
             return True
         (first,) = self.calls["tool_calls"]
         text = self._text(self._with_calls(first, _call(_IDS[1], _NAMES[1], first["function"]["arguments"])))
-        return text is None or _NAMES[1] in text
+        return text is not None and all(word in text for word in (*_NAMES, _word(2), _word(3)))
 
-    def _raises_for(self, call_id: str = _IDS[0], arguments: Any = None) -> bool:
-        """Return whether the template shows calls, but raises an error for one with this id or these arguments."""
+    def _shows_call(self, call_id: str = _IDS[0], arguments: str = "") -> bool:
+        """Return whether the template shows a call with this id and these arguments, if it shows calls at all."""
         if not self.calls:
-            return False
+            return True
         own = self.calls["tool_calls"][0]["function"]["arguments"]
-        return self._text(self._with_calls(_call(call_id, _NAMES[0], own if arguments is None else arguments))) is None
+        text = self._text(self._with_calls(_call(call_id, _NAMES[0], arguments or own)))
+        return text is not None and arguments in text
+
+    def _find_empty_text(self) -> str | None:
+        """Return ``Forms.empty_text``; None if no content may be without text."""
+        for text in ("", " "):
+            messages = self._conversation((USER, ASSISTANT, USER, ASSISTANT, USER))
+            for message in messages[1:3]:
+                message["content"] = self._content(text)
+            if self._text(messages) is not None:
+                return text
+        return None
+
+    def _find_turns(self) -> dict[str, str]:
+        """Return ``Forms.turns`` of a template whose turns must alternate."""
+        shown = [self.shows(*kinds) for kinds in _TURNS_ON_TRIAL]
+        for more in ({CALLS: ASSISTANT, TOOL: USER}, {}, {CALLS: ASSISTANT}, {TOOL: USER}):
+            turns = {USER: USER, ASSISTANT: ASSISTANT, **more}
+            if shown == [_alternate([turns[kind] for kind in kinds if kind in turns]) for kinds in _TURNS_ON_TRIAL]:
+                return turns
+        return {USER: USER, ASSISTANT: ASSISTANT, CALLS: ASSISTANT, TOOL: USER}
 
     def _shows_reasoning(self) -> bool:
         last = {"role": ASSISTANT, "content": "", "reasoning_content": _WORD, "reasoning": _WORD}
         return _WORD in (self._text([*self._conversation((USER,)), last]) or "")
+
+
+def _alternate(turns: Sequence[str]) -> bool:
+    return all(first != second for first, second in pairwise(turns))
 
 
 def _call(call_id: str, name: str, arguments: Any) -> Message:
