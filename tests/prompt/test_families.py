@@ -204,6 +204,12 @@ def test_names_decide(tmp_path: Path) -> None:
             find(tmp_path / next(iter(named)), CASES["qwen3"], **named)
 
 
+@pytest.mark.parametrize(("name", "own"), [("jamba", "minimax"), ("granite4", "hermes"), ("step3p5", "qwen3_coder")])
+def test_other_parsers_names_stand_for_the_same_format(tmp_path: Path, name: str, own: str) -> None:
+    formats, _ = find(tmp_path / "a", CASES["qwen3"], tool_call_parser=name)
+    assert formats.tool_call_parser == own
+
+
 UNKNOWN = replace(CASES["qwen3"], template="{% if tools %}{% endif %}{{ messages[-1].content }}", special=())
 
 

@@ -219,7 +219,9 @@ def _prompts(config: ServeConfig) -> str:
     if asked > builder.context_length:
         raise ConfigError(f"--max-model-len {asked} exceeds the {builder.context_length} tokens of the model")
     prompt = builder.build([{"role": "user", "content": "?"}])
-    return f"a question mark is {len(prompt.tokens)} tokens; at most {asked or builder.context_length} fit"
+    formats = builder.formats
+    parsers = f"reasoning {formats.reasoning_parser or 'none'}, tool calls {formats.tool_call_parser or 'unknown'}"
+    return f"a question mark is {len(prompt.tokens)} tokens; at most {asked or builder.context_length} fit; {parsers}"
 
 
 def _cores(config: ServeConfig) -> str:

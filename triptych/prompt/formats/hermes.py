@@ -14,8 +14,8 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
 class Hermes(Format):
-    families = "Qwen 2.5 and 3, Qwen2.5-VL and Qwen3-VL, Hermes, InternVL 3"
-    parsers = ("hermes",)
+    families = "Qwen 2.5 and 3, Qwen2.5-VL and Qwen3-VL, Hermes, InternVL 3, Granite 4"
+    parsers = ("hermes", "granite4")
     openers = (CALL,)
     closers = (END_CALL,)
     form = CallForm(CALL, '\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>', "\n<tool_call>")

@@ -23,8 +23,8 @@ PARAMETER, END_PARAMETER = "<parameter name=", "</parameter>"
 
 
 class MiniMaxM1(Format):
-    families = "MiniMax-M1"
-    parsers = ("minimax",)
+    families = "MiniMax-M1, Hunyuan-A13B, Jamba"
+    parsers = ("minimax", "hunyuan_a13b", "jamba")
     openers = (M1,)
     closers = (END_M1,)
     form = CallForm(M1, '\n{"name": "{name}", "arguments": {arguments}}', "", end="\n</tool_calls>")

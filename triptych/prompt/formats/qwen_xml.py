@@ -23,8 +23,8 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 class QwenXml(Format):
     """Models may leave out the outer tag."""
 
-    families = "Qwen3-Coder, Qwen3.5 and later"
-    parsers = ("qwen3_coder", "qwen3_xml", "mimo")
+    families = "Qwen3-Coder, Qwen3.5 and later, Step-3.5"
+    parsers = ("qwen3_coder", "qwen3_xml", "mimo", "step3p5")
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)
     form = CallForm(
