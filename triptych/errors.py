@@ -108,6 +108,9 @@ class PromptTooLong(RequestError, code="context_length_exceeded"):
     ``--max-model-len`` up to the model's own limit.
     """
 
+    sizes: tuple[int, int, int] | None = None
+    """Tokens of the context, the prompt and the answer, where they are known."""
+
     @classmethod
     def of(
         cls, context_length: int, num_prompt: int, num_new: int = 1, *, param: str | None, is_least: bool = False
@@ -116,12 +119,14 @@ class PromptTooLong(RequestError, code="context_length_exceeded"):
         number or more.
 
         Clients shorten a conversation, or turn to another model, when they find these words."""
-        return cls(
+        made = cls(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{'at least ' if is_least else ''}{num_prompt + num_new} tokens ({num_prompt} in the input, {num_new} in "
             "the completion). Please reduce the length of the messages or completion.",
             param,
         )
+        made.sizes = (context_length, num_prompt, num_new)
+        return made
 
 
 class NoTokenAllowed(RequestError):

@@ -75,11 +75,7 @@ def test_openais_client_raises_its_authentication_error(guarded: Served) -> None
 def test_keys_are_not_stored() -> None:
     keys = ApiKeys([FIRST])
     assert FIRST not in repr(vars(keys))
-    assert (
-        keys.identify(f"Bearer {FIRST}")
-        == keys.identify(f"bearer  {FIRST}")
-        != ApiKeys([FIRST]).identify(f"Bearer {FIRST}")
-    )
+    assert keys.identify(FIRST) == keys.identify(FIRST) != ApiKeys([FIRST]).identify(FIRST)
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "\u00e9", "a\n", "x" * 513])

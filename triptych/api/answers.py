@@ -51,6 +51,8 @@ class ChoiceDelta:
     finish_reason: str | None
     ids: list[int] = field(default_factory=list)
     """All tokens of the output."""
+    stop_string: str | None = None
+    """The stop string that ended the choice, in its last delta."""
 
     @property
     def reasoning(self) -> str:
@@ -90,7 +92,7 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
     as_ids = chat.request.return_tokens_as_token_ids
     logprobs = logprob_entries(chat.generation.service.tokenizer, output, as_ids=as_ids)
-    return ChoiceDelta(output.choice, events, logprobs, reason, output.ids)
+    return ChoiceDelta(output.choice, events, logprobs, reason, output.ids, output.stop_string)
 
 
 def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput, *, as_ids: bool = False) -> list[msgspec.Raw]:

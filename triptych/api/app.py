@@ -15,15 +15,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from triptych import __version__
-from triptych.api import chat, completions, objects, response_endpoints, responses, tokens, ui
+from triptych.api import (
+    anthropic_errors,
+    anthropic_messages,
+    chat,
+    completions,
+    errors,
+    objects,
+    response_endpoints,
+    responses,
+    tokens,
+    ui,
+)
+from triptych.api.anthropic_schemas import CountTokensRequest, MessagesRequest
 from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
-from triptych.api.errors import body_of, error_body, headers_of, status_of
+from triptych.api.errors import error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
-from triptych.api.generation import RequestContext, check_model, scope_of
+from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import add_openapi, json_responses, request_body, stream_responses
 from triptych.api.readiness import Readiness
+from triptych.api.request_keys import scope_of
 from triptych.api.request_records import Observer, RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
@@ -52,6 +65,7 @@ def create_app(service: Service) -> FastAPI:
     observers: tuple[Observer, ...] = (service.router.metrics.answered, *service.observers, service.history)
     app.add_middleware(RequestRecordMiddleware, observers=observers)
     _add_generation_endpoints(app, service)
+    _add_anthropic_endpoints(app, service)
     _add_token_endpoints(app, service)
     _add_service_endpoints(app, service)
     if service.frontend.http.ui:
@@ -119,6 +133,34 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
         return JsonResponse(await _cancel_on_disconnect(request, responses.count(service, parsed, context)))
 
     response_endpoints.add_endpoints(app, service)
+
+
+def _add_anthropic_endpoints(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/messages",
+        openapi_extra=request_body(MessagesRequest),
+        responses=stream_responses(objects.AnthropicMessage, objects.AnthropicEvent),
+    )
+    async def messages(request: Request) -> Response:
+        """Answers a conversation as Anthropic's Messages API does. With `stream: true`, as events."""
+        text, context = await _read_request(request, service)
+        parsed = parse_request(MessagesRequest, text)
+        prepared = await _cancel_on_disconnect(request, anthropic_messages.prepare(service, parsed, context))
+        if not parsed.stream:
+            return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
+        return await _stream(request, service, prepared.stream_response(), anthropic_messages.on_error)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=request_body(CountTokensRequest),
+        responses=json_responses(objects.TokenCount),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """The number of tokens of the prompt that a conversation becomes."""
+        text, context = await _read_request(request, service)
+        parsed = parse_request(CountTokensRequest, text)
+        counting = anthropic_messages.count_tokens(service, parsed, context)
+        return JsonResponse(await _cancel_on_disconnect(request, counting))
 
 
 def _plan_handler(service: Service) -> ui.Handler:
@@ -307,7 +349,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     record.error = type(error).__name__
     if status_of(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("%s: %s", type(error).__name__, error)
-    return JsonResponse(body_of(error), status_of(error), headers_of(error))
+    of = anthropic_errors if anthropic_errors.is_for(request.url.path) else errors
+    return JsonResponse(of.body_of(error), of.status_of(error), headers_of(error))
 
 
 async def _on_http_error(_: Request, error: Exception) -> Response:

@@ -162,6 +162,19 @@ TOOL = FUNCTION | Rules(_aliases("function.strict", "strict"))
 JSON_FORMAT = Rules(_aliases("schema", "value"))
 SCHEMA_FORMAT = Rules(_aliases("json_schema.schema", "schema value"))
 STREAM_OPTIONS = Rules(_off("include_obfuscation"))
+ANTHROPIC_REQUEST = Rules(
+    {
+        **_hints("metadata service_tier cache_control context_management inference_geo speed betas anthropic_beta"),
+        **_off("container mcp_servers", use="tools"),
+    }
+)
+ANTHROPIC_BLOCK = Rules(_hints("cache_control citations signature caller id"))
+ANTHROPIC_TOOL = Rules(
+    {
+        **_hints("cache_control defer_loading eager_input_streaming input_examples allowed_callers"),
+    },
+    ignores_unknown=True,
+)
 
 TABLE = {
     "every generating request": REQUEST,
@@ -177,5 +190,8 @@ TABLE = {
     "`response_format` of type `json_object`": JSON_FORMAT,
     "`response_format` of type `json_schema`": SCHEMA_FORMAT,
     "`stream_options`": STREAM_OPTIONS,
+    "`/v1/messages`": ANTHROPIC_REQUEST,
+    "`/v1/messages`: content blocks": ANTHROPIC_BLOCK,
+    "`/v1/messages`: tools": ANTHROPIC_TOOL,
 }
 """Each place's own rules, for the documentation."""

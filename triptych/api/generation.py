@@ -3,13 +3,12 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
-from blake3 import blake3
 
 from triptych.api.fields import SamplingFields
 from triptych.api.merge_streams import merge_streams
@@ -68,11 +67,6 @@ class RequestContext:
         return remaining
 
 
-def scope_of(headers: Mapping[str, str]) -> str:
-    """Return the digest of the client's API key."""
-    return blake3(headers.get("authorization", "").encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class ChoiceOutput:
     """What one message from the engine adds to a choice."""
@@ -89,6 +83,8 @@ class ChoiceOutput:
     """Whether the first token is the first one of a text."""
     ids: list[int] = field(default_factory=list)
     """All tokens, a stop token included, which ``tokens`` doesn't have."""
+    stop_string: str | None = None
+    """The stop string that ended the choice, in its last output."""
 
 
 @dataclass
@@ -195,6 +191,7 @@ class Generation:
                 finish_reason=report.finish_reason,
                 begins_text=begins_text,
                 ids=report.tokens,
+                stop_string=text.stop_string if report.finish_reason else None,
             )
             begins_text = begins_text and not shown
 
@@ -234,6 +231,11 @@ class ChoiceText:
         self._untaken: list[str] = []
         self._by_token = False
         """Whether a stop token has ended the answer, not a stop string."""
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ends the answer, once it was found."""
+        return self._detokenizer.stop_string
 
     def read(self, report: Tokens) -> Tokens:
         """Return the report up to the token that completes a stop string."""

@@ -10,6 +10,7 @@ from triptych.api.schemas import (
     FRAMES_PER_SECOND,
     AudioPart,
     AudioURL,
+    Base64Image,
     ChatMessage,
     FramesPart,
     ImagePart,
@@ -207,6 +208,8 @@ async def _fetch(ref: MediaRef, param: str, modality: str, context: RequestConte
     try:
         if isinstance(ref, InputAudio):
             return await context.media.decode(ref.data, modality)
+        if isinstance(ref, Base64Image):
+            return await context.media.decode(ref.url, modality)
         if modality == "video" and (frames := await context.media.frames(ref.url)) is not None:
             return _packed(frames, FRAMES_PER_SECOND, context)
         data = await context.media.get(ref.url, modality)

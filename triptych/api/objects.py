@@ -301,3 +301,55 @@ class ResponseEvent(TypedDict):
 
     type: str
     sequence_number: int
+
+
+class AnthropicUsage(TypedDict):
+    """Token counts. ``input_tokens`` are those of the prompt that were not in the KV cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(TypedDict):
+    """The answer of ``/v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    """Blocks of the types ``thinking``, ``text`` and ``tool_use``."""
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    timeline: NotRequired[list[StageTiming]]
+
+
+class AnthropicEvent(TypedDict):
+    """An event of a streamed answer of ``/v1/messages``; which other members it has depends on its type."""
+
+    type: Literal[
+        "message_start",
+        "ping",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+    message: NotRequired[dict[str, Any]]
+    index: NotRequired[int]
+    content_block: NotRequired[dict[str, Any]]
+    delta: NotRequired[dict[str, Any]]
+    usage: NotRequired[AnthropicUsage]
+    error: NotRequired[dict[str, str]]
+    timeline: NotRequired[list[StageTiming]]
+
+
+class TokenCount(TypedDict):
+    """The answer of ``/v1/messages/count_tokens``."""
+
+    input_tokens: int

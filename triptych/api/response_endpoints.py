@@ -7,9 +7,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from triptych.api import objects
-from triptych.api.generation import scope_of
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import json_responses
+from triptych.api.request_keys import scope_of
 from triptych.api.response_history import stored_items
 from triptych.api.response_store import ResponseStore, StoredResponse
 from triptych.api.service import Service

@@ -71,6 +71,10 @@ class ImageURL(StrictModel):
     """``low`` limits the image's area to 512 × 512 pixels; otherwise the model's own limit applies."""
 
 
+class Base64Image(ImageURL):
+    """An image whose ``url`` is its file in base64: the form of other APIs, which no chat has."""
+
+
 class ImagePart(StrictModel):
     rules = field_table.IMAGE_PART
     type: Literal["image_url"]

@@ -10,7 +10,9 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from triptych.api import anthropic_errors
 from triptych.api.errors import error_body
+from triptych.api.request_keys import keys_of
 from triptych.api.ui_access import UiHeaders
 from triptych.api.ui_files import PAGE, ui_files
 from triptych.config import FrontendConfig
@@ -31,16 +33,15 @@ class ApiKeys:
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(_checked(key)) for key in keys]
 
-    def identify(self, authorization: str) -> str | None:
-        """Return a name for the key in an ``Authorization`` header, or None if the key is not valid.
+    def identify(self, key: str) -> str | None:
+        """Return a name for a key, or None if it is not valid.
 
         A key's name stays the same while this process runs. Takes the same time for every key."""
-        scheme, _, key = authorization.partition(" ")
-        digest = self._digest(key.strip().encode("utf-8", "surrogateescape"))
+        digest = self._digest(key.encode("utf-8", "surrogateescape"))
         known = False
         for one in self._digests:
             known |= hmac.compare_digest(one, digest)
-        return digest.hex() if known and scheme.lower() == "bearer" else None
+        return digest.hex() if known else None
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
@@ -57,9 +58,9 @@ class RequireKey:
         if scope["type"] != "http" or scope["path"] in UNAUTHENTICATED_PATHS:
             await self._app(scope, receive, send)
             return
-        name = self._keys.identify(Headers(scope=scope).get("authorization", ""))
-        if name is None:
-            await _send_unauthorized(send)
+        names = map(self._keys.identify, keys_of(Headers(scope=scope)))
+        if (name := next(filter(None, names), None)) is None:
+            await _send_unauthorized(send, scope["path"])
             return
         scope.setdefault("state", {})["api_key"] = name
         await self._app(scope, receive, send)
@@ -89,9 +90,12 @@ def _checked(key: str) -> bytes:
     return key.encode()
 
 
-async def _send_unauthorized(send: Send) -> None:
+async def _send_unauthorized(send: Send, path: str) -> None:
     message = "a valid API key is required: Authorization: Bearer KEY"
-    body = json.dumps(error_body(message, "invalid_request_error", "invalid_api_key")).encode()
+    error = error_body(message, "invalid_request_error", "invalid_api_key")
+    if anthropic_errors.is_for(path):
+        error = anthropic_errors.error_body(message, 401)
+    body = json.dumps(error).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

@@ -9,7 +9,7 @@ import msgspec
 
 from triptych.observe.timeline import Interval
 
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the endpoints that generate."""
 
 

@@ -35,6 +35,8 @@ class Detokenizer:
         if not all(stop):
             raise InvalidRequest("a stop string can't be empty", "stop")
         self.stopped = False
+        self.stop_string: str | None = None
+        """The first stop string, once it was found."""
         self._hidden = tokenizer.special_ids.difference(keep_special) if skip_special_tokens else frozenset()
         self._decoder = tokenizer.text_decoder(preceding)
         self._stop = tuple(stop)
@@ -76,9 +78,10 @@ class Detokenizer:
         # one that ends within the unsearched text was complete before ``min_tokens``, or was searched for before
         starts = [(stop, text.find(stop, max(0, unsearched - len(stop) + 1))) for stop in self._stop]
         if ends := [(start + len(stop), start) for stop, start in starts if start >= 0]:
-            self.stopped = True
+            end, start = min(ends)
+            self.stopped, self.stop_string = True, text[start:end]
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[:start]
         length = partial_match_length(text, self._stop)
         self._held = text[len(text) - length :]
         return text[: len(text) - length]
