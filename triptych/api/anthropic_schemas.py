@@ -159,7 +159,7 @@ TextOnly = Annotated[
 ]
 
 
-class Message(StrictModel):
+class Turn(StrictModel):
     rules = field_table.MESSAGE
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -223,7 +223,7 @@ class CountTokensRequest(StrictModel):
 
     rules = field_table.ANTHROPIC_REQUEST
     model: str | None = None
-    messages: list[Message] = Field(min_length=1, max_length=schemas.MAX_MESSAGES)
+    messages: list[Turn] = Field(min_length=1, max_length=schemas.MAX_MESSAGES)
     system: TextOnly | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=schemas.MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
