@@ -32,8 +32,8 @@ CLIPS = {
 
 def by_soundfile(data: bytes) -> NDArray[np.float32]:
     """Decode a file as vLLM and librosa do."""
-    import soundfile
-    import soxr
+    import soundfile  # type: ignore[import-not-found]  # in an environment of its own
+    import soxr  # type: ignore[import-not-found]
 
     samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     mono = samples.mean(axis=1)

@@ -60,7 +60,7 @@ def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
     the_error(post(hearing, input=items), 400, "input", "unsupported_media")
     unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}
     response = post(hearing, input=[{"role": "user", "content": [unknown]}])
-    the_error(response, 400, "input[0].content[0].input_audio.format", "invalid_value")
+    the_error(response, 400, "input[0].content[0].input_audio.format", "unsupported_value")
 
 
 def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None:
@@ -140,18 +140,26 @@ def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("part", "param"),
+    ("part", "param", "code"),
     [
-        ({"type": "input_audio", "input_audio": {"data": "?" * 10, "format": "wav"}}, DATA),
-        ({"type": "input_audio", "input_audio": {"data": "?" * 10_000, "format": "wav"}}, DATA),
-        ({"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}, DATA[:-4] + "format"),
-        ({"type": "input_audio", "input_audio": {"data": encoded(WAV)}}, DATA[:-4] + "format"),
-        ({"type": "audio_url", "audio_url": {"url": encoded(WAV)}}, URL),
-        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,?"}}, URL),
+        ({"type": "input_audio", "input_audio": {"data": "?" * 10, "format": "wav"}}, DATA, "invalid_value"),
+        ({"type": "input_audio", "input_audio": {"data": "?" * 10_000, "format": "wav"}}, DATA, "invalid_value"),
+        (
+            {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}},
+            DATA[:-4] + "format",
+            "unsupported_value",
+        ),
+        (
+            {"type": "input_audio", "input_audio": {"data": encoded(WAV)}},
+            DATA[:-4] + "format",
+            "missing_required_parameter",
+        ),
+        ({"type": "audio_url", "audio_url": {"url": encoded(WAV)}}, URL, "media_not_allowed"),
+        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,?"}}, URL, "invalid_value"),
     ],
 )
-def test_invalid_parts(hearing: Served, part: dict[str, Any], param: str) -> None:
-    the_error(hearing.post([text_part("x"), part]), 400, param, "invalid_value")
+def test_invalid_parts(hearing: Served, part: dict[str, Any], param: str, code: str) -> None:
+    the_error(hearing.post([text_part("x"), part]), 400, param, code)
 
 
 def test_a_model_without_audio(service: Served) -> None:

@@ -73,7 +73,7 @@ LYING[_clock + 16 : _clock + 20] = (5_000).to_bytes(4, "big")  # ticks a second,
         (film(0.01, sound_codec="flac"), "bad_media_size", "shorter than 25 ms"),
         (film()[:100], "truncated_media", ""),
         (film(options={"movflags": "faststart"})[:-3000], "truncated_media", ""),
-        (bytes(LYING), "truncated_media", "sound ends after 3.0 s of"),
+        (bytes(LYING), "truncated_media", "sound ends after 0.3 s of 3.1 s"),
     ],
     ids=["silent mp4", "silent webm", "gif", "codec", "short", "no header", "cut", "lying"],
 )

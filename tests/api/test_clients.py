@@ -63,7 +63,7 @@ def test_langchain(thinker: Served) -> None:
         messages = [("user", content)]
         assert model.invoke(messages).content == expected(thinker, content)
         assert "".join(chunk.content for chunk in model.stream(messages)) == expected(thinker, content)
-    longer = model.model_copy(update={"max_tokens": 300})
+    longer = model.model_copy(update={"max_tokens": 900})
     called = longer.bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False).invoke("Hello")
     assert called.tool_calls[0]["name"] == "weather"
     assert called.tool_calls[0]["args"]["days"] in (1, 22)
@@ -119,4 +119,4 @@ def test_curl(thinker: Served) -> None:
     assert answer["choices"][0]["message"]["content"] == expected(thinker, PICTURE)
     lines = curl("-N", thinker.url + CHAT, sent=body | {"stream": True}).splitlines()
     assert lines[-2] == "data: [DONE]"
-    assert json.loads(curl(thinker.url + CHAT, sent={}))["error"]["param"] == "model"
+    assert json.loads(curl(thinker.url + CHAT, sent={}))["error"]["param"] == "messages"

@@ -82,7 +82,7 @@ def test_failed_and_aborted_requests_are_logged(observed: Served, log_file: Path
         with client.stream("POST", CHAT, json=body, headers={"x-request-id": "gone"}) as response:
             next(response.iter_lines())
         client.get("/health", headers={"x-request-id": "health"})
-    assert (line(log_file, "bad")["status"], line(log_file, "bad")["error"]) == (400, "InvalidRequest")
+    assert (line(log_file, "bad")["status"], line(log_file, "bad")["error"]) == (400, "MissingField")
     assert line(log_file, "gone")["finish_reasons"] == ["abort"]
     wait_for(observed.everything_is_back)
     observed.steps.failures = 1000  # a step of the aborted request may still consume one

@@ -88,7 +88,7 @@ def test_tools_become_functions_of_a_chat() -> None:
     named: Any = request(tools=[TIME], tool_choice=in_chats_form).to_chat().call_choice
     assert named.function.name == "time"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, TIME | {"parameters": None}]}
-    with pytest.raises(Exception, match="parameters"):
+    with pytest.raises(Exception, match=r"tool_choice\.tools\[1\]"):
         request(tools=[TIME], tool_choice=allowed)
     allowed["tools"] = [{"type": "web_search"}, {"type": "function", "name": "weather", "namespace": "team"}]
     assert [one.function.name for one in request(tools=[TIME, TEAM], tool_choice=allowed).to_chat().callable_tools] == [

@@ -46,8 +46,8 @@ def test_pictures_are_refused(service: Served) -> None:
     assert service.text() == before
 
 
-def test_parts_are_lines_of_one_text(service: Served) -> None:
-    assert service.text([text_part("First."), text_part("Then.")]) == service.text("First.\nThen.")
+def test_parts_are_shown_as_the_template_shows_them(service: Served) -> None:
+    assert service.text([text_part("First."), text_part("Then.")]) == service.text("First.Then.")
     assert service.text([text_part("First.")]) == service.text("First.")
 
 

@@ -91,6 +91,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "host": "::1",
         "served_model_name": "x",
         "reasoning_parser": "qwen3",
+        "response_store": "/srv/responses.db",
         "tool_call_parser": "hermes",
         "allowed_media_domains": "a.org, b.org",
         "allowed_media_networks": "10.0.0.0/8, fd00::/64",

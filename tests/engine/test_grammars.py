@@ -204,6 +204,7 @@ def test_texts_match_whatever_tokens_a_model_prefers(kind: str, tmp_path: Path) 
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
     vocabulary, end = tokenizer.get_vocab_size() + 7, tokenizer.token_to_id("<|end|>")
+    assert end is not None
     service, ours, rng = Service(tmp_path, vocabulary), PromptTokenizer(tmp_path), random.Random(1)
     texts = set()
     try:
@@ -218,7 +219,7 @@ def test_texts_match_whatever_tokens_a_model_prefers(kind: str, tmp_path: Path) 
                 while (token := rng.choice(sorted(service.allowed(matching)))) != end:
                     tokens.append(token)
                     matching.accept(token)
-                detokenizer = Detokenizer(ours, preceding=[tokenizer.token_to_id("a")])
+                detokenizer = Detokenizer(ours, preceding=[tokenizer.token_to_id("a") or 0])
                 text = detokenizer.push(tokens) + detokenizer.finish()
                 assert re.fullmatch(pattern, text), tokens
                 texts.add(text)

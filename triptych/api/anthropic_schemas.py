@@ -314,7 +314,12 @@ class MessagesRequest(CountTokensRequest):
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request."""
-        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "stream": self.stream}
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "stream": self.stream,
+        }
         given |= {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return ChatCompletionRequest(
             **self._conversation(), **{name: value for name, value in given.items() if value is not None}

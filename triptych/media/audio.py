@@ -163,7 +163,7 @@ def _readable(frames: Iterator[av.AudioFrame]) -> Iterator[av.AudioFrame]:
 def _mean(frames: list[av.AudioFrame]) -> Samples:
     """Return the mean of the channels of frames of the same shape."""
     channels, sample_format = frames[0].layout.nb_channels, frames[0].format
-    dtype = _DTYPES[sample_format.packed.name]
+    dtype: Any = _DTYPES[sample_format.packed.name]
     of_plane = channels if sample_format.is_packed else 1
     pieces = [[np.frombuffer(plane, dtype, frame.samples * of_plane) for plane in frame.planes] for frame in frames]
     planes = [np.concatenate(plane) for plane in zip(*pieces, strict=True)]
