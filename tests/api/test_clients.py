@@ -47,7 +47,7 @@ def test_openais_asynchronous_client(thinker: Served) -> None:
     assert asyncio.run(both()) == [expected(thinker, "Hello"), expected(thinker, PICTURE)]
 
 
-class Weather(pydantic.BaseModel):
+class Weather(pydantic.BaseModel, extra="forbid"):
     """The weather."""
 
     days: int = pydantic.Field(ge=1, le=3)
