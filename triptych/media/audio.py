@@ -165,7 +165,10 @@ def _mean(frames: list[av.AudioFrame]) -> Samples:
     channels, sample_format = frames[0].layout.nb_channels, frames[0].format
     dtype: Any = _DTYPES[sample_format.packed.name]
     of_plane = channels if sample_format.is_packed else 1
-    pieces = [[np.frombuffer(plane, dtype, frame.samples * of_plane) for plane in frame.planes] for frame in frames]
+    pieces = [
+        [np.frombuffer(memoryview(plane), dtype, frame.samples * of_plane) for plane in frame.planes]
+        for frame in frames
+    ]
     planes = [np.concatenate(plane) for plane in zip(*pieces, strict=True)]
     columns = planes[0].reshape(-1, channels).T if sample_format.is_packed else planes
     total = _floats(columns[0])
