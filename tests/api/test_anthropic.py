@@ -197,7 +197,7 @@ def test_the_turn_after_a_call(thinker: Served) -> None:
     roles = [(number, message.role) for number, message in parsed.chat_messages()]
     assert roles == [(0, "system"), (0, "user"), (1, "assistant"), (2, "tool"), (2, "user")]
     made = parsed.to_chat().messages[2]
-    (call,) = made.tool_calls or ()
+    (call,) = made.tool_calls or []
     assert (made.reasoning_content, call.function.arguments) == ("I'll ask.", '{"city": "Rome", "days": 1}')
     answer(
         thinker, messages=messages, tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 2}]
