@@ -120,11 +120,16 @@ def test_prompts(tmp_path: Path) -> None:
     assert plain.tokens == [begin, *builder.tokenizer.encode(question([], "Sure?"))]
 
 
+def test_a_system_message_becomes_a_users_text(tmp_path: Path) -> None:
+    builder = PromptBuilder(make_tiny(tmp_path, "cogvlm2"))
+    as_system = builder.build([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}])
+    assert as_system.tokens == builder.build([{"role": "user", "content": "Be kind.\n\nHi"}]).tokens
+
+
 def test_messages_that_are_refused(tmp_path: Path) -> None:
     builder = PromptBuilder(make_tiny(tmp_path, "cogvlm2"))
     part = {"type": "image", "data": png(picture(60, 40, 1))}
     for messages, message in (
-        ([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}], "user and assistant alone"),
         ([{"role": "user", "content": "see <|image|>"}], "image"),
         ([{"role": "user", "content": "see <|image_pad|>"}], "image_pad"),
     ):
