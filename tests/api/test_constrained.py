@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from tests.prompt.test_families import calls_of, find, read
 from tests.support.format_cases import ARGUMENTS, CASES, JSON, SCHEMA, FormatCase
+from tests.support.formats import calls_of, find, read
 from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.validation import parse_request

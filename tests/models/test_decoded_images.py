@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from tests.prompt.test_probe import XMP, encoded, exif_block
 from tests.support.image_cases import picture
+from tests.support.image_files import XMP, encoded, exif_block
 from triptych.errors import MediaError, UnsupportedMedia
 from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image

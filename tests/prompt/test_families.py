@@ -1,11 +1,9 @@
 # ruff: noqa: E501
 """Each family's format is found from its template, and parses what models write, however it is cut."""
 
-import itertools
 import json
 import random
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,69 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.format_cases import ARGUMENTS, CASES, SCHEMA, FormatCase
+from tests.support.format_cases import ARGUMENTS, CASES
+from tests.support.formats import TOOLS, calls_of, find, read, text_of
 from triptych.errors import ConfigError
-from triptych.prompt.formats.catalog import Formats, find_formats
-from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.catalog import Formats
+from triptych.prompt.formats.events import ReasoningDelta, ToolCallStart
 from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.formats.typed import parameter_types, to_json
 from triptych.prompt.template import ChatTemplate
-
-TOOLS: dict[str, Any] = {"weather": SCHEMA, "time": None}
-
-
-class Vocabulary:
-    """What formats are found from of a tokenizer."""
-
-    def __init__(self, special: tuple[str, ...] = ()) -> None:
-        self._special = special
-        self.special_ids: Collection[int] = range(len(special))
-
-    def token_of(self, token_id: int) -> str:
-        return self._special[token_id]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Formats, ChatTemplate]]:
     folder = tmp_path_factory.mktemp("families")
     return {name: find(folder / name, case) for name, case in CASES.items()}
-
-
-def find(folder: Path, case: FormatCase, **named: str) -> tuple[Formats, ChatTemplate]:
-    folder.mkdir()
-    (folder / "chat_template.jinja").write_text(case.template)
-    template = ChatTemplate(folder)
-    return find_formats(template.render, template.source, Vocabulary(case.special), **named), template
-
-
-def read(
-    formats: Formats, text: str, cuts: list[int], reasoning: Reasoning = Reasoning.POSSIBLE, **more: Any
-) -> list[Event]:
-    """The events, those of a kind that follow each other joined."""
-    parser = formats.parser(reasoning, TOOLS, **more)
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    events: list[Event] = []
-    for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
-        last = events[-1] if events else None
-        if type(event) is type(last) and not isinstance(event, ToolCallStart):
-            events[-1] = replace(last, text=last.text + event.text)  # type: ignore[union-attr, arg-type]
-        else:
-            events.append(event)
-    return events
-
-
-def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
-    names = [one.name for one in events if isinstance(one, ToolCallStart)]
-    texts = [
-        "".join(one.text for one in events if isinstance(one, ToolCallArguments) and one.index == index)
-        for index in range(len(names))
-    ]
-    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
-
-
-def text_of(events: list[Event]) -> str:
-    return "".join(one.text for one in events if isinstance(one, TextDelta))
 
 
 @pytest.mark.parametrize("name", CASES)

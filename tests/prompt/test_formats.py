@@ -1,6 +1,5 @@
 """Reasoning, tool calls and text are separated, however the text is split."""
 
-import itertools
 import json
 import random
 from dataclasses import replace
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.formats import joined
 from triptych.prompt.formats.catalog import Formats
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.hermes import Hermes
@@ -25,23 +25,6 @@ def split(text: str, reasoning: Reasoning, cuts: list[int]) -> tuple[str, str]:
         "".join(one.text for one in events if isinstance(one, ReasoningDelta)),
         "".join(one.text for one in events if isinstance(one, TextDelta)),
     )
-
-
-def pieces(text: str, cuts: list[int]) -> list[str]:
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in itertools.pairwise(edges)]
-
-
-def joined(parser: AnswerParser, text: str, cuts: list[int]) -> list[Event]:
-    """The events, those of a kind that follow each other joined."""
-    events: list[Event] = []
-    for event in [event for piece in pieces(text, cuts) for event in parser.push(piece)] + parser.finish():
-        last = events[-1] if events else None
-        if type(event) is type(last) and not isinstance(event, ToolCallStart):
-            events[-1] = replace(last, text=last.text + event.text)  # type: ignore[union-attr, arg-type]
-        else:
-            events.append(event)
-    return events
 
 
 def parsed(text: str, cuts: list[int]) -> list[Event]:

@@ -11,25 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
+from tests.support.image_files import XMP, encoded, exif_block
 from triptych.errors import BadMediaSize, MediaError, TruncatedMedia, UnsupportedMedia
 from triptych.prompt.orientation import exif_orientation
 from triptych.prompt.probe import probe_image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF")
-XMP = b'<x:xmpmeta tiff:Orientation="6"/>'
-
-
-def exif_block(orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[270] = "a longer value, kept outside the entry"
-    exif[274] = orientation
-    return exif.tobytes()
-
-
-def encoded(image: Image.Image, name: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, name, **options)
-    return out.getvalue()
 
 
 def png_with(key: str, text: str, compressed: bool) -> bytes:
