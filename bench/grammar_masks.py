@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from importlib import util
+from importlib import import_module, util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,8 +95,7 @@ class Xgrammar:
     """A row of xgrammar."""
 
     def __init__(self, compiler: Any, grammar: str | dict[str, Any]) -> None:
-        import xgrammar
-
+        xgrammar = import_module("xgrammar")
         compiled = (
             compiler.compile_regex(grammar)
             if isinstance(grammar, str)
@@ -141,8 +140,7 @@ def masks(rounds: int) -> dict[str, dict[str, float]]:
         found = {"loading the vocabulary": {"llguidance": _ms(time.process_time() - began)}}
     ways: dict[str, Any] = {"llguidance": lambda grammar: Ours(compiler, grammar)}
     if util.find_spec("xgrammar"):
-        import xgrammar
-
+        xgrammar = import_module("xgrammar")
         info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=VOCABULARY, stop_token_ids=[0])
         theirs = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         ways["xgrammar"] = lambda grammar: Xgrammar(theirs, grammar)

@@ -244,7 +244,7 @@ def answer_to(connection: socket.socket) -> tuple[int, str]:
 def test_a_body_of_unknown_length_is_refused_at_the_limit(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         for _ in range(service.running.frontend.service.frontend.http.max_body_mb + 8):
             connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
         head = connection.recv(4096)
@@ -314,7 +314,7 @@ def test_a_slow_head_times_out(service: Served, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         if again:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             received = b""
             while not received.endswith(b'{"status":"ok"}'):
                 received += connection.recv(4096)
@@ -337,7 +337,7 @@ def test_a_frontend_that_stood_still_does_not_blame_its_clients(
         service.post(max_tokens=1)  # the connection has been accepted by now
         service.loop.call_soon_threadsafe(time.sleep, 3.0)
         time.sleep(0.1)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
@@ -347,15 +347,21 @@ def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.M
     assert service.post(max_tokens=8).status_code == 200
 
 
-@pytest.mark.parametrize(("idle", "total"), [(0.3, 60.0), (60.0, 0.5)], ids=["stands still", "drips"])
-def test_a_slow_body_times_out(service: Served, monkeypatch: pytest.MonkeyPatch, idle: float, total: float) -> None:
-    monkeypatch.setattr(body_module, "IDLE_TIMEOUT", idle)
-    monkeypatch.setattr(body_module, "BODY_TIMEOUT", total)
+@pytest.mark.parametrize(
+    ("limits", "drips"),
+    [((0.3, 60.0, 0.0), False), ((60.0, 0.5, 0.0), True), ((0.3, 60.0, 2.0**15), True)],
+    ids=["stands still", "takes too long", "trickles"],
+)
+def test_a_slow_body_times_out(
+    service: Served, monkeypatch: pytest.MonkeyPatch, limits: tuple[float, float, float], drips: bool
+) -> None:
+    for name, limit in zip(("IDLE_TIMEOUT", "BODY_TIMEOUT", "LEAST_RATE"), limits, strict=True):
+        monkeypatch.setattr(body_module, name, limit)
     with connected(service) as connection:
         connection.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()
         )
-        if idle > total:
+        if drips:
             assert drip(connection, b" " * 50) < 3
         assert answer_to(connection) == (408, "body_too_slow")
     assert service.running.frontend.router.num_requests == 0
@@ -364,7 +370,8 @@ def test_a_slow_body_times_out(service: Served, monkeypatch: pytest.MonkeyPatch,
 def test_pipelined_requests_are_answered_in_order(service: Served) -> None:
     with connected(service) as connection:
         connection.sendall(
-            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 50 + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50
+            + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
         )
         received = b""
         while piece := connection.recv(65536):

@@ -21,7 +21,7 @@ def leave(service: Served, number: int) -> None:
     body = json.dumps(
         service.body(content, stream=chance.random() < 0.5, max_tokens=chance.choice((1, 20, 2000)))
     ).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     host, port = service.url.removeprefix("http://").split(":")
     data = head + body
     if chance.random() < 0.2:

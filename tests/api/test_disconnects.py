@@ -22,7 +22,7 @@ def asking(service: Served, body: dict[str, Any]) -> Iterator[socket.socket]:
     """A raw connection that has sent a request, so that no client library reads ahead."""
     host, port = service.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(10)
@@ -67,7 +67,7 @@ def test_a_disconnect_while_streaming_releases_everything(service: Served, strea
 def test_a_client_that_pipelines_and_leaves_releases_everything(service: Served) -> None:
     """The request that is answered isn't the last one that came."""
     with asking(service, service.body(stream=True, **LONG)) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         received = b""
         while received.count(b"data: ") < 5:
             received += connection.recv(4096)
@@ -88,7 +88,7 @@ def test_a_disconnect_while_queued_releases_everything(service: Served) -> None:
 def test_a_disconnect_within_the_body(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
     assert service.text()
     assert service.running.frontend.router.num_requests == 0
 
@@ -186,7 +186,7 @@ def test_a_client_that_closes_its_side_gets_its_answer(service: Served, stream: 
 
 def test_all_requests_before_a_closed_side_are_answered(service: Served) -> None:
     host, port = service.url.removeprefix("http://").split(":")
-    asked = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    asked = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(asked * 3)
         connection.shutdown(socket.SHUT_WR)
@@ -215,7 +215,9 @@ def test_half_a_request_and_a_closed_side_gets_no_answer(service: Served) -> Non
     host, port = service.url.removeprefix("http://").split(":")
     for version, body in ((b"1.1", b'{"model"'), (b"1.0", b"")):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            head = b"POST " + CHAT.encode() + b" HTTP/" + version + b"\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            head = (
+                b"POST " + CHAT.encode() + b" HTTP/" + version + b"\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+            )
             connection.sendall(head + body)
             connection.shutdown(socket.SHUT_WR)
             assert rest_of(connection) == b""

@@ -49,7 +49,7 @@ class Connection:
             await asyncio.sleep(0)  # the server's end of the connection closes
 
     def ask(self, path: str) -> None:
-        self.writer.write(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        self.writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
     async def answer(self) -> bytes:
         """The head of a whole answer."""

@@ -135,7 +135,7 @@ def test_only_the_service_packs_frames(service: Served) -> None:
 def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.socket]:
     """A request with an incomplete body."""
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client}\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {client}\r\n"
         head += f"Content-Length: {num_bytes + 1}\r\n\r\n"
         connection.sendall(head.encode() + b" " * num_bytes)
         yield connection

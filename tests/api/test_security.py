@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.support.certificates import make_certificate
+from tests.support.frontends import Alone, alone
 from tests.support.serving import CHAT, Served, image_part, served, text_part
 from triptych.api.security import ApiKeys
 from triptych.config import AuthConfig, CorsConfig, TlsConfig
@@ -98,6 +99,90 @@ def test_key_files(tmp_path: Path) -> None:
     file.chmod(0o640)
     with pytest.raises(ConfigError, match="0640"):
         AuthConfig(api_key_file=str(file)).api_keys()
+
+
+# ── web pages, without keys ──────────────────────────────────────────────────────────────────────────────────
+
+EVIL = "https://evil.example.org"
+OPEN_PATHS = (CHAT, "/v1/models", "/metrics", "/tokenize", "/v1/messages", "/nothing")
+
+
+@pytest.fixture(scope="module")
+def keyless(folder: Path) -> Iterator[Alone]:
+    with alone(folder, allowed_origins=(ORIGIN,), allowed_hosts=("proxy.example.org",)) as frontend:
+        yield frontend
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors"},
+        {"Origin": EVIL},
+        {"Origin": EVIL, "Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Host": "rebound.example.org:8000"},
+        {"Host": "rebound.example.org:8000", "Origin": "http://rebound.example.org:8000"},
+        {"Host": "rebound.example.org", "Sec-Fetch-Site": "same-origin", "X-Forwarded-For": "192.0.2.7"},
+        {"Host": "127.0.0.1.example.org"},
+        {"Host": "proxy.example.org.evil.example.org"},
+        {"Host": ""},
+    ],
+)
+@pytest.mark.parametrize("path", OPEN_PATHS)
+def test_without_keys_pages_of_others_are_refused(keyless: Alone, path: str, headers: dict[str, str]) -> None:
+    for method in ("GET", "POST"):
+        response = keyless.ask_as("127.0.0.1", path, headers, method)
+        assert response.status_code == 403
+        assert "--allowed-" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "localhost:8000", "Sec-Fetch-Site": "same-origin", "Origin": "http://localhost:8000"},
+        {"Host": "[::1]:8000", "Sec-Fetch-Site": "none"},
+        {"Host": "PROXY.example.org", "X-Forwarded-For": "192.0.2.7"},
+        {"Origin": ORIGIN, "Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_without_keys_all_others_are_served(keyless: Alone, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/metrics", "/version"):
+        assert keyless.ask_as("127.0.0.1", path, headers).status_code == 200
+    assert keyless.ask_as("127.0.0.1", "/health", {"Host": "pod.example.org"}).status_code == 200
+
+
+def test_with_keys_pages_need_one_and_no_more(guarded: Served) -> None:
+    headers = {"Host": "rebound.example.org", "Origin": EVIL, "Sec-Fetch-Site": "cross-site"}
+    assert asked(guarded, headers, "/v1/models").status_code == 401
+    assert asked(guarded, headers | {"Authorization": f"Bearer {FIRST}"}, "/v1/models").status_code == 200
+
+
+def test_beyond_loopback_hosts_have_any_name_and_the_log_warns(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with alone(folder, host="0.0.0.0") as frontend:
+        assert "without API keys" in caplog.text
+        assert frontend.ask_as("192.0.2.7", "/v1/models", {"Host": "any.example.org"}).status_code == 200
+        assert frontend.ask_as("192.0.2.7", "/v1/models", {"Origin": EVIL}).status_code == 403
+
+
+# ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_client_without_a_valid_key_is_its_address(folder: Path, keyless: Alone) -> None:
+    """Otherwise each request could be of another client, and no limit per client would hold."""
+
+    def clients_of(frontend: Alone) -> set[str]:
+        for number in range(3):
+            headers = {"Authorization": f"Bearer {number}", "X-Team": str(number % 2)}
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+            with frontend.client() as client:
+                client.post(CHAT, json=body, headers={"X-Request-Timeout": "0.1"} | headers)
+        return {view.client for view in frontend.frontend.service.history}
+
+    assert len(clients_of(keyless)) == 1
+    with alone(folder, client_header="X-Team") as frontend:
+        assert len(clients_of(frontend)) == 2
 
 
 # ── CORS ─────────────────────────────────────────────────────────────────────────────────────────────────────

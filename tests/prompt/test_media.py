@@ -35,7 +35,7 @@ def fetched(*urls: str, folder: Path | None = None, inline: dict[str, memoryview
         try:
             return b"".join([await request.get(url) for url in urls])
         finally:
-            await source.web.aclose()
+            source.web.close()
 
     return asyncio.run(all_of_them())
 
@@ -140,7 +140,7 @@ def test_inline_media_are_held_before_they_are_decoded(monkeypatch: pytest.Monke
             assert len(await source.for_request(None, hold).get("data:," + "x" * 900)) == 900
             assert sum(held) == 900, "more than base64 of that length would be"
         finally:
-            await source.web.aclose()
+            source.web.close()
 
     asyncio.run(get())
 

@@ -16,6 +16,7 @@ from triptych.errors import (
     MediaNotAllowed,
     MediaNotFetched,
     MediaTooLarge,
+    Overloaded,
     RequestError,
 )
 from triptych.prompt.addresses import may_fetch_from
@@ -77,7 +78,7 @@ async def fetched(url: str, *hosts: str, max_bytes: int = 1000, **settings: Any)
     try:
         return bytes(await fetcher.fetch(url, max_bytes))
     finally:
-        await fetcher.aclose()
+        fetcher.close()
 
 
 # ── what must not be reached ─────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +188,7 @@ def test_a_name_that_changes_its_mind_is_looked_up_once() -> None:
             assert await fetcher.fetch(url, 1000) == b"picture"
             with pytest.raises(MediaNotAllowed):
                 await fetcher.fetch(url, 1000)
-            await fetcher.aclose()
+            fetcher.close()
             assert (inner.hits, outer.hits) == (0, 1)
 
     asyncio.run(attempt())
@@ -401,7 +402,7 @@ def test_lookups_are_bounded_and_an_abandoned_fetch_closes() -> None:
         async with site(answer=b"HTTP/1.1 200 X\r\n\r\n", after=holds) as one:
             fetcher = WebFetcher(AllowedHosts([f"127.0.0.1:{one.port}"]), HERE, LIMITS)
             url = f"http://127.0.0.1:{one.port}/"
-            fetching = [asyncio.create_task(fetcher.fetch(url, 10**6)) for _ in range(10)]
+            fetching = [asyncio.create_task(fetcher.fetch(url, 10**6, client)) for client in 5 * "ab"]
             await asyncio.sleep(0.2)
             for task in fetching:
                 task.cancel()
@@ -409,10 +410,83 @@ def test_lookups_are_bounded_and_an_abandoned_fetch_closes() -> None:
             async with asyncio.timeout(2):
                 while open_now:
                     await asyncio.sleep(0.01)
-            await fetcher.aclose()
+            fetcher.close()
             assert (most, closed) == (4, 4)
 
     asyncio.run(attempt())
+
+
+def test_fetches_that_are_abandoned_anywhere_leave_nothing_behind() -> None:
+    """As when one picture of a request is missing: its other fetches are cancelled, each at another step."""
+
+    async def attempt() -> None:
+        async with site() as one:
+            fetcher = WebFetcher(AllowedHosts([f"127.0.0.1:{one.port}"]), HERE, LIMITS)
+            url = f"http://127.0.0.1:{one.port}/"
+            for steps in range(80):
+                fetching = [asyncio.create_task(fetcher.fetch(url, 1000, client)) for client in "ab"]
+                for _ in range(steps % 40):
+                    await asyncio.sleep(0)
+                for task in fetching:
+                    task.cancel()
+                await asyncio.gather(*fetching, return_exceptions=True)
+            assert await asyncio.gather(*(fetcher.fetch(url, 1000, "a") for _ in range(8))) == [b"picture"] * 8
+            assert not fetcher.num_fetches
+            fetcher.close()
+
+    asyncio.run(attempt())
+
+
+def test_a_client_whose_fetches_drip_does_not_hold_up_another() -> None:
+    async def drips(writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            await asyncio.sleep(0.1)
+            writer.write(b"x")
+            await writer.drain()
+
+    async def attempt() -> None:
+        async with site(answer=b"HTTP/1.1 200 X\r\n\r\n", after=drips) as slow, site() as quick:
+            hosts = AllowedHosts([f"127.0.0.1:{one.port}" for one in (slow, quick)])
+            fetcher = WebFetcher(hosts, HERE, WebLimits(seconds=30.0, idle_seconds=5.0, concurrency=4))
+            url = f"http://127.0.0.1:{slow.port}/"
+            dripping = [asyncio.create_task(fetcher.fetch(url, 1000, "a")) for _ in range(20)]
+            while slow.hits < 2:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(10):
+                for _ in range(3):
+                    assert await fetcher.fetch(f"http://127.0.0.1:{quick.port}/", 1000, "b") == b"picture"
+            assert slow.hits == fetcher.num_fetches == 2
+            for task in dripping:
+                task.cancel()
+            await asyncio.gather(*dripping, return_exceptions=True)
+            assert not fetcher.num_fetches
+            fetcher.close()
+
+    asyncio.run(attempt())
+
+
+def test_bytes_are_held_as_they_arrive_and_dropped_when_there_is_no_room() -> None:
+    held: list[int] = []
+
+    def hold(num_bytes: int) -> None:
+        held.append(num_bytes)
+        if sum(held) > 100_000:
+            raise Overloaded("no room")
+
+    async def more(writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(bytes(10_000))
+            await writer.drain()
+
+    async def attempt() -> None:
+        async with site(answer=b"HTTP/1.1 200 X\r\n\r\n", after=more) as one:
+            fetcher = WebFetcher(AllowedHosts([f"127.0.0.1:{one.port}"]), HERE, LIMITS)
+            with pytest.raises(Overloaded):
+                await fetcher.fetch(f"http://127.0.0.1:{one.port}/", 10**9, "a", hold)
+            fetcher.close()
+
+    asyncio.run(attempt())
+    assert max(held) < 100_000 < sum(held)
 
 
 def test_tls_goes_by_the_name_not_the_address() -> None:

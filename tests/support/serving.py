@@ -141,7 +141,9 @@ def served(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    config = FrontendConfig.of(port=0, **{"restart_hold": 0.0, **frontend})
+    # tests tell clients apart by this header
+    settings = {"restart_hold": 0.0, "client_header": "authorization", **frontend}
+    config = FrontendConfig.of(port=0, **settings)
     service = running(folder, topology, engine, frontend=config, observe=observe, prepare=prepare)
 
     def on_loop(work: Any) -> Any:

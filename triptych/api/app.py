@@ -63,7 +63,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     # the history last, since traces give a request its trace id
     observers: tuple[Observer, ...] = (service.router.metrics.answered, *service.observers, service.history)
-    app.add_middleware(RequestRecordMiddleware, observers=observers)
+    app.add_middleware(RequestRecordMiddleware, observers=observers, client_header=service.frontend.http.client_header)
     _add_generation_endpoints(app, service)
     _add_anthropic_endpoints(app, service)
     _add_token_endpoints(app, service)
@@ -275,7 +275,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
         record=record,
         scope=scope_of(request.headers),
         deadline=time.monotonic() + _timeout(request, service),
-        media=service.media.for_request(body.inline, charge),
+        media=service.media.for_request(body.inline, charge, record.client),
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 

@@ -15,7 +15,7 @@ from triptych.observe.requests import RequestRecord
 log = logging.getLogger(__name__)
 
 _SALT = secrets.token_bytes(32)
-"""Key of the digests that stand for API keys, so that they mean nothing outside this process."""
+"""Key of the digests that stand for clients, so that they mean nothing outside this process."""
 
 REQUEST_ID = "x-request-id"
 CORRELATION_ID = "x-correlation-id"
@@ -32,9 +32,11 @@ class RequestRecordMiddleware:
     Keeps the client's request and correlation ids if they are safe to log and send back. Every response carries its
     request's id, and the client's correlation id if there is one."""
 
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer], client_header: str = "") -> None:
+        """``client_header`` names the client of a request without an API key; empty if its address does."""
         self._app = app
         self._observers = observers
+        self._client_header = client_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,7 +47,7 @@ class RequestRecordMiddleware:
             id=_client_id(headers, REQUEST_ID) or secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
             correlation=_client_id(headers, CORRELATION_ID),
-            client=_client_name(scope, headers),
+            client=self._client_name(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),
         )
 
@@ -70,6 +72,14 @@ class RequestRecordMiddleware:
             record.handler = getattr(scope.get("route"), "path", "unknown")
             self._report(record)
 
+    def _client_name(self, scope: Scope, headers: Headers) -> str:
+        if name := scope.get("state", {}).get("api_key"):
+            return f"key {name}"
+        if self._client_header and (given := headers.get(self._client_header)):
+            return "key " + blake3(given.encode(), key=_SALT).hexdigest(16)
+        client = scope.get("client")
+        return "address " + (str(client[0]) if client else "unknown")
+
     def _report(self, record: RequestRecord) -> None:
         for observer in self._observers:
             try:
@@ -82,12 +92,3 @@ def _client_id(headers: Headers, name: str) -> str:
     """Return the id that the client sent in the header, or an empty string if it is missing or unsafe."""
     given = headers.get(name, "")
     return given if _ID.fullmatch(given) else ""
-
-
-def _client_name(scope: Scope, headers: Headers) -> str:
-    if name := scope.get("state", {}).get("api_key"):
-        return f"key {name}"
-    if key := headers.get("authorization"):
-        return "key " + blake3(key.encode(), key=_SALT).hexdigest(16)
-    client = scope.get("client")
-    return "address " + (str(client[0]) if client else "unknown")

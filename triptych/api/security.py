@@ -1,8 +1,9 @@
-"""API keys and CORS: middleware around all endpoints, before any of a request's body is read."""
+"""API keys, CORS and web pages: middleware around all endpoints, before any of a request's body is read."""
 
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 from collections.abc import Iterable
 
@@ -15,8 +16,11 @@ from triptych.api.errors import error_body
 from triptych.api.request_keys import keys_of
 from triptych.api.ui_access import UiHeaders
 from triptych.api.ui_files import PAGE, ui_files
-from triptych.config import FrontendConfig
+from triptych.api.web_pages import is_for_another_page, names_this_machine
+from triptych.config import FrontendConfig, is_loopback
 from triptych.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/ready", f"{PAGE}/", *ui_files()})
 """Paths that need no key: those of probes, and of the page at ``/ui``, which asks for one."""
@@ -60,17 +64,57 @@ class RequireKey:
             return
         names = map(self._keys.identify, keys_of(Headers(scope=scope)))
         if (name := next(filter(None, names), None)) is None:
-            await _send_unauthorized(send, scope["path"])
+            message = "a valid API key is required: Authorization: Bearer KEY"
+            await _refuse(send, scope["path"], 401, message, "invalid_api_key", (b"www-authenticate", b"Bearer"))
             return
         scope.setdefault("state", {})["api_key"] = name
         await self._app(scope, receive, send)
 
 
+class RefusePages:
+    """ASGI middleware of a service without keys. Answers 403 to web pages of others.
+
+    At a loopback address, names in ``Host`` that aren't this machine's, nor allowed, are refused as well."""
+
+    def __init__(self, app: ASGIApp, config: FrontendConfig) -> None:
+        self._app = app
+        self._origins = config.cors.allowed_origins
+        self._hosts = frozenset(map(str.lower, config.cors.allowed_hosts))
+        self._checks_host = is_loopback(config.http.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if reason := self._reason(scope):
+            await _refuse(send, scope["path"], 403, reason, "page_not_allowed")
+            return
+        await self._app(scope, receive, send)
+
+    def _reason(self, scope: Scope) -> str | None:
+        if scope["type"] != "http" or scope["path"] in UNAUTHENTICATED_PATHS or scope["method"] == "OPTIONS":
+            return None  # preflight requests have no effect
+        if scope["path"].startswith(f"{PAGE}/"):
+            return None  # has its own check: ``ui_access.py``
+        headers = Headers(scope=scope)
+        if is_for_another_page(headers, self._origins):
+            return "a page of another site sent this; --allowed-origins names the sites that may, and API keys let all"
+        host = headers.get("host")  # of every browser
+        if self._checks_host and host is not None and not names_this_machine(host, self._hosts):
+            return f"the host {host[:253]!r} isn't this machine; --allowed-hosts names others, and API keys let all"
+        return None
+
+
 def add_security(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
-    """Wrap the app in the configured key check and CORS rules, and in the headers of ``/ui``. Raises ConfigError for
-    malformed keys."""
+    """Wrap the app in the key check or, without keys, the check of web pages, in the CORS rules, and in the headers of
+    ``/ui``. Raises ConfigError for malformed keys."""
     if keys := config.auth.api_keys():
         app = RequireKey(app, ApiKeys(keys))
+    else:
+        if not is_loopback(config.http.host):
+            log.warning(
+                "--host %s without API keys: all who reach the port can use the service, and so can web pages in their "
+                "browsers by DNS rebinding; --api-key-file FILE asks for keys",
+                config.http.host,
+            )
+        app = RefusePages(app, config)
     if config.cors.allowed_origins:
         # outermost, because browsers send preflight requests without a key
         app = CORSMiddleware(
@@ -90,18 +134,17 @@ def _checked(key: str) -> bytes:
     return key.encode()
 
 
-async def _send_unauthorized(send: Send, path: str) -> None:
-    message = "a valid API key is required: Authorization: Bearer KEY"
-    error = error_body(message, "invalid_request_error", "invalid_api_key")
+async def _refuse(send: Send, path: str, status: int, message: str, code: str, *headers: tuple[bytes, bytes]) -> None:
+    error = error_body(message, "invalid_request_error", code)
     if anthropic_errors.is_for(path):
-        error = anthropic_errors.error_body(message, 401)
+        error = anthropic_errors.error_body(message, status)
     body = json.dumps(error).encode()
-    headers = [
+    all_headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (b"www-authenticate", b"Bearer"),
+        *headers,
         # the body is not read
         (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,14 +1,12 @@
 """Who may see the data of ``/ui``, and the headers of its answers."""
 
-import re
-from urllib.parse import urlsplit
-
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.api.ui_files import PAGE
+from triptych.api.web_pages import is_for_another_page, names_this_machine
 from triptych.config import is_loopback
 
 HEADERS = {
@@ -29,24 +27,14 @@ Without API keys, only this machine can see the pipeline.
 Open it there as http://127.0.0.1:PORT/ui (from elsewhere: ssh -L PORT:127.0.0.1:PORT HOST),
 or start the service with --api-key-file FILE, and give the page one of the file's keys.
 """
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:@/\\\s]+)(:[0-9]{1,5})?")
 
 
 def is_local(request: Request) -> bool:
-    """Return whether a request comes from this machine, and from a page of this service if from any.
-
-    The name in ``Host`` must be of this machine, too. A page of another site whose name has come to mean 127.0.0.1
-    (DNS rebinding) is same-origin for the browser, and only ``Host`` tells."""
+    """Return whether a request comes from this machine, and from a page of this service if from any."""
     headers, client = request.headers, request.client
-    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        return False  # a request without Origin, as of an image of another page: it would take a viewer's place
     if client is None or not is_loopback(client.host) or any(name in headers for name in FORWARDED):
         return False
-    host = headers.get("host", "")
-    if (match := _HOST.fullmatch(host)) is None or not is_loopback(match[1].strip("[]")):
-        return False
-    origin = headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == host
+    return names_this_machine(headers.get("host", "")) and not is_for_another_page(headers)
 
 
 def refusal(request: Request) -> Response | None:

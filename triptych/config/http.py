@@ -42,6 +42,11 @@ class HttpConfig(Settings):
         "serve the page at /ui, which shows the service at work: to holders of an API key or, without keys, to this "
         "machine",
     )
+    client_header: str = setting(
+        "",
+        "header by which a trusted proxy names a request's client, for limits per client of a service without keys; "
+        "default: the client is its address",
+    )
     client_timeout: float = setting(60.0, "seconds after which a stream is closed if its client reads nothing", gt=0)
 
     def check_together(self) -> None:

@@ -68,9 +68,14 @@ class TlsConfig(Settings):
 
 @dataclass(frozen=True)
 class CorsConfig(Settings):
-    """Cross-origin requests (CORS)."""
+    """Web pages: cross-origin requests (CORS)."""
 
     allowed_origins: tuple[str, ...] = setting((), "origins whose pages may send requests (CORS); none unless given")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names besides this machine's by which a service without keys may be reached at a loopback --host, such as a "
+        "proxy's: others are refused, since a web page's name can lead here (DNS rebinding)",
+    )
     allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
     allowed_headers: tuple[str, ...] = setting(("*",), "headers that such pages may send")
     allow_credentials: bool = setting(False, "let such pages send cookies")

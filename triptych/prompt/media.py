@@ -54,19 +54,26 @@ class MediaSource:
     limits: MediaLimits = MediaLimits()
 
     def for_request(
-        self, inline: Mapping[str, memoryview] | None = None, hold: Callable[[int], object] = lambda _: None
+        self,
+        inline: Mapping[str, memoryview] | None = None,
+        hold: Callable[[int], object] = lambda _: None,
+        client: str = "",
     ) -> "RequestMedia":
         """``inline`` maps placeholders to the ``data:`` URLs and base64 texts that were extracted from the body.
-        ``hold`` is called with each item's bytes, for inline media before they are decoded; it may raise."""
-        return RequestMedia(self, inline or {}, hold)
+        ``hold`` is called with each item's bytes, for inline media before they are decoded, for media from the web as
+        they arrive; it may raise. Fetches are shared fairly among clients."""
+        return RequestMedia(self, inline or {}, hold, client)
 
 
 class RequestMedia:
     """Gets the media of one request."""
 
-    def __init__(self, source: MediaSource, inline: Mapping[str, memoryview], hold: Callable[[int], object]) -> None:
+    def __init__(
+        self, source: MediaSource, inline: Mapping[str, memoryview], hold: Callable[[int], object], client: str
+    ) -> None:
         self._source = source
         self._hold = hold
+        self._client = client
         self._inline = inline
         self._unused = set(inline)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_FETCHES)
@@ -83,7 +90,8 @@ class RequestMedia:
         all items of the request together, exceed a limit.
         """
         if (inline := self._data_url(url)) is None:
-            return await self._held(lambda: self._fetch(url.strip(), self.limits.of(modality)))
+            async with self._slots:
+                return self._counted(await self._fetch(url.strip(), self.limits.of(modality)))
         return await self._held(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
 
     async def frames(self, url: str) -> list[bytes] | None:
@@ -108,12 +116,16 @@ class RequestMedia:
         max_bytes = self.limits.of(modality)
         return await self._held(lambda: _decode(_decode_base64, payload, max_bytes), _decoded_size(payload))
 
-    async def _held(self, read: Callable[[], Awaitable[bytes]], expected: int = 0) -> bytes:
+    async def _held(self, read: Callable[[], Awaitable[bytes]], expected: int) -> bytes:
         """Hold ``expected`` bytes before reading, so that an item exceeding the memory budget isn't decoded."""
         async with self._slots:
             self._hold(expected)
             data = await read()
         self._hold(max(0, len(data) - expected))
+        return self._counted(data)
+
+    def _counted(self, data: bytes) -> bytes:
+        """Count an item's bytes towards the request's limit."""
         self._total += len(data)
         if self._total > self.limits.max_total_bytes:
             raise MediaTooLarge(f"the media of this request have more than {self.limits.max_total_bytes} bytes")
@@ -157,9 +169,11 @@ class RequestMedia:
     async def _fetch(self, url: str, max_bytes: int) -> bytes:
         scheme = url[:8].partition(":")[0].lower()
         if scheme in ("http", "https"):
-            return bytes(await self._source.web.fetch(url, max_bytes))
+            return bytes(await self._source.web.fetch(url, max_bytes, self._client, self._hold))
         if scheme == "file" and self._source.folder is not None:
-            return await asyncio.to_thread(self._source.folder.read, url, max_bytes)
+            data = await asyncio.to_thread(self._source.folder.read, url, max_bytes)
+            self._hold(len(data))
+            return data
         if ":" not in url:
             raise InvalidRequest("the URL has no scheme; use data:, http: or https:")
         raise MediaNotAllowed(f"URLs with the scheme {url.partition(':')[0][:20]}: are not allowed")

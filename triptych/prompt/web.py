@@ -19,6 +19,7 @@ import httpcore
 import httpx
 
 from triptych.errors import InvalidRequest, MediaNotAllowed, MediaNotFetched, MediaTooLarge
+from triptych.fair_slots import FairSlots
 from triptych.prompt.addresses import Address, Network, may_fetch_from
 from triptych.prompt.hosts import AllowedHosts, host_of, port_of
 
@@ -41,7 +42,7 @@ class WebLimits:
     """For each step: connecting, each read, each write."""
     redirects: int = 3
     concurrency: int = 32
-    """Items fetched at a time; more wait."""
+    """Items fetched at a time, of one client at most half; more wait."""
 
 
 class WebFetcher:
@@ -60,41 +61,46 @@ class WebFetcher:
         system's."""
         self._allowed = allowed
         self._limits = limits or WebLimits()
-        self._slots = asyncio.Semaphore(self._limits.concurrency)
-        self.num_fetches = 0
-        """Fetches that are running."""
+        self._slots = FairSlots(self._limits.concurrency, max(1, self._limits.concurrency // 2))
         self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="lookup")
-        self._pool: httpcore.AsyncConnectionPool | None = None
-        self._backend = _CheckedBackend(resolve or self._look_up, networks)
+        self._networks = networks
+        self._resolve = resolve or self._look_up
         self._ssl_context = ssl_context
 
-    async def fetch(self, url: str, max_bytes: int) -> bytearray:
-        """Return the bytes behind an ``http:`` or ``https:`` URL. Raises InvalidRequest for a malformed URL,
-        MediaNotAllowed for one that is not allowed, MediaNotFetched if fetching fails, and MediaTooLarge."""
+    @property
+    def num_fetches(self) -> int:
+        """Fetches that are running."""
+        return self._slots.num_held
+
+    async def fetch(
+        self, url: str, max_bytes: int, client: str = "", hold: Callable[[int], object] = lambda _: None
+    ) -> bytearray:
+        """Return the bytes behind an ``http:`` or ``https:`` URL. Clients share the concurrent fetches fairly. ``hold``
+        is called with the bytes of each piece as it arrives; it may raise.
+
+        Raises InvalidRequest for a malformed URL, MediaNotAllowed for one that is not allowed, MediaNotFetched if
+        fetching fails, and MediaTooLarge."""
         if not self._allowed:
             raise MediaNotAllowed("this service doesn't fetch media from the web; send a data: URL")
         parsed = _parsed(url)
-        async with self._slots:
-            self.num_fetches += 1
-            try:
-                async with asyncio.timeout(self._limits.seconds):
-                    return await self._follow(parsed, max_bytes)
-            except TimeoutError:
-                raise MediaNotFetched(f"not fetched within {self._limits.seconds:g} s") from None
-            except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
-                raise MediaNotFetched(f"fetching failed: {type(error).__name__}") from None
-            finally:
-                self.num_fetches -= 1
+        release = await self._slots.take(client)
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                return await self._follow(parsed, max_bytes, hold)
+        except TimeoutError:
+            raise MediaNotFetched(f"not fetched within {self._limits.seconds:g} s") from None
+        except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            raise MediaNotFetched(f"fetching failed: {type(error).__name__}") from None
+        finally:
+            release()
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self._lookups.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
-            await self._pool.aclose()
 
-    async def _follow(self, url: httpx.URL, max_bytes: int) -> bytearray:
+    async def _follow(self, url: httpx.URL, max_bytes: int, hold: Callable[[int], object]) -> bytearray:
         for _ in range(self._limits.redirects + 1):
             self._check(url)
-            answer = await self._get(url, max_bytes)
+            answer = await self._get(url, max_bytes, hold)
             if isinstance(answer, bytearray):
                 return answer
             url = answer
@@ -110,11 +116,12 @@ class WebFetcher:
         if not self._allowed.allow_port(url):
             raise MediaNotAllowed(f"port {port_of(url)} of {host_of(url)[:253]!r} is not allowed")
 
-    async def _get(self, url: httpx.URL, max_bytes: int) -> bytearray | httpx.URL:
-        """Make one request; return the body, or the URL that it redirects to."""
+    async def _get(self, url: httpx.URL, max_bytes: int, hold: Callable[[int], object]) -> bytearray | httpx.URL:
+        """Make one request on a connection of its own; return the body, or the URL that it redirects to."""
+        target = httpcore.URL(scheme=url.scheme, host=host_of(url), port=port_of(url), target=url.raw_path)
         request = httpcore.Request(
             "GET",
-            httpcore.URL(scheme=url.scheme, host=host_of(url), port=port_of(url), target=url.raw_path),
+            target,
             headers=[
                 (b"host", url.netloc),
                 (b"accept", b"image/*, video/*, audio/*"),
@@ -122,10 +129,17 @@ class WebFetcher:
                 (b"accept-encoding", b"identity"),
                 (b"user-agent", b"triptych"),
             ],
-            extensions={"timeout": dict.fromkeys(("connect", "read", "write", "pool"), self._limits.idle_seconds)},
+            extensions={"timeout": dict.fromkeys(("connect", "read", "write"), self._limits.idle_seconds)},
         )
         async with AsyncExitStack() as closing:
-            response = await self._connections().handle_async_request(request)
+            backend = _CheckedBackend(self._resolve, self._networks)
+            closing.push_async_callback(backend.aclose)
+            # not from a pool: a fetch that is cancelled while it connects would keep a place in it
+            connection = httpcore.AsyncHTTPConnection(
+                target.origin, self._context() if url.scheme == "https" else None, network_backend=backend
+            )
+            closing.push_async_callback(connection.aclose)
+            response = await connection.handle_async_request(request)
             closing.push_async_callback(response.aclose)
             headers = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and (location := headers.get(b"location")):
@@ -136,29 +150,33 @@ class WebFetcher:
                 raise MediaNotFetched("the server sent a compressed body, which wasn't asked for")
             if (length := headers.get(b"content-length", b"")).isdigit() and int(length[:20]) > max_bytes:
                 raise MediaTooLarge(f"the file has more than {max_bytes} bytes")
-            data = bytearray()
-            async for piece in response.aiter_stream():
-                data += piece
-                if len(data) > max_bytes:
-                    raise MediaTooLarge(f"the file has more than {max_bytes} bytes")
-            return data
+            return await _read(response, max_bytes, hold)
 
-    def _connections(self) -> httpcore.AsyncConnectionPool:
-        """Return the connection pool, created on first use because reading the system's certificates is slow."""
-        if self._pool is None:
-            self._pool = httpcore.AsyncConnectionPool(
-                ssl_context=self._ssl_context or ssl.create_default_context(),
-                max_connections=self._limits.concurrency,
-                # a new connection for each item, so that each is checked against current DNS answers
-                max_keepalive_connections=0,
-                network_backend=self._backend,
-            )
-        return self._pool
+    def _context(self) -> ssl.SSLContext:
+        """Return the settings of TLS, made on first use because reading the system's certificates is slow."""
+        if self._ssl_context is None:
+            self._ssl_context = ssl.create_default_context()
+        return self._ssl_context
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._lookups, _system_addresses, host, port)
         return list(dict.fromkeys(found))
+
+
+async def _read(response: httpcore.Response, max_bytes: int, hold: Callable[[int], object]) -> bytearray:
+    """Return the body. Raises MediaTooLarge, and what ``hold`` raises."""
+    data = bytearray()
+    try:
+        async for piece in response.aiter_stream():
+            hold(len(piece))
+            data += piece
+            if len(data) > max_bytes:
+                raise MediaTooLarge(f"the file has more than {max_bytes} bytes")
+    except BaseException:
+        data.clear()  # the error's traceback refers to it
+        raise
+    return data
 
 
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
@@ -168,6 +186,12 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         self._resolve = resolve
         self._networks = networks
         self._inner = httpcore.AnyIOBackend()
+        self._opened: list[httpcore.AsyncNetworkStream] = []
+
+    async def aclose(self) -> None:
+        """Close what was opened, also if it was abandoned before there was a connection in TLS."""
+        for stream in self._opened:
+            await stream.aclose()
 
     async def connect_tcp(
         self,
@@ -180,7 +204,9 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         error: Exception = httpcore.ConnectError()
         for address in self._checked(host, await self._resolve(host, port)):
             try:
-                return await self._inner.connect_tcp(str(address), port, timeout, local_address, socket_options)
+                stream = await self._inner.connect_tcp(str(address), port, timeout, local_address, socket_options)
+                self._opened.append(stream)
+                return stream
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as failed:
                 error = failed
         raise error

@@ -181,7 +181,7 @@ class Frontend:
         await asyncio.gather(*self._tasks, self._taking_over, return_exceptions=True)
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
-        await self._media.web.aclose()
+        self._media.web.close()
         self.service.executor.close()
         self.service.grammars.close()
         if self._responses:
