@@ -1,6 +1,6 @@
 import pytest
 
-from triptych.router.forecast import MAX_MARGIN, MIN_SAMPLES, Margin
+from triptych.router.forecast import MAX_MARGIN, MIN_SAMPLES, RATE_WINDOW, Margin, Rate
 
 
 def margin_of(*times: float) -> Margin:
@@ -29,3 +29,28 @@ def test_unusual_requests_do_not_cause_rejections_for_all() -> None:
     assert margin_of(*[0.01, 100.0] * 50).factor(0.0) == MAX_MARGIN
     mended = margin_of(*[0.01, 100.0] * 50, *[1.0] * 100)
     assert mended.factor(0.0) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("pause", [6.0, 29.0, 30.0, 60.0, 8 * 3600.0])
+def test_time_in_which_the_process_stood_still_is_no_work_time(pause: float) -> None:
+    rate, now = Rate(), 0.0
+    rate.set_busy(now, busy=True)
+    for _ in range(600):
+        now += 0.1
+        rate.add(100.0, now)
+    before = rate.per_second(now)
+    now += pause
+    rate.add(8.0, now)
+    assert rate.per_second(now) == pytest.approx(before, rel=0.01)
+
+
+def test_time_without_work_done_is_work_time_while_the_process_runs() -> None:
+    rate = Rate()
+    rate.set_busy(0.0, busy=True)
+    rate.add(1000.0, 1.0)
+    for step in range(100):
+        rate.tick(1.0 + 0.1 * step)
+    assert rate.per_second(11.0) == pytest.approx(1000 / 11, rel=0.2)
+    for step in range(100, 400):
+        rate.tick(1.0 + 0.1 * step)
+    assert rate.per_second(2.0 + RATE_WINDOW) == 0.0, "it is unknown"

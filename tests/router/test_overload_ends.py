@@ -75,9 +75,11 @@ class Service:
 
     def pass_time(self, seconds: float) -> None:
         """Nothing happens."""
-        self.harness.now += seconds
-        self.harness.router.handle(Heartbeat(PD0))
-        self.harness.router.tick()
+        until = self.harness.now + seconds
+        while self.harness.now < until:
+            self.harness.now = min(until, self.harness.now + 1.0)
+            self.harness.router.handle(Heartbeat(PD0))
+            self.harness.router.tick()
 
     def work(self, max_tokens: int) -> float:
         """The forecast for a request's own work, in seconds."""

@@ -12,6 +12,9 @@ DECODE_WEIGHT = 8.0
 single request on a CPU; in large batches a token costs less."""
 RATE_WINDOW = 30.0
 """Seconds of work that rates are averaged over. A rate without a sample for that long counts as unknown."""
+STILL_SECONDS = 5.0
+"""Seconds between two calls after which the process, or its machine, was paused. Rates get the time several times a
+second."""
 DECAY_SECONDS = 600.0
 """Time constant, in seconds, with which samples of ended requests decay."""
 MEAN_WINDOW = 16
@@ -37,15 +40,21 @@ class Rate:
 
     def set_busy(self, now: float, *, busy: bool) -> None:
         """Note whether any work is in flight from now on. Call whenever that may have changed."""
-        if self._busy:
-            passed = max(0.0, now - self._since)
+        passed = max(0.0, now - self._since)
+        if self._busy and passed > STILL_SECONDS:
+            self._last_done += passed  # nothing was seen meanwhile, whatever was done
+        elif self._busy:
             keep = max(0.0, 1 - passed / RATE_WINDOW)
             self._work, self._seconds = self._work * keep, self._seconds * keep + passed
         self._since, self._busy = now, busy
 
+    def tick(self, now: float) -> None:
+        """Note that this process runs. Call a few times a second."""
+        self.set_busy(now, busy=self._busy)
+
     def add(self, cost: float, now: float) -> None:
         """Add work done since the last call."""
-        self.set_busy(now, busy=self._busy)
+        self.tick(now)
         self._work += cost
         if cost:
             self._last_done = now
@@ -143,6 +152,11 @@ class Forecast:
     _generated: Mean = field(default_factory=Mean)
     _pace: SecondsPerCost = field(default_factory=SecondsPerCost)
     _mean_cost: Mean = field(default_factory=Mean)
+
+    def tick(self, now: float) -> None:
+        """Note that this process runs. Call a few times a second."""
+        self.rate.tick(now)
+        self.encode_rate.tick(now)
 
     def cost(self, num_prompt: int, max_tokens: int) -> float:
         """Return a request's expected cost, in prompt tokens. Assumes an answer of the recent mean length, since few

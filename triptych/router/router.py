@@ -311,7 +311,7 @@ class Router:
         frees_room = state.may_stall or was_on_trial
         state.has_answered = True
         self._requests.first_token(state)
-        self.metrics.received_tokens(record, len(report.tokens), time.time())
+        self.metrics.received_tokens(record, len(report.tokens))
         if message.finish_reason is not None:
             record.add(message.intervals, engine)
             self.lifecycle.end(state, report.finish_reason or message.finish_reason)
@@ -507,6 +507,7 @@ class Router:
             why = f"sent no heartbeat for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)
             self._remove_instance(lease, why)
+        self.lifecycle.admission.forecast.tick(now)
         self._reset_where_messages_were_lost(now)
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
         self.lifecycle.fail_unservable()
