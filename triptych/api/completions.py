@@ -1,7 +1,6 @@
 """``/v1/completions``: answers to texts and tokens without a chat template."""
 
 import secrets
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -29,7 +28,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     num_choices = len(request.prompts) * (request.n or 1)
     if num_choices > (limit := service.frontend.admission.max_queue):
         raise InvalidRequest(f"prompt: {num_choices} choices exceed the limit of {limit}", "prompt")
-    started = time.time()
+    started = context.record.now()
     with service.lifecycle.preparing(
         context.record, has_media=False, priority=request.priority or 0, timeout=context.remaining
     ):
@@ -38,7 +37,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
     grammar = None
     if request.is_constrained:
         grammar = await service.grammars.checked(context.record.client, partial(_answer_grammar, request))
-    planning = Interval("plan", started, time.time())
+    planning = Interval("plan", started, context.record.now())
     context.record.note(planning)
     return Generation(
         service=service,

@@ -1,6 +1,5 @@
 """Planning of a conversation: media are fetched, then the chat template makes the prompt from messages and tools."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -31,10 +30,10 @@ async def plan_conversation(
     check_options(service.prompt_builder.planner, request.mm_processor_kwargs)
     settings = MediaSettings.from_options(request.mm_processor_kwargs)
     check_parts(service, parts, settings)
-    started = time.time()
+    started = context.record.now()
     async with context.within_deadline():
         media = await fetch_all(service, parts, settings, context)
-        fetched = time.time()
+        fetched = context.record.now()
         messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
         build = partial(
             service.prompt_builder.build,
@@ -45,7 +44,7 @@ async def plan_conversation(
             **variables,
         )
         prompt = await service.executor.run(context.record.client, build)
-    intervals = [Interval("fetch", started, fetched), Interval("plan", fetched, time.time())]
+    intervals = [Interval("fetch", started, fetched), Interval("plan", fetched, context.record.now())]
     context.record.note(*intervals)
     return prompt, intervals
 

@@ -3,7 +3,6 @@
 import logging
 import re
 import secrets
-import time
 from collections.abc import Callable, Sequence
 
 from blake3 import blake3
@@ -68,7 +67,7 @@ class RequestRecordMiddleware:
             raise
         finally:
             record.ending.close()
-            record.ended = time.time()
+            record.ended = record.now()
             record.handler = getattr(scope.get("route"), "path", "unknown")
             self._report(record)
 

@@ -84,8 +84,9 @@ class Metrics:
     def rejected(self, error: Exception) -> None:
         self._rejections.labels(type(error).__name__).inc()
 
-    def received_tokens(self, generation: ChoiceRecord, count: int, now: float) -> None:
+    def received_tokens(self, generation: ChoiceRecord, count: int) -> None:
         """Count new tokens of a generation, also in its record."""
+        now = generation.now()
         if generation.counted:
             self._generation_tokens.inc(count)
             if generation.first_token:
@@ -96,7 +97,7 @@ class Metrics:
         generation.last_token = now
         generation.num_tokens += count
 
-    def ended(self, generation: ChoiceRecord, now: float) -> None:
+    def ended(self, generation: ChoiceRecord) -> None:
         """Observe a generation that has its finish reason."""
         if not generation.counted:
             return
@@ -109,7 +110,7 @@ class Metrics:
         self._observe_times(generation.intervals)
         if generation.finish_reason in ("abort", "error"):
             return
-        self._end_to_end.observe(now - generation.arrived)
+        self._end_to_end.observe(generation.now() - generation.arrived)
         if generation.num_tokens > 1:
             self._per_token.observe((generation.last_token - generation.first_token) / (generation.num_tokens - 1))
 

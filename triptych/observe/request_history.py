@@ -1,7 +1,6 @@
 """The requests in flight and the last that ended, as the page at ``/ui`` shows them: without content."""
 
 import secrets
-import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -44,15 +43,14 @@ class RequestHistory:
 
     def __iter__(self) -> Iterator[RequestView]:
         """Yield the requests in flight and those that ended, the latest first."""
-        now = time.time()
-        yield from (view_of(record, now) for record in reversed(self._in_flight))
+        yield from (view_of(record, record.now()) for record in reversed(self._in_flight))
         yield from reversed(self._ended)
 
     def find(self, id: str) -> RequestView | None:
         """Return the latest request of that id; None if there is none."""
         for record in reversed(self._in_flight):
             if record.id == id:
-                return view_of(record, time.time())
+                return view_of(record, record.now())
         return next((view for view in reversed(self._ended) if view.id == id), None)
 
 

@@ -15,7 +15,7 @@ GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/m
 
 @dataclass(eq=False)
 class ChoiceRecord:
-    """Record of one choice of a request, from admission to its end. Times are in seconds since the epoch, 0 for not
+    """Record of one choice of a request, from admission to its end. Times are by its request's ``now``, 0 for not
     yet."""
 
     num_prompt: int
@@ -27,6 +27,8 @@ class ChoiceRecord:
     counted: bool
     """Whether it counts in the metrics, as its request says."""
     submitted: float
+    now: Callable[[], float] = time.time
+    """The request's clock."""
     first_token: float = 0.0
     last_token: float = 0.0
     num_tokens: int = 0
@@ -67,6 +69,8 @@ class RequestRecord:
     counted: bool = True
     """Whether its choices count in the metrics: it is a client's request, not a probe."""
     began: float = field(default_factory=time.time)
+    _ticks: float = field(default_factory=time.monotonic)
+    """When it began, by the monotonic clock."""
     ended: float = 0.0
     handler: str = "unknown"
     """The route's path template, so that there are few values."""
@@ -93,7 +97,12 @@ class RequestRecord:
     @property
     def seconds_spent(self) -> float:
         """Seconds since the request arrived."""
-        return time.time() - self.began
+        return time.monotonic() - self._ticks
+
+    def now(self) -> float:
+        """Return the time in seconds since the epoch. A step of the wall clock during a request doesn't change it, so
+        that durations are right."""
+        return self.began + self.seconds_spent
 
     def note(self, *intervals: Interval) -> None:
         """Add the frontend's intervals to the request's timeline."""
@@ -105,6 +114,6 @@ class RequestRecord:
 
     def begin_choice(self, num_prompt: int, numbers: Sequence[int]) -> ChoiceRecord:
         """Create the record of a new choice."""
-        choice = ChoiceRecord(num_prompt, numbers, self.began, self.counted, submitted=time.time())
+        choice = ChoiceRecord(num_prompt, numbers, self.began, self.counted, self.now(), self.now)
         self.generations.append(choice)
         return choice

@@ -4,7 +4,6 @@ import functools
 import logging
 import math
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -280,8 +279,9 @@ class RequestLifecycle:
             log.info("request %s moved to %s after %d tokens", state.id, instance.name, len(state.generated))
         else:
             state.dispatched = self._clock()
-            if (started := time.time()) - state.stream.record.submitted > MIN_QUEUE_SECONDS:
-                state.stream.intervals.append(Interval("queue", state.stream.record.submitted, started))
+            record = state.stream.record
+            if (started := record.now()) - record.submitted > MIN_QUEUE_SECONDS:
+                record.intervals.append(Interval("queue", record.submitted, started))
         state.num_dispatches += 1
         state.has_answered = False
         self.requests.assign(state, instance, state.token_cost)
@@ -430,7 +430,7 @@ class RequestLifecycle:
     def _remove(self, state: RequestState, reason: str) -> None:
         record, now = state.stream.record, self._clock()
         record.finish_reason = record.finish_reason or reason
-        self._metrics.ended(record, time.time())
+        self._metrics.ended(record)
         self.admission.remove(state)
         if state.num_dispatches:
             whole = record.finish_reason not in ("abort", "error")
