@@ -1,6 +1,9 @@
 """Bounds of settings, one by one and together, for every group."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -230,6 +233,36 @@ def test_a_secret_too_short_or_too_long_is_refused(content: bytes, tmp_path: Pat
 def test_a_secret_that_others_can_use_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="others can use it"):
         secret_of(tmp_path, b"0123456789abcdef", mode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+@pytest.mark.parametrize(
+    ("mode", "owner", "is_read"),
+    [(0o440, 0, True), (0o640, 0, True), (0o460, 0, False), (0o444, 0, False), (0o440, 65534, False)],
+)
+def test_a_secret_that_root_lets_a_group_read(mode: int, owner: int, is_read: bool, tmp_path: Path) -> None:
+    """As systemd, for which the mode is a list's of users, Kubernetes with ``fsGroup``, and groups for TLS keys do."""
+    file = tmp_path / "secret"
+    file.write_bytes(b"0123456789abcdef")
+    os.chown(file, owner, 65534)
+    file.chmod(mode)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    script = """if True:
+        import os, sys
+        from triptych.config import ClusterConfig
+        from triptych.errors import ConfigError
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            print(ClusterConfig(cluster_secret_file=sys.argv[1]).secret())
+        except ConfigError as error:
+            print(error)
+    """
+    found = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=True)
+    assert ("others can use it" in found.stdout) is not is_read
+    assert ("0123456789abcdef" in found.stdout) is is_read
 
 
 def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:
