@@ -116,6 +116,24 @@ def test_an_entry_that_is_damaged_or_forged_costs_a_reading(
     assert not [left for left in store.iterdir() if left.name.startswith("tmp")]
 
 
+def test_a_volume_that_is_given_to_a_group_at_each_mount_keeps_digests(
+    tmp_path: Path, *, store: Path, process: Processes
+) -> None:
+    """As Kubernetes does for ``fsGroup``, with modes 0660 and 02770."""
+    file = written(tmp_path / "weights", b"1234")
+    process(file)
+    for path in [store, *store.iterdir()]:
+        path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
+    assert (process(file), process.num_read) == ([sha256(b"1234")], 0)
+    stranger = next(gid for gid in range(60_000, 61_000) if gid not in os.getgroups())
+    try:
+        for path in [store, *store.iterdir()]:
+            os.chown(path, -1, stranger)
+    except PermissionError:
+        pytest.skip("only root can give a file to another group")
+    assert (process(file), process.num_read) == ([sha256(b"1234")], 1)
+
+
 @pytest.mark.parametrize("how", ["file", "writable by others", "link", "no home"])
 def test_without_a_folder_of_its_own_nothing_is_remembered(
     tmp_path: Path, *, store: Path, process: Processes, monkeypatch: pytest.MonkeyPatch, how: str

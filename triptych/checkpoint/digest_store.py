@@ -1,7 +1,7 @@
 """Digests of files, kept in the user's cache folder for other processes and later starts.
 
-A user who can write here can give one model the name of another. So the folder must belong to this user, and others
-may not write to it. If anything is wrong with an entry, the file is hashed once more.
+A user who can write here can give one model the name of another. So the folder must belong to this user, and users
+outside its groups may not write to it. If anything is wrong with an entry, the file is hashed once more.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class DigestStore:
             log.info("digests of weights can't be remembered: %s", error)
             return cls(None)
         if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
-            log.warning("%s isn't a folder that this user alone may write to: digests aren't remembered", folder)
+            log.warning("%s isn't this user's, or all users may write to it: digests aren't remembered", folder)
             return cls(None)
         return cls(folder)
 
@@ -121,8 +121,11 @@ def _lock(descriptor: int) -> None:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Return whether only this user may write."""
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    """Return whether only this user may write, or a group that this process has: Kubernetes gives all in a volume to
+    the group of ``fsGroup`` at each mount."""
+    if found.st_uid != os.geteuid() or found.st_mode & 0o002:
+        return False
+    return not found.st_mode & 0o020 or found.st_gid in {os.getegid(), *os.getgroups()}
 
 
 def _read_own(path: Path) -> bytes:
