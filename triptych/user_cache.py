@@ -14,4 +14,8 @@ def cache_home() -> Path:
     """Return the user's cache folder: ``XDG_CACHE_HOME``, else ``~/.cache``. Raises RuntimeError as ``user_cache``."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the XDG specification says to ignore a relative path
-    return given if given.is_absolute() else Path.home() / ".cache"
+    if given.is_absolute():
+        return given
+    if not (home := Path.home()).is_dir():  # root could make it
+        raise RuntimeError(f"the home directory {home} doesn't exist")
+    return home / ".cache"

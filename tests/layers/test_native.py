@@ -1,11 +1,13 @@
 """Which kernels are loaded: the environment's variables, invalid values of them, prebuilt variants and damaged files. A
 short source takes the kernels' place, because compiling those takes seconds."""
 
+import errno
 import logging
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -118,6 +120,7 @@ def test_a_source_that_does_not_compile_shows_why(tmp_path: Path, caplog: pytest
 @needs_compiler
 def test_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert answer() == 42
@@ -125,10 +128,44 @@ def test_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not (tmp_path / "relative").exists()
 
 
-def test_a_cache_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+@needs_compiler
+@pytest.mark.parametrize("trouble", ["a file", "full", "no home"])
+def test_kernels_are_compiled_for_this_start_alone_where_none_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if trouble == "a file":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    elif trouble == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    else:
+        check = native._check_room
+
+        def fill(folder: Path) -> None:
+            if not folder.is_relative_to(temporary):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            check(folder)
+
+        monkeypatch.setattr(native, "_check_room", fill)
+    assert answer() == 42
+    assert "each start compiles them" in caplog.text
+    assert not list(temporary.iterdir())
+    assert not list((tmp_path / "cache").rglob("*.so"))
+    assert not (tmp_path / "none").exists()
+
+
+@needs_compiler
+def test_without_room_anywhere_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "NEEDED_BYTES", 2**60)
+    monkeypatch.setattr(native, "compiled", lambda *_: pytest.fail("it compiles in vain"))
     assert native.library() is None
+    assert "no compiled kernels" in caplog.text
 
 
 @needs_compiler

@@ -247,7 +247,7 @@ def is_whole(library: Path) -> bool:
     """Return whether a file ends with the digest of what precedes it. Loading a truncated library may crash."""
     try:
         content = library.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return seal(content[:-SEAL_BYTES]) == content[-SEAL_BYTES:]
 

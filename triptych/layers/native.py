@@ -1,10 +1,14 @@
 """Loads the compiled kernels: the fastest variant that the processor supports, from the wheel, else compiled at the
 first use. If that fails, PyTorch's are used."""
 
+import contextlib
 import ctypes
 import logging
+import os
 import platform
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 PREBUILT = Path(__file__).with_name("kernels") / "prebuilt"
 """A wheel's variants; a checkout has none."""
 
+NEEDED_BYTES = 2**25
+"""Room for a variant's library and what it is made of."""
 
 _ARCH_PRCTL = 158
 """Number of the system call on x86-64."""
@@ -58,7 +64,7 @@ def kernels() -> Kernels:
     for attempt in (*attempts, partial(_compiled, usable)):
         try:
             variant, origin, loaded = attempt()
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
+        except (OSError, subprocess.SubprocessError) as error:
             stderr = getattr(error, "stderr", None) or b""
             failures[f"{error} {stderr.decode(errors='replace')[-500:]}".strip()] = None
             continue
@@ -98,7 +104,7 @@ def pixel_kernels() -> ctypes.CDLL | None:
     for attempt in (partial(_prebuilt, variant), partial(_compiled, [variant])):
         try:
             return attempt()[2]
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             reason = error
     log.info("no compiled kernels for pixels, so numpy's slower functions are used: %s", reason)
     return None
@@ -120,12 +126,43 @@ def _prebuilt(variant: Variant) -> tuple[Variant, str, ctypes.CDLL]:
 
 
 def _compiled(usable: list[Variant]) -> tuple[Variant, str, ctypes.CDLL]:
-    """Return the fastest variant that the compiler knows. Raises OSError, SubprocessError, and RuntimeError for a user
-    without a home directory."""
-    compiler, folder = find_compiler(), user_cache()
+    """Return the fastest variant that the compiler knows. Raises OSError and SubprocessError."""
+    compiler, folder = find_compiler(), _cache()
     for variant in usable:
-        if is_whole(made := cached(compiler, variant, folder)):
+        if folder is not None and is_whole(made := cached(compiler, variant, folder)):
             return variant, "compiled on this machine", load(made)  # also from a folder that can't be written to
         if accepts(compiler, variant):
-            return variant, "compiled on this machine", load(compiled(compiler, variant, folder))
+            with _writable(folder) as place:
+                return variant, "compiled on this machine", load(compiled(compiler, variant, place))
     raise OSError(f"{compiler[0]} compiles no variant for this processor")
+
+
+def _cache() -> Path | None:
+    try:
+        return user_cache()
+    except RuntimeError:  # a user without a home directory
+        return None
+
+
+@contextlib.contextmanager
+def _writable(folder: Path | None) -> Iterator[Path]:
+    """Yield the folder if there is room for a library and what it is made of, else a temporary one: a loaded library
+    stays when its file is removed. Raises OSError if there is no room there either."""
+    try:
+        if folder is None:
+            raise OSError("the user has no home directory")
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder)
+    except OSError as error:
+        log.warning("compiled kernels can't be kept in %s, so each start compiles them: %s", folder, error)
+    else:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        _check_room(Path(temporary))
+        yield Path(temporary)
+
+
+def _check_room(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, NEEDED_BYTES)
