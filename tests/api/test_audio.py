@@ -58,9 +58,22 @@ def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
         assert whole["output"][0]["content"][0]["text"] == expected
     items = [{"role": "user", "content": [input_audio(b"just some text")]}]
     the_error(post(hearing, input=items), 400, "input", "unsupported_media")
-    unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}}
+    unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "pcm16"}}
     response = post(hearing, input=[{"role": "user", "content": [unknown]}])
     the_error(response, 400, "input[0].content[0].input_audio.format", "unsupported_value")
+
+
+@pytest.mark.parametrize("name", ["wav", "aiff", "M4A", "webm", "x-wav", "dts"])
+def test_the_named_format_may_be_any_that_is_served(hearing: Served, name: str) -> None:
+    """The data decides what it is."""
+    part = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": name}}
+    assert hearing.text([part], max_tokens=2) == hearing.text([input_audio(WAV)], max_tokens=2)
+
+
+def test_another_format_is_refused_with_those_that_are_served(hearing: Served) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "pcm16"}}
+    message = the_error(hearing.post([text_part("x"), part]), 400, DATA[:-4] + "format", "unsupported_value")
+    assert all(name in message for name in ("aiff", "m4a", "webm", "amr"))
 
 
 def test_answers_are_those_of_transformers(hearing: Served, hears: Path) -> None:
@@ -145,7 +158,7 @@ def test_audio_that_cannot_be_used(hearing: Served, name: str, stream: bool) -> 
         ({"type": "input_audio", "input_audio": {"data": "?" * 10, "format": "wav"}}, DATA, "invalid_value"),
         ({"type": "input_audio", "input_audio": {"data": "?" * 10_000, "format": "wav"}}, DATA, "invalid_value"),
         (
-            {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "aiff"}},
+            {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "pcm16"}},
             DATA[:-4] + "format",
             "unsupported_value",
         ),

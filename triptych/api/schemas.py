@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from triptych.api import field_table
 from triptych.api.fields import (
@@ -120,12 +120,27 @@ class AudioPart(StrictModel):
     """Like an image's."""
 
 
+AUDIO_FORMATS = [
+    *("wav", "wave", "x-wav", "w64", "rf64", "aiff", "aif", "aifc", "au", "caf", "flac", "mp3", "mp2", "mpeg", "mpga"),
+    *("aac", "adts", "m4a", "x-m4a", "mp4", "mov", "3gp", "ogg", "oga", "opus", "vorbis", "speex", "spx"),
+    *("webm", "weba", "mkv", "mka", "matroska", "amr", "ac3", "ac-3", "eac3", "e-ac-3", "dts"),
+]
+"""Names of formats that are served: usual ones, files' extensions, and subtypes of MIME types."""
+
+
+def _known_format(name: str) -> str:
+    """Return the name of a format in small letters. Any case will do."""
+    if name.lower() not in AUDIO_FORMATS:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(AUDIO_FORMATS)})
+    return name.lower()
+
+
 class InputAudio(StrictModel):
     rules = field_table.MEDIA
     data: str
     """A file in base64."""
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
-    """The file's own header takes precedence."""
+    format: Annotated[str, AfterValidator(_known_format), WithJsonSchema({"type": "string", "enum": AUDIO_FORMATS})]
+    """The file's own header decides what it is."""
 
 
 class InputAudioPart(StrictModel):
