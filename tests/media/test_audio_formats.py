@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support import sandbox_handlers as handlers
+from tests.support.mp4_edits import with_edits
 from tests.support.sounds import sound, tone
 from triptych.errors import DecodeFailed, MediaError, TruncatedMedia, UnsupportedMedia
 from triptych.media.audio import decode_audio
@@ -77,6 +78,33 @@ def test_files_are_planned_and_decoded_as_pyav_decodes_them(container: str, code
     samples = decode_audio(data, header, rate)
     common = min(len(samples), len(expected))
     np.testing.assert_array_equal(samples[:common], expected[:common])
+
+
+EDITS = {
+    "all": [(60_000, 0)],
+    "a part": [(300, 5000)],
+    "begins with a pause": [(200, -1), (300, 5000)],
+    "two parts": [(200, 4096), (200, 20_000)],
+    "two parts, backwards": [(200, 20_000), (200, 4096)],
+    "the same twice": [(200, 8192), (200, 8192)],
+}
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"), [("mp4", "aac"), ("mp4", "alac"), ("mp4", "ac3"), ("mov", "pcm_s16le")]
+)
+def test_edit_lists_hide_sound_as_in_ffmpeg(container: str, codec: str) -> None:
+    whole = made(container, codec)
+    for name, edits in EDITS.items():
+        data = with_edits(whole, edits)
+        expected, rate = decoded(data)
+        header = probe_audio(data)
+        # FFmpeg ends each edit of uncompressed sound behind 1,024 samples
+        tolerance = 0.0214 * len(edits) if container == "mov" else 0.0015
+        assert header.seconds == pytest.approx(len(expected) / rate, abs=tolerance), name
+        samples = decode_audio(data, header, rate)
+        common = min(len(samples), len(expected))
+        np.testing.assert_array_equal(samples[:common], expected[:common], err_msg=name)
 
 
 MP3, FLAC, OPUS = made("mp3", "libmp3lame"), made("flac", "flac"), made("ogg", "libopus")

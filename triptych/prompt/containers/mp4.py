@@ -88,17 +88,18 @@ class Mp4Track:
         return int((counts * durations).sum()) + even + uneven
 
     def sound_ticks(self, edits: Sequence[Edit]) -> int:
-        """Return the duration of the sound that edits show. FFmpeg cuts its start exactly, but its end behind a sample.
-        A sample of more than twice the usual duration is followed by a gap, which the decoder leaves out: it counts as
-        one of the usual duration."""
+        """Return the duration of the sound that edits show. FFmpeg cuts the first one's start exactly, but the starts
+        of others and all ends at the next sample. A sample of more than twice the usual duration is followed by a gap,
+        which the decoder leaves out: it counts as one of the usual duration."""
         usual = self._usual()
         counts, durations = self.table
         ends = np.cumsum(counts * durations)
         begins, steps = ends - counts * durations, np.maximum(durations, 1)
         total = 0
-        for edit in edits:
+        for number, edit in enumerate(edits):
+            start = begins + -((begins - edit.start) // steps) * steps if number else np.array(edit.start)
             behind = begins + -((begins - edit.start - edit.duration) // steps) * steps
-            shown = np.clip(np.minimum(ends, behind) - np.maximum(begins, edit.start), 0, None)
+            shown = np.clip(np.minimum(ends, behind) - np.maximum(begins, start), 0, None)
             total += int(np.where(durations > 2 * usual, shown * usual // steps, shown).sum())
             if len(ends) and edit.start + edit.duration > ends[-1] - durations[-1] and self.codec not in _SHORT_LAST:
                 total += max(0, usual - int(durations[-1]))
