@@ -261,6 +261,22 @@ def test_one_that_hands_over_keeps_its_lease_until_its_requests_have_ended() -> 
     assert old in instance.wire.disconnected
 
 
+def test_a_successor_of_another_model_does_not_end_it_while_its_work_is_to_finish() -> None:
+    old, instance = Address("tcp://127.0.0.1:11"), Instance()
+    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0))
+    instance.registered(B)
+    instance.get(HandingOver(old), FrontendEnding(B))
+    for port in (1, 2):
+        instance.get(RegistrationRefused("pd0", 7, "another model", f"127.0.0.1:{port}"))
+    instance.wait(3 * RETRY_INTERVAL, old)
+    assert instance.frontends.holds(old)
+    for port in (1, 2):
+        instance.get(RegistrationRefused("pd0", 7, "another model", f"127.0.0.1:{port}"))
+    instance.get(FrontendEnding(old))
+    with pytest.raises(InstanceRefused, match="another model"):
+        instance.frontends.step()
+
+
 def test_one_whose_messages_were_lost_gives_its_work_again() -> None:
     instance = Instance()
     instance.registered(A, B)

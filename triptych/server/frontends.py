@@ -230,7 +230,8 @@ class Frontends:
             self._alone_since = now
         refused = [one for one in self._all if one.lease.refusal]
         timed_out = self._alone_since is not None and now >= self._alone_since + self._config.start_timeout
-        if refused and (timed_out or len(refused) == len(self._all)):
+        # a successor that serves another model refuses while work of its predecessor is still to finish
+        if refused and not self._held and (timed_out or len(refused) == len(self._all)):
             raise InstanceRefused(f"the frontend refuses this instance: {refused[0].lease.refusal}")
         if timed_out:
             raise FrontendSilent("; ".join(map(self._problem, self._all)))
