@@ -41,8 +41,8 @@ MAX_PER_DRAIN = 1000
 """Messages that one ``drain`` takes. Bounded, so that a peer that sends faster than it is read can't stall the loop."""
 CLOSE_LINGER_MS = 1000
 """Milliseconds to deliver pending messages to a disconnected peer, which may be about to register again."""
-HANDSHAKE_TIMEOUT_MS = 10_000
-"""Milliseconds after which a connection that hasn't authenticated is closed."""
+HANDSHAKE_TIMEOUT_MS = 2_000
+"""Milliseconds after which a connection that hasn't authenticated is closed: each takes a file descriptor."""
 UNACKNOWLEDGED_MS = 10_000
 """Milliseconds after which a connection whose peer acknowledges nothing is given up and opened again. The kernel would
 keep it and try less and less often, up to two minutes apart. Longer than a lease usually lasts, because messages may be

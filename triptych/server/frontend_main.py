@@ -15,6 +15,7 @@ from triptych.heap import gc_frozen
 from triptych.observe import logs
 from triptych.observe.machine import end_with_parent
 from triptych.observe.pipeline import FrontendNames
+from triptych.server.descriptors import AcceptFailures, raise_limit
 from triptych.server.frontend import Frontend
 
 log = logging.getLogger("triptych.server.frontend_main")  # also when it is the main module
@@ -26,6 +27,8 @@ async def serve_frontend(make: Callable[[], Frontend], announce: Callable[[Front
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
+    loop.set_exception_handler(AcceptFailures())
+    raise_limit()
     async with make() as frontend:
         announce(frontend)
         interrupting, terminating = asyncio.create_task(interrupted.wait()), asyncio.create_task(terminated.wait())
