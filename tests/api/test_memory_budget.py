@@ -1,9 +1,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from tests.support.serving import CHAT, served
 from triptych.api.memory_budget import FREE_BYTES, MemoryBudget
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.requests import RequestRecord
@@ -46,3 +48,32 @@ def test_a_refused_charge_is_not_counted() -> None:
             assert budget.total == 7 * FREE_BYTES
         assert budget.total == 4 * FREE_BYTES
     assert budget.total == 0
+
+
+def test_what_is_taken_back_is_free_for_others() -> None:
+    budget = MemoryBudget(8 * FREE_BYTES)
+    with request_of("a") as record:
+        charge = budget.for_request(record)
+        for _ in range(100):
+            charge(4 * FREE_BYTES)
+            charge(-4 * FREE_BYTES)
+        assert budget.total == 0
+        charge(3 * FREE_BYTES)
+    assert budget.total == 0
+
+
+def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -> None:
+    settings = {"max_body_mb": 1, "max_inflight_mb": 4}
+    many = {"n": 16, "max_tokens": 64, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    with served(folder, "1PD", **settings) as service, service.client() as client:
+        response = client.post(CHAT, json=service.body(**many))
+        assert response.status_code == 429, "they are kept until the answer is whole"
+        assert "memory" in response.json()["error"]["message"]
+        with client.stream("POST", CHAT, json=service.body(**many, stream=True)) as stream:
+            events = [line for line in stream.iter_lines() if line.startswith("data: ")]
+        assert stream.status_code == 200
+        assert events[-1] == "data: [DONE]"
+        assert not [event for event in events if "error" in event]
+        assert client.post(CHAT, json=service.body(**(many | {"n": 2}))).status_code == 200
+        service.settle()
+        assert service.running.frontend.service.memory_budget.total == 0

@@ -276,6 +276,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
         scope=scope_of(request.headers),
         deadline=time.monotonic() + _timeout(request, service),
         media=service.media.for_request(body.inline, charge, record.client),
+        hold=charge,
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 

@@ -3,9 +3,10 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ from triptych.router.stream import TokenStream
 
 N = TypeVar("N")
 
+TOKEN_BYTES, LOGPROB_BYTES, INT32_BYTES = 400, 100, 4
+"""Memory of a report's token, and of a log probability, measured with ``top_logprobs`` of 20; of a token in arrays."""
 NO_MODEL = (None, "", "default", "dummy")
 """What clients send that were given no model's name: huggingface_hub sends ``dummy``, and SGLang's examples
 ``default``."""
@@ -43,6 +46,8 @@ class RequestContext:
     """When the request expires, by ``time.monotonic``."""
     media: RequestMedia
     """Source of the request's media."""
+    hold: Callable[[int], object] = lambda _: None
+    """Called with bytes that are kept for the answer, negative ones when they are not kept any more; it may raise."""
     timeline: bool = False
     """Whether the answer includes its timeline."""
 
@@ -169,8 +174,15 @@ class Generation:
             self.fields.cache_salt or "",
             timeout=self.context.remaining,
             priority=self.fields.priority or 0,
-            read=text.read,
+            read=partial(self._read, text),
         )
+
+    def _read(self, text: "ChoiceText", report: Tokens) -> Tokens:
+        """Return the part of a report that belongs to the answer, after holding its memory. Raises what ``hold``
+        does."""
+        part = text.read(report)
+        self.context.hold(_num_bytes(part))
+        return part
 
     async def _outputs(
         self, number: int, text: "ChoiceText", tokens: TokenStream
@@ -194,6 +206,8 @@ class Generation:
                 stop_string=text.stop_string if report.finish_reason else None,
             )
             begins_text = begins_text and not shown
+            # the client has read it; an answer that isn't streamed keeps log probabilities until its end
+            self.context.hold(-_num_bytes(report) if self.fields.stream else -TOKEN_BYTES * len(report.tokens))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -261,6 +275,13 @@ class ChoiceText:
         count = len(report.tokens) if report.finish_reason is None else len(self._untaken)
         texts, self._untaken = self._untaken[:count], self._untaken[count:]
         return "".join(texts)
+
+
+def _num_bytes(report: Tokens) -> int:
+    """Return about how much memory a report takes, in bytes."""
+    listed = sum(1 + len(one.top) for one in report.logprobs)
+    prompt = len(report.prompt_logprobs.tokens) // INT32_BYTES if report.prompt_logprobs else 0
+    return TOKEN_BYTES * len(report.tokens) + LOGPROB_BYTES * (listed + prompt)
 
 
 def _cut(report: Tokens, used: int) -> Tokens:

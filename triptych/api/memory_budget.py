@@ -1,4 +1,5 @@
-"""Limit on the memory that requests in flight hold in the frontend: bodies and media, until the answer is complete."""
+"""Limit on the memory that requests in flight hold in the frontend: bodies and media until the answer is complete, and
+what of the answer the client hasn't read."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,41 +17,40 @@ class MemoryBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._by_client: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
+        self.total = 0
         """Bytes charged at the moment."""
-        return self._by_client.total()
 
     def for_request(self, record: RequestRecord) -> Callable[[int], None]:
-        """Return a function that charges further bytes to the request until it ends.
+        """Return a function that charges further bytes to the request until it ends; a negative number takes some back.
 
         It raises Overloaded when the whole budget is spent, and RateLimited when the client's half is."""
-        client, own = record.client, 0
+        client, own, is_registered = record.client, 0, False
 
         def release() -> None:
             nonlocal own
-            self._release(client, _charged(own))
+            self._add(client, -_charged(own))
             own = 0
 
         def charge(num_bytes: int) -> None:
-            nonlocal own
+            nonlocal own, is_registered
             before = _charged(own)
             more = _charged(own + num_bytes) - before
-            if more:
+            if more > 0:
                 if self.total + more > self._max_bytes:
                     raise Overloaded("the memory for requests in flight is used up", retry_after=1)
                 if self._by_client[client] + more > self._max_bytes // 2:
                     raise RateLimited("your requests in flight use all the memory that one client may use")
-                self._by_client[client] += more
             own += num_bytes
-            if more and not before:
-                record.at_end(release)  # registered once per request: bodies arrive in many small chunks
+            self._add(client, more)
+            if more and not is_registered:
+                is_registered = True
+                record.at_end(release)  # once per request: bodies arrive in many small chunks
 
         return charge
 
-    def _release(self, client: str, num_bytes: int) -> None:
-        self._by_client[client] -= num_bytes
+    def _add(self, client: str, num_bytes: int) -> None:
+        self.total += num_bytes
+        self._by_client[client] += num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
 

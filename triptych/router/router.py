@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triptych.config import AdmissionConfig, LeaseConfig
-from triptych.errors import DeadlineExceeded, InternalError, TriptychError
+from triptych.errors import DeadlineExceeded, TriptychError
 from triptych.messages.codec import Message, Send
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
@@ -300,7 +300,7 @@ class Router:
         self.last_token = self.clock()
         try:
             report = state.stream.read(message)
-        except InternalError as error:
+        except TriptychError as error:
             self.lifecycle.fail(state, error)
             return
         admission, record, engine = self.lifecycle.admission, state.stream.record, state.decode.instance.name

@@ -39,10 +39,12 @@ class TokenStream:
         return self.record.intervals
 
     def read(self, report: Tokens) -> Tokens:
-        """For the router: return the part of a report that belongs to the answer. Raises InternalError if the reader
-        fails."""
+        """For the router: return the part of a report that belongs to the answer. Raises TriptychError if the answer
+        can't be kept, and InternalError if the reader fails."""
         try:
             return self._read(report) if self._read else report
+        except TriptychError:
+            raise
         except Exception:  # any error must end this request alone
             log.exception("couldn't read the tokens of request %s", self.request)
             raise InternalError("the answer could not be read") from None
