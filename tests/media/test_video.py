@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import av
@@ -55,7 +56,7 @@ def test_headers_and_frames(name: str) -> None:
             assert header.rate == pytest.approx(float(said or 0), rel=1e-3)
     source = random.Random(name)
     choices = [[0], [len(whole) - 1], list(range(len(whole))), [0, 0, len(whole) - 1, len(whole) - 1]]
-    choices += [sorted(source.choices(range(len(whole)), k=source.randrange(1, 8))) for _ in range(6)]
+    choices += [sorted(source.choices(range(len(whole)), k=source.randrange(1, 8))) for _ in range(2)]
     for numbers in choices:
         decoded = list(decode_frames(data, header, numbers))
         assert len(decoded) == len(numbers)
@@ -135,12 +136,14 @@ def test_other_angles_are_not_applied() -> None:
     assert (header.rotation, header.width, header.height) == (0, 96, 64)
 
 
+small = partial(clip, "mp4", width=32, height=32)
+
 EDITED = {
-    "out of order": clip("mp4", frames=24),
-    "in order": clip("mp4", frames=24, codec_options={"bf": "0"}),
-    "open GOPs": clip("mp4", frames=24, codec_options={"x264-params": "open-gop=1"}),
-    "negative shifts": clip("mp4", frames=24, options={"movflags": "negative_cts_offsets"}),
-    "uneven": clip("mp4", frames=10, times=[0, 40, 80, 500, 540, 700, 740, 1500, 1540, 1600]),
+    "out of order": small(frames=24),
+    "in order": small(frames=24, codec_options={"bf": "0"}),
+    "open GOPs": small(frames=24, codec_options={"x264-params": "open-gop=1"}),
+    "negative shifts": small(frames=24, options={"movflags": "negative_cts_offsets"}),
+    "uneven": small(frames=10, times=[0, 40, 80, 500, 540, 700, 740, 1500, 1540, 1600]),
 }
 EDITS: dict[str, list[tuple[int, int]]] = {
     "whole": [(60_000, 0)],
@@ -168,7 +171,7 @@ EDITS: dict[str, list[tuple[int, int]]] = {
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("file", EDITED)
 def test_edit_lists_hide_frames_as_in_ffmpeg(file: str, version: int) -> None:
-    for name, edits in EDITS.items():
+    for name, edits in list(EDITS.items())[:: 4 if version else 1]:
         if file == "open GOPs" and len(edits) > 1:
             continue  # what a second part's first frames depend on is gone, so they are seldom the same
         data = with_edits(EDITED[file], edits, version)
@@ -186,8 +189,8 @@ def test_edit_lists_hide_frames_as_in_ffmpeg(file: str, version: int) -> None:
 
 
 def test_many_edits_are_refused() -> None:
-    data = with_edits(EDITED["in order"], [(10, 0)] * 800_000)
-    with pytest.raises(UnsupportedMedia, match="has 800000 edits; at most 1024"):
+    data = with_edits(EDITED["in order"], [(10, 0)] * 100_000)
+    with pytest.raises(UnsupportedMedia, match="has 100000 edits; at most 1024"):
         probe_video(data)
 
 
@@ -295,11 +298,12 @@ def test_frames_of_different_sizes() -> None:
         probe_video(frames.pack_frames(packed))
 
 
+@pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mp4", "mp4, in fragments", "webm", "webm as it is recorded", "gif"])
-def test_mutated_files_raise_only_typed_errors(name: str) -> None:
+def test_mutated_files_raise_only_typed_errors(name: str, times: int) -> None:
     source = random.Random(name)
     data = FILES[name]()
-    for _ in range(150):
+    for _ in range(times):
         mutated = bytearray(data)
         for _ in range(source.randint(1, 4)):
             reach = source.choice([64, 1024, len(mutated)])

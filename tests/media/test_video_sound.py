@@ -19,29 +19,29 @@ from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.types import AudioHeader
 
 RATE = 16_000
-SECONDS = 2.3
+SECONDS = 1.3
 
 FILES: dict[str, Callable[[], bytes]] = {
-    "mp4": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000)),
-    "mp4, stereo": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100),
-    "mp4, header first": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), options={"movflags": "faststart"}),
+    "mp4": lambda: clip("mp4", frames=13, sound=tone(SECONDS, 48_000)),
+    "mp4, stereo": lambda: clip("mp4", frames=13, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100),
+    "mp4, header first": lambda: clip("mp4", frames=13, sound=tone(SECONDS, 48_000), options={"movflags": "faststart"}),
     "mp4, in fragments": lambda: clip(
-        "mp4", frames=23, sound=tone(SECONDS, 48_000), options={"movflags": "frag_keyframe+empty_moov"}
+        "mp4", frames=13, sound=tone(SECONDS, 48_000), options={"movflags": "frag_keyframe+empty_moov"}
     ),
-    "mp4, opus": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), sound_codec="libopus"),
-    "mp4, mp3": lambda: clip("mp4", frames=23, sound=tone(SECONDS, 48_000), sound_codec="libmp3lame"),
-    "mov, uncompressed": lambda: clip("mov", frames=23, codec="libx264", sound=tone(SECONDS, 48_000)),
-    "webm": lambda: clip("webm", frames=23, sound=tone(SECONDS, 48_000)),
+    "mp4, opus": lambda: clip("mp4", frames=13, sound=tone(SECONDS, 48_000), sound_codec="libopus"),
+    "mp4, mp3": lambda: clip("mp4", frames=13, sound=tone(SECONDS, 48_000), sound_codec="libmp3lame"),
+    "mov, uncompressed": lambda: clip("mov", frames=13, codec="libx264", sound=tone(SECONDS, 48_000)),
+    "webm": lambda: clip("webm", frames=13, sound=tone(SECONDS, 48_000)),
     "webm, vorbis": lambda: clip(
-        "webm", frames=23, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100, sound_codec="vorbis"
+        "webm", frames=13, sound=tone(SECONDS, 44_100, 2), sound_rate=44_100, sound_codec="vorbis"
     ),
-    "webm as it is recorded": lambda: clip("webm", frames=23, sound=tone(SECONDS, 48_000), options={"live": "1"}),
+    "webm as it is recorded": lambda: clip("webm", frames=13, sound=tone(SECONDS, 48_000), options={"live": "1"}),
     "webm in many clusters": lambda: clip(
-        "webm", frames=23, sound=tone(SECONDS, 48_000), options={"cluster_time_limit": "300"}
+        "webm", frames=13, sound=tone(SECONDS, 48_000), options={"cluster_time_limit": "300"}
     ),
-    "matroska, flac": lambda: clip("matroska", frames=23, codec="libx264", sound=tone(SECONDS, 48_000)),
+    "matroska, flac": lambda: clip("matroska", frames=13, codec="libx264", sound=tone(SECONDS, 48_000)),
     "matroska, aac": lambda: clip(
-        "matroska", frames=23, codec="libx264", sound=tone(SECONDS, 48_000), sound_codec="aac"
+        "matroska", frames=13, codec="libx264", sound=tone(SECONDS, 48_000), sound_codec="aac"
     ),
 }
 
@@ -155,11 +155,12 @@ def test_wrong_headers_are_detected() -> None:
     assert decode_audio(data, clock, RATE).any(), "its clock isn't its sample rate"
 
 
+@pytest.mark.parametrize("times", [15, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mp4", "mp4, in fragments", "webm", "webm as it is recorded", "matroska, aac"])
-def test_mutated_files_raise_only_typed_errors(name: str) -> None:
+def test_mutated_files_raise_only_typed_errors(name: str, times: int) -> None:
     source = random.Random(name)
     data = FILES[name]()
-    for _ in range(100):
+    for _ in range(times):
         mutated = bytearray(data)
         for _ in range(source.randint(1, 4)):
             place = source.randrange(min(source.choice([64, 1024, len(mutated)]), len(mutated)))
