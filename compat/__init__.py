@@ -1,0 +1,1 @@
+"""Runs other people's clients against a service: ``scripts/compat``."""
