@@ -1,4 +1,4 @@
-"""File descriptors of a frontend: as many as the system allows, and a log that stays readable when they run out."""
+"""File descriptors of a frontend: the most that the system allows, and a readable log when they run out."""
 
 import asyncio
 import logging
