@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,6 +17,7 @@ from tests.support import sandbox_handlers as handlers
 from tests.support.processes import is_gone
 from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
+from triptych.sandbox import workers as workers_module
 from triptych.sandbox.protocol import Bulk, ProtocolError, WorkerSpec
 from triptych.sandbox.workers import WorkerPool
 
@@ -202,6 +203,7 @@ import os, signal
 from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed
 from triptych.sandbox.protocol import WorkerSpec
+from triptych.sandbox import workers as workers_module
 from triptych.sandbox.workers import WorkerPool
 workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "hello", LIMITS), 1, DecodeFailed)
 workers.wait_until_ready()
@@ -220,6 +222,31 @@ def test_workers_that_cannot_start() -> None:
     with pytest.raises(InternalError, match="could not be started"):
         ask(made, "echo")
     made.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "no process"])
+def test_workers_that_die_while_they_start_fail_no_item(
+    workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As under a kernel that is short of memory: the worker is lost, and its first two successors."""
+    failures = []
+
+    def spawn(*arguments: Any) -> Any:
+        if len(failures) == 2:
+            return real(*arguments)
+        failures.append(how)
+        if how == "no process":
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        process, connection = real(*arguments)
+        process.kill()
+        return process, connection
+
+    real = workers_module.spawn
+    monkeypatch.setattr(workers_module, "spawn", spawn)
+    os.kill(workers.pids[0], signal.SIGKILL)
+    time.sleep(0.05)
+    assert ask(workers, "echo", b"x") == [(b"hello", b"x")]
+    assert len(failures) == 2
 
 
 def test_bulk_is_sealed_before_it_is_read() -> None:

@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+from contextlib import ExitStack
 
 import msgspec
 
@@ -25,7 +26,8 @@ def spawn(module: str, spec: msgspec.Struct, name: str) -> tuple["subprocess.Pop
     command = children.command(module, msgspec.json.encode(spec).decode())
     environment = {name: value for name, value in children.environment().items() if name in _ENVIRONMENT}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    with theirs:
+    with theirs, ExitStack() as closing:
+        closing.callback(ours.close)
         process = subprocess.Popen(
             [*command, str(theirs.fileno()), msgspec.json.encode(for_child(name, f"{name}: ")).decode()],
             stdin=subprocess.DEVNULL,
@@ -34,4 +36,5 @@ def spawn(module: str, spec: msgspec.Struct, name: str) -> tuple["subprocess.Pop
             pass_fds=[theirs.fileno()],
             process_group=0,  # the parent handles Ctrl-C in a terminal
         )
+        closing.pop_all()
     return process, ours

@@ -6,6 +6,7 @@ import itertools
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -33,6 +34,9 @@ _Result = tuple[bytes, mmap.mmap | None]
 
 START_SECONDS = 60.0
 """Time for a worker to import its modules."""
+START_ATTEMPTS = 3
+START_PAUSE = 0.1
+"""Seconds between the first two attempts to start a worker; twice as many between the next two."""
 ATTEMPTS = 2
 """Attempts per item if its worker dies. The first death may have another cause."""
 CRASHES_KEPT = 1024
@@ -176,11 +180,7 @@ class _Worker:
                 raise InternalError("the service is shutting down")
             if request is None and item not in self._known:
                 raise _ItemLost
-            try:
-                self._wait_until_ready()
-            except StartError as error:
-                log.error("%s", error)
-                raise InternalError("a worker could not be started") from None
+            self._start_again()
             self._known.add(item)
             closed, self.closed = self.closed, []
             self._known.difference_update(closed)
@@ -247,18 +247,30 @@ class _Worker:
                 bulk.close()
             raise
 
+    def _start_again(self) -> None:
+        """Wait for the process. It is started several times, since a kernel that is short of memory kills what starts.
+        Raises InternalError when it never becomes ready."""
+        for attempt in range(START_ATTEMPTS):
+            try:
+                return self._wait_until_ready()
+            except StartError as error:
+                log.error("%s", error)
+            if attempt + 1 < START_ATTEMPTS and not self._closing:
+                time.sleep(START_PAUSE * 2**attempt)
+        raise InternalError("a worker could not be started")
+
     def _wait_until_ready(self) -> None:
-        """Wait for the process, which is restarted if it has died."""
-        if self.process.poll() is not None:
-            self._end()
-            self._start()
-        if self._ready:
-            return
+        """Wait for the process, which is restarted if it has died. Raises StartError if it dies before it is ready."""
         try:
+            if self.process.poll() is not None:
+                self._end()
+                self._start()
+            if self._ready:
+                return
             self._receive(START_SECONDS)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._end()
-            raise StartError(f"a worker for {self._spec.factory} can't start") from None
+            raise StartError(f"a worker for {self._spec.factory} can't start: {error or 'it ended'}") from None
         self._ready = True
 
     def _start(self) -> None:
