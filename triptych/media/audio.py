@@ -61,11 +61,11 @@ _CODECS = frozenset(
 )
 _DECODING_ERRORS = (av.error.FFmpegError, ValueError, EOFError)
 
-_OPTIONS = {"WAV": {"max_size": str(1 << 15), "max_probe_packets": "1"}}
+_OPTIONS = {"WAV": {"max_size": str(3 << 12), "max_probe_packets": "1"}}
 """FFmpeg searches each packet of uncompressed WAV for other codecs until it has seen many, which takes longer than
-to decode them. One large packet is enough to find them."""
+to decode them. One packet of several frames is enough to find them."""
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 15
 """Samples of each channel that are averaged and resampled at a time."""
 _MANY_PLANES = 8
 _DTYPES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "flt": np.float32, "dbl": np.float64}
@@ -97,7 +97,7 @@ def _decode(data: bytes, header: AudioHeader, rate: int) -> Samples:
     made = np.zeros(planned, dtype=np.float32)
     num_samples = 0
     errors: list[Exception] = []
-    for piece in _resampled(_decoded(data, header, errors), rate):
+    for piece in _resampled(_decoded(data, header, errors), rate, header):
         kept = piece[: planned - num_samples] if num_samples < planned else piece[:0]
         made[num_samples : num_samples + len(kept)] = kept
         num_samples += len(piece)
@@ -114,9 +114,9 @@ def _named(header: AudioHeader) -> str:
     return f"the {header.format} video's sound" if header.in_video else f"the {header.format} audio"
 
 
-def _resampled(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[Samples]:
+def _resampled(frames: Iterator[av.AudioFrame], rate: int, header: AudioHeader) -> Iterator[Samples]:
     """Yield resampled mono samples."""
-    for rate_of_file, blocks in itertools.groupby(_averaged(frames), lambda block: block[1]):
+    for rate_of_file, blocks in itertools.groupby(_averaged(frames, header), lambda block: block[1]):
         if rate_of_file == rate:
             yield from (samples for samples, _ in blocks)
             continue
@@ -130,13 +130,16 @@ def _resampled(frames: Iterator[av.AudioFrame], rate: int) -> Iterator[Samples]:
             yield made.to_ndarray()[0]
 
 
-def _averaged(frames: Iterator[av.AudioFrame]) -> Iterator[tuple[Samples, int]]:
+def _averaged(frames: Iterator[av.AudioFrame], header: AudioHeader) -> Iterator[tuple[Samples, int]]:
     """Yield the channels' mean in blocks, with their sample rate. FFmpeg's downmix would weight the channels. Their
     number and the rate may change between frames."""
-    for (_, _, rate), run in itertools.groupby(_readable(frames), _shape):
+    for (_, channels, rate), run in itertools.groupby(frames, _shape):
+        check_sound(rate, channels)
+        if header.seconds * rate * channels > MAX_TRACK_SAMPLES:
+            raise UnsupportedMedia(f"{_named(header)} has more than {MAX_TRACK_SAMPLES} samples")
         joined: list[av.AudioFrame] = []
         num_samples = 0
-        for frame in run:
+        for frame in _readable(run, channels):
             joined.append(frame)
             num_samples += frame.samples
             if num_samples >= _BLOCK:
@@ -146,18 +149,19 @@ def _averaged(frames: Iterator[av.AudioFrame]) -> Iterator[tuple[Samples, int]]:
             yield _mean(joined), rate
 
 
-def _shape(frame: av.AudioFrame) -> tuple[str, str, int]:
+def _shape(frame: av.AudioFrame) -> tuple[str, int, int]:
     """Return what frames must have in common to be joined."""
-    return frame.format.name, frame.layout.name, frame.sample_rate
+    return frame.format.name, frame.layout.nb_channels, frame.sample_rate
 
 
-def _readable(frames: Iterator[av.AudioFrame]) -> Iterator[av.AudioFrame]:
-    """Yield frames whose planes PyAV can read: it looks for the pointer behind the last, and would crash at eight."""
-    for frame in frames:
-        if frame.format.is_planar and frame.layout.nb_channels >= _MANY_PLANES:
-            yield from av.AudioResampler(frame.format.packed.name).resample(frame)
-        else:
-            yield frame
+def _readable(frames: Iterator[av.AudioFrame], channels: int) -> Iterator[av.AudioFrame]:
+    """Return frames whose planes PyAV can read: it looks for the pointer behind the last, and would crash at eight."""
+    return frames if channels < _MANY_PLANES else (packed for frame in frames for packed in _packed(frame))
+
+
+def _packed(frame: av.AudioFrame) -> list[av.AudioFrame]:
+    """Return a frame in one plane."""
+    return av.AudioResampler(frame.format.packed.name).resample(frame) if frame.format.is_planar else [frame]
 
 
 def _mean(frames: list[av.AudioFrame]) -> Samples:
@@ -174,17 +178,20 @@ def _mean(frames: list[av.AudioFrame]) -> Samples:
     total = _floats(columns[0])
     for column in columns[1:]:
         total += _floats(column)
-    total /= np.float32(channels)
+    if channels > 1:
+        total /= np.float32(channels)
     return total
 
 
 def _floats(values: NDArray[Any]) -> Samples:
     """Return new samples between -1 and 1, converted as FFmpeg does."""
-    floats = np.array(values, np.float32)
+    if values.dtype.kind == "f":
+        return np.array(values, np.float32)
+    floats: Samples = np.multiply(
+        values, np.float32(2.0 ** (1 - 8 * values.dtype.itemsize)), dtype=np.float32, casting="unsafe"
+    )
     if values.dtype.kind == "u":
-        floats -= np.float32(128)
-    if values.dtype.kind != "f":
-        floats *= np.float32(2.0 ** (1 - 8 * values.dtype.itemsize))
+        floats -= np.float32(1)
     return floats
 
 
@@ -212,12 +219,7 @@ def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Itera
         if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
             raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
         codec.thread_count = 1
-        for frame in _frames(container, stream, errors):
-            rate, channels = frame.sample_rate, frame.layout.nb_channels
-            check_sound(rate, channels)
-            if header.seconds * rate * channels > MAX_TRACK_SAMPLES:
-                raise UnsupportedMedia(f"{name} has more than {MAX_TRACK_SAMPLES} samples")
-            yield frame
+        yield from _frames(container, stream, errors)
 
 
 def _frames(container: InputContainer, stream: av.AudioStream, errors: list[Exception]) -> Iterator[av.AudioFrame]:
