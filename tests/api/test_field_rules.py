@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from triptych.api.anthropic_schemas import MessagesRequest
 from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.field_rules import Alias, Hint, Off
 from triptych.api.field_table import CHAT, MESSAGE, REQUEST
@@ -15,6 +16,7 @@ from triptych.errors import InvalidRequest
 
 HI = {"role": "user", "content": "x"}
 TEXT = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object"}}
 
 
@@ -33,7 +35,7 @@ def refused(**fields: Any) -> InvalidRequest:
 PLAIN = chat()
 LEVELS: list[tuple[Any, Any]] = [
     (lambda extra: {"messages": [HI | extra]}, "messages[0]."),
-    (lambda extra: {"messages": [{"role": "user", "content": [TEXT | extra]}]}, "messages[0].content[0]."),
+    (lambda extra: {"messages": [{"role": "user", "content": [IMAGE | extra]}]}, "messages[0].content[0]."),
     (lambda extra: {"tools": [{"type": "function", "function": LOOK} | extra]}, "tools[0]."),
     (lambda extra: {"tools": [{"type": "function", "function": LOOK | extra}]}, "tools[0].function."),
     (lambda extra: {"stream": True, "stream_options": {} | extra}, "stream_options."),
@@ -62,8 +64,23 @@ def test_what_describes_an_earlier_message_is_ignored() -> None:
         HI | {"extra_field": "0"},
         {"id": "m", "annotations": [], "audio": None, **messages[1]},
     ]
+    messages.append({"role": "assistant", "content": [TEXT, {"type": "refusal", "refusal": "no"}]})
+    more.append({"role": "assistant", "content": [part | {"role": "assistant"} for part in messages[2]["content"]]})
     more[1] |= {"tool_calls": [call | extra | {"index": 0, "function": call["function"] | extra}]}
     assert chat(messages=more) == chat(messages=messages)
+
+
+def test_what_describes_an_earlier_text_is_ignored_in_every_api() -> None:
+    noted = {"role": "assistant", "refusal": None, "noted_by_an_agent": {"id": "1"}}
+    items = [
+        {"role": "assistant", "content": [{"type": kind, "text": "x"} | noted]}
+        for kind in ("output_text", "input_text")
+    ]
+    answer = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
+    assert [message.content[0].text for message in answer.input] == ["x", "x"]
+    block = {"role": "assistant", "content": [TEXT | noted]}
+    asked = parse_request(MessagesRequest, json.dumps({"model": "m", "max_tokens": 1, "messages": [block]}).encode())
+    assert asked.messages[0].content[0].text == "x"
 
 
 @pytest.mark.parametrize("name", [name for name, rule in CHAT.by_name.items() if isinstance(rule, Hint)])
@@ -120,6 +137,7 @@ def test_another_name_means_the_same(given: dict[str, Any], meant: dict[str, Any
         ({"thinking": "yes"}, "thinking"),
         ({"messages": [HI | {"images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [HI | {"prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [{"role": "user", "content": [TEXT | IMAGE | TEXT]}]}, "messages[0].content[0].image_url"),
     ],
 )
 def test_two_names_with_different_values_and_demands_within_are_refused(fields: dict[str, Any], param: str) -> None:

@@ -39,6 +39,7 @@ class Block(StrictModel):
 
 
 class TextBlock(Block):
+    rules = field_table.TEXT_PART
     type: Literal["text"]
     text: str
 

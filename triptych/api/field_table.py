@@ -145,6 +145,10 @@ PART = Rules(
         **_off("modalities", "image", "multi-images"),
     }
 )
+TEXT_PART = Rules(
+    _off("image image_url images video video_url audio audio_url input_audio file", use=PARTS), ignores_unknown=True
+)
+"""Agents send an answer's text back with what they noted in it. Only the text is shown to the model."""
 IMAGE_PART = PART | Rules(_aliases("image_url.detail", "detail"))
 MEDIA = Rules(_hints("format mime_type media_type id filename name cache_control"))
 """The object in a part that says where its media are."""
@@ -182,6 +186,7 @@ TABLE = {
     "chats": Rules({name: rule for name, rule in CHAT.by_name.items() if name not in REQUEST.by_name}),
     "messages": MESSAGE,
     "content parts": PART,
+    "parts that are texts": TEXT_PART,
     "`image_url` parts": Rules(_aliases("image_url.detail", "detail")),
     "`image_url`, `video_url`, …": MEDIA,
     "earlier tool calls": CALL,

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag
 
-from triptych.api import schemas
+from triptych.api import field_table, schemas
 from triptych.api.fields import ARRAY, MAX_TOKEN_IDS, STRING, Name, StrictModel, string_or_array
 from triptych.api.response_tools import chat_name, custom_arguments
 from triptych.api.schemas import ChatMessage, ImagePart
 
 
 class InputText(StrictModel):
+    rules = field_table.TEXT_PART
     type: Literal["input_text"]
     text: str
 
@@ -19,6 +20,7 @@ class InputText(StrictModel):
 class OutputText(StrictModel):
     """Text of an earlier answer."""
 
+    rules = field_table.TEXT_PART
     type: Literal["output_text"]
     text: str
     annotations: list[Any] | None = Field(None, max_length=schemas.MAX_PARTS)

@@ -42,7 +42,7 @@ MAX_NUMBER = 2**63
 
 
 class TextPart(StrictModel):
-    rules = field_table.PART
+    rules = field_table.TEXT_PART
     type: Literal["text"]
     text: str
 
@@ -50,7 +50,7 @@ class TextPart(StrictModel):
 class RefusalPart(StrictModel):
     """A refusal of the assistant, in place of text."""
 
-    rules = field_table.PART
+    rules = field_table.TEXT_PART
     type: Literal["refusal"]
     refusal: str
 
