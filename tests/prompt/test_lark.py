@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import llguidance
 import pytest
@@ -54,3 +55,19 @@ def test_until_ends_with_the_first_marker() -> None:
     grammar = f'"" head "b"\n{lark.until("head", lark.literal("</x>"))}'
     assert matches(grammar, "a<b</x>b")
     assert not matches(grammar, "a</x>a</x>b")
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"pattern": "^[A-Z]{2}$"}, ["AB"], ["ABC", "xAB", "a"]),
+        ({"pattern": "b|^c"}, ["abc", "cd"], ["ac"]),
+        ({"pattern": r"[|]$|\$"}, ["a|", "a$b"], ["|a"]),
+        ({"minLength": 2, "maxLength": 3}, ["é\n", "abc"], ["a", "abcd"]),
+        ({"maxLength": 2, "pattern": "a"}, ["a", "ba"], ["b", "aaa"]),
+        ({"minLength": 1}, ["a"], ["", "a</p>", "a</p>b"]),
+    ],
+)
+def test_plain_text_keeps_within_a_schemas_limits(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    grammar = f'text\ntext[lazy]: TEXT "</p>"\nTEXT: {" & ".join([*lark.text_limits(schema), lark.without("</p>")])}'
+    assert [text for text in right + wrong if matches(grammar, text + "</p>")] == right

@@ -21,6 +21,7 @@ JSON = "%json "
 TEXT = "/(?s:.*)/"
 """Any text."""
 
+_ANCHORED = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 _IN_REGEX = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
 # with escapes such as \\u0061, a further property could have the name of one that the schema restricts
 _JSON_OPTIONS = {
@@ -48,6 +49,45 @@ def regex(pattern: str, param: str | None = None) -> str:
     # what is escaped stays as it is; a line break can't be within a terminal
     parts = re.sub(r"\\\n|\\.|[/\n]", lambda one: _IN_REGEX.get(one[0], one[0]), pattern)
     return f"/{parts}/"
+
+
+def without(text: str) -> str:
+    """Return a terminal for any text that doesn't contain this one."""
+    return f"~({TEXT} {literal(text)} {TEXT})"
+
+
+def text_limits(schema: dict[str, Any], param: str | None = None) -> list[str]:
+    """Return terminals that together match the strings which a schema's length and pattern allow; none if it has
+    neither. Raises InvalidRequest, naming ``param``."""
+    found = []
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(least, int) or isinstance(most, int):
+        found.append(regex(f"(?s:.{{{least or 0},{'' if most is None else most}}})"))
+    if isinstance(pattern := schema.get("pattern"), str):
+        found.append(regex(f"(?:{'|'.join(map(_anywhere, _alternatives(pattern)))})", param))
+    return found
+
+
+def _anywhere(pattern: str) -> str:
+    """Return an expression for texts that have a match anywhere, which anchors at its ends prevent."""
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if _ANCHORED.search(pattern) else "(?s:.*)"
+    body = pattern[1:] if not begin else pattern
+    return f"{begin}(?:{body[:-1] if not end else body}){end}"
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Return the alternatives of an expression that aren't within groups."""
+    parts, depth, in_set = [""], 0, False
+    for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
+        if piece in "[]":
+            in_set = piece == "[" or (in_set and piece != "]")
+        depth += 0 if in_set else (piece == "(") - (piece == ")")
+        if piece == "|" and not depth and not in_set:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
 
 
 def json_schema(schema: dict[str, Any], param: str | None = None) -> str:

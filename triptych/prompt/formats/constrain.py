@@ -9,7 +9,7 @@ from triptych.prompt import lark
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.typed import parameter_types
 
-_PLACE = re.compile(r"(\{(?:name|number|arguments|key|value)\})")
+_PLACE = re.compile(r"(\{(?:name|number|arguments|key|value|is_string)\})")
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -53,22 +53,34 @@ class CallWriter:
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         names, rules = [], []
         for place, (key, one) in enumerate(properties.items()):
-            rule = f"parameter_{number}_{place}"
+            rule, value = f"parameter_{number}_{place}", f"value_{number}_{place}"
             names.append(rule if key in required else f"{rule}?")
             before, _, after = self.form.parameter.partition("{value}")
-            begin = self._filled(before, {"{key}": lark.literal(key)})
-            types, value = parameter_types(schema, key), f"value_{number}_{place}"
-            limited = isinstance(one, dict) and ("enum" in one or "const" in one)
-            if types and types <= {"string", "null"} and not limited:
-                rules += [f"{rule}: {begin} {value}", self.until(value, after)]
-            elif types == {"string"} and all(isinstance(text, str) for text in one.get("enum", [one.get("const")])):
-                choices = lark.choice(one.get("enum", [one.get("const")]))
-                rules.append(f"{rule}: {begin} {choices} {self.spelled(after)}")
+            types = parameter_types(schema, key)
+            is_string = bool(types) and types <= {"string", "null"} and not _lists_others(one)
+            places = {"{key}": lark.literal(key), "{is_string}": lark.literal("true" if is_string else "false")}
+            begin = self._filled(before, places)
+            if is_string:
+                rules += [f"{rule}: {begin} {value}", self._text(value, one, after, param)]
             else:
                 inner = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                 json = lark.json_schema((one if isinstance(one, dict) else {}) | inner, param)
                 rules.append(f"{rule}: {begin} {json} {self.spelled(after)}")
         return "\n".join([f"arguments_{number}: {' '.join(names) or lark.literal('')}", *rules])
+
+    def _text(self, name: str, schema: Any, after: str, param: str) -> str:
+        """Return rules for a string that a schema allows, as plain text, and what follows it."""
+        schema = schema if isinstance(schema, dict) else {}
+        if listed := _listed(schema):
+            return f"{name}: {lark.choice(listed)} {self.spelled(after)}"
+        limits = lark.text_limits(schema, param)
+        if not limits:
+            return self.until(name, after)
+        terminal = f"{name.upper()}_TEXT"
+        if after in self.special:
+            return f"{name}: {terminal} {self.spelled(after)}\n{terminal}: {' & '.join(limits)}"
+        inner = " & ".join([*limits, lark.without(after)])
+        return f"{name}[lazy]: {terminal} {lark.literal(after)}\n{terminal}: {inner}"
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
         pieces = [[values[one]] if one in values else self._pieces(one) for one in _PLACE.split(text)]
@@ -81,3 +93,13 @@ class CallWriter:
             for one in re.split(f"({known})", text)
             if one
         ]
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists."""
+    return [schema["const"]] if "const" in schema else list(schema.get("enum") or ())
+
+
+def _lists_others(schema: Any) -> bool:
+    """Return whether a schema lists values other than strings."""
+    return isinstance(schema, dict) and not all(isinstance(one, str) for one in _listed(schema))
