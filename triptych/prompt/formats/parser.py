@@ -79,7 +79,7 @@ class AnswerParser:
         if not self._out.in_reasoning:
             yield from self._begin()
         while True:
-            mark = yield from self._reader.stream([*self._closing, *self._anywhere], self._out.restore)
+            mark = yield from self._reader.stream([*self._closing, *self._anywhere], self._restore)
             if not mark:
                 return
             if mark in self._calls:
@@ -125,7 +125,7 @@ class AnswerParser:
             self._drop(self._calls[opener].closers)
 
     def _restore(self, text: str) -> None:
-        """Take for text what began as a call."""
+        """Take for text what began as a call or a tag."""
         for marker in self._special:
             text = text.replace(marker, "")
         self._out.restore(text)
