@@ -21,7 +21,7 @@ def page() -> str:
 
 
 def _code(texts: tuple[str, ...]) -> str:
-    return ", ".join(f"`{text}`" for text in texts)
+    return ", ".join(f"`` {text} ``" if "`" in text else f"`{text}`" for text in texts)
 
 
 if __name__ == "__main__":

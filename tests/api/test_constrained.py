@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Grammars demand calls in the form that each family's parser reads."""
 
 import json
@@ -17,6 +18,7 @@ from triptych.api.validation import parse_request
 from triptych.prompt.formats.reasoning import Reasoning
 
 STRICT = SCHEMA | {"required": list(ARGUMENTS), "additionalProperties": False}
+LOOSE = SCHEMA | {"required": ["city", "days"], "additionalProperties": False}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "strict": True, "parameters": STRICT}},
     {"type": "function", "function": {"name": "time"}},
@@ -48,10 +50,11 @@ class ByteVocabulary:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def accepts(case: FormatCase, folder: Path, text: str, choice: str) -> bool:
-    formats, _ = find(folder, case)
+def accepts(case: FormatCase, folder: Path, text: str, choice: str, parameters: Any = STRICT, **named: str) -> bool:
+    formats, _ = find(folder, case, **named)
     formats = replace(formats, special={one: 256 + case.special.index(one) for one in formats.special})
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": choice}
+    tools = [{"type": "function", "function": TOOLS[0]["function"] | {"parameters": parameters}}, *TOOLS[1:]]
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
     request = parse_request(ChatCompletionRequest, json.dumps(body).encode())
     grammar = answer_grammar(request, Reasoning.POSSIBLE if formats.reasons else Reasoning.NONE, formats)
     assert grammar is not None
@@ -61,6 +64,43 @@ def accepts(case: FormatCase, folder: Path, text: str, choice: str) -> bool:
     for piece in re.split("(" + ("|".join(map(re.escape, case.special)) or "(?!)") + ")", text):
         tokens += [256 + case.special.index(piece)] if piece in case.special else piece.encode()
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+NAMED = {
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather"><steptml:parameter '
+    'name="city">Rome</steptml:parameter><steptml:parameter name="days">2</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+    "<｜tool_calls_end｜>",
+    "seed_oss": "<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n<parameter=days>2</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]',
+    "granite-20b-fc": '<function_call> {"name": "weather", "arguments": {"city": "Rome", "days": 2}}',
+    "longcat": '<longcat_tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</longcat_tool_call>',
+    "xlam": '[{"name": "weather", "arguments": {"city": "Rome", "days": 2}}]',
+    "dots": '<dots_function_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">2'
+    "</parameter>\n</invoke>\n</dots_function_call>",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_formats_by_name_are_demanded(tmp_path: Path, name: str) -> None:
+    formats, _ = find(tmp_path / "a", CASES["qwen3"], tool_call_parser=name)
+    assert calls_of(read(formats, NAMED[name], [], constrained=True)) == [("weather", {"city": "Rome", "days": 2})]
+    case = replace(CASES["qwen3"], special=())
+    assert accepts(case, tmp_path / "b", NAMED[name], "required", LOOSE, tool_call_parser=name)
+    assert not accepts(case, tmp_path / "c", NAMED[name].replace("2", "x"), "required", LOOSE, tool_call_parser=name)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4.5", "minimax-m2"])
+def test_strings_outside_of_json_keep_to_their_schemas(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    city = {"type": "string", "pattern": "^R.*m", "maxLength": 9}
+    limited = SCHEMA | {"properties": SCHEMA["properties"] | {"city": city}, "required": list(ARGUMENTS)}
+    answer = re.sub(r"Look\.\s*", "", case.answer).rstrip()
+    assert accepts(case, tmp_path / "a", answer, "required", limited)
+    assert not accepts(case, tmp_path / "b", answer.replace("R", "T"), "required", limited)
+    assert not accepts(case, tmp_path / "c", answer.replace("R", "Rrrrr"), "required", limited)
 
 
 @pytest.mark.parametrize("name", CASES)

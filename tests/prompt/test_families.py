@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,49 @@ def test_names_decide(tmp_path: Path) -> None:
 def test_other_parsers_names_stand_for_the_same_format(tmp_path: Path, name: str, own: str) -> None:
     formats, _ = find(tmp_path / "a", CASES["qwen3"], tool_call_parser=name)
     assert formats.tool_call_parser == own
+
+
+@pytest.mark.parametrize("flag", ["reasoning_parser", "tool_call_parser"])
+def test_vllms_other_names_are_refused_for_what_they_are(tmp_path: Path, flag: str) -> None:
+    with pytest.raises(ConfigError, match="inkling: vLLM's format of that name is not served"):
+        find(tmp_path / "a", CASES["qwen3"], **{flag: "inkling"})
+
+
+OWN_WAYS = {
+    "longcat": '<longcat_tool_call>{"name": "weather", "arguments": A}</longcat_tool_call>\n<longcat_tool_call>{"name": "time", "arguments": {}}</longcat_tool_call>',
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": A}, {"name": "time", "arguments": {}}]',
+    "granite-20b-fc": '<function_call> {"name": "weather", "arguments": A} <function_call> {"name": "time", "arguments": {}}',
+    "ernie45": '<tool_call>\n{"name": "weather", "arguments": A}\n</tool_call>\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n',
+    "seed_oss": "<seed:tool_call>\n<function=weather>\nX</function>\n<function=time>\n</function>\n</seed:tool_call>",
+    "olmo3": "<function_calls>weather(P)\ntime()</function_calls>",
+    "lfm2": "<|tool_call_start|>[weather(P), time()]<|tool_call_end|>",
+    "xlam": '```json\n[{"name": "weather", "arguments": A}, {"name": "time", "arguments": {}}]\n```',
+    "dots": '<dots_function_call>\n<invoke name="weather">\nM</invoke>\n<invoke name="time">\n</invoke>\n</dots_function_call>',
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">S</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="time"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\nD</｜DSML｜invoke>\n<｜DSML｜invoke name="time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "functiongemma": "<start_function_call>call:weather{G}<end_function_call><start_function_call>call:time{}<end_function_call>",
+}
+"""Answers of formats that only their names choose. Letters stand for the arguments in each way to write them."""
+WRITTEN = {
+    "A": '{"city": "Rome", "days": 2}',
+    "X": "<parameter=city>Rome</parameter>\n<parameter=days>2</parameter>\n",
+    "P": 'city="Rome", days=2',
+    "M": '<parameter name="city">Rome</parameter>\n<parameter name="days">2</parameter>\n',
+    "S": '<steptml:parameter name="city">Rome</steptml:parameter><steptml:parameter name="days">2</steptml:parameter>',
+    "D": '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n',
+    "G": "city:<escape>Rome<escape>,days:2",
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_formats_by_name_alone_are_read_however_they_are_cut(tmp_path: Path, name: str) -> None:
+    formats, _ = find(tmp_path / "a", CASES["qwen3"], tool_call_parser=name)
+    answer = "Look. " + re.sub(r"\b[AXPMSDG]\b", lambda one: WRITTEN[one[0]], OWN_WAYS[name])
+    whole = read(formats, answer, [])
+    assert calls_of(whole) == [("weather", {"city": "Rome", "days": 2}), ("time", {})]
+    assert text_of(whole) == "Look."
+    for end in range(len(answer)):
+        assert read(formats, answer[:end], list(range(end))) == read(formats, answer[:end], [])
 
 
 UNKNOWN = replace(CASES["qwen3"], template="{% if tools %}{% endif %}{{ messages[-1].content }}", special=())

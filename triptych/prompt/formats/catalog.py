@@ -10,18 +10,19 @@ from triptych.prompt.formats.base import Format, Tools
 from triptych.prompt.formats.constrain import CallWriter
 from triptych.prompt.formats.deepseek import DeepSeek
 from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
-from triptych.prompt.formats.gemma4 import GemmaCalls
+from triptych.prompt.formats.gemma4 import FunctionGemma, GemmaCalls
 from triptych.prompt.formats.glm import Glm
 from triptych.prompt.formats.harmony import CHANNEL, MESSAGE, Harmony
-from triptych.prompt.formats.hermes import Hermes
+from triptych.prompt.formats.hermes import GraniteFunctions, Hermes, LongCat
 from triptych.prompt.formats.internlm import InternLm
+from triptych.prompt.formats.json_list import Granite, Xlam
 from triptych.prompt.formats.kimi import Kimi
-from triptych.prompt.formats.llama import Llama, Pythonic
-from triptych.prompt.formats.minimax import MiniMaxM1, MiniMaxM2
+from triptych.prompt.formats.llama import Lfm2, Llama, Olmo3, Pythonic
+from triptych.prompt.formats.minimax import DeepSeekV4, DeepSeekV32, Dots, MiniMaxM1, MiniMaxM2, Step3
 from triptych.prompt.formats.mistral import Mistral
 from triptych.prompt.formats.parser import AnswerParser
 from triptych.prompt.formats.phi4 import Phi4
-from triptych.prompt.formats.qwen_xml import QwenXml
+from triptych.prompt.formats.qwen_xml import QwenXml, SeedOss
 from triptych.prompt.formats.reasoning import ASSUMED, TAGS, Reasoning, ReasoningTags
 from triptych.prompt.formats.tool_call_tag import ToolCallTag
 
@@ -29,19 +30,43 @@ FORMATS: tuple[Format, ...] = (
     Harmony(),
     Mistral(),
     DeepSeek(),
+    DeepSeekV32(),
+    DeepSeekV4(),
     Kimi(),
     MiniMaxM2(),
     MiniMaxM1(),
+    Dots(),
+    Step3(),
     GemmaCalls(),
+    FunctionGemma(),
     Phi4(),
     InternLm(),
     QwenXml(),
+    SeedOss(),
     Glm(),
     Hermes(),
+    LongCat(),
+    GraniteFunctions(),
+    Lfm2(),
+    Olmo3(),
     Pythonic(),
     Llama(),
+    Granite(),
+    Xlam(),
 )
 """In the order in which they are tried on what a template renders."""
+
+NOT_SERVED = {
+    "--reasoning-parser": (
+        *("beam", "cohere_command3", "cohere_command4", "hf", "hunyuan_a13b", "hy_v3", "hy_v4", "inkling"),
+        *("k2_horizon", "kimi_k3", "ling3", "minimax_m3", "muse", "muse_glimmer", "musespark1x", "plamo3"),
+    ),
+    "--tool-call-parser": (
+        *("apertus", "beam", "cohere_command3", "cohere_command4", "gigachat3", "hf", "hy_v3", "hy_v4", "inkling"),
+        *("k2_horizon", "kimi_k3", "ling3", "minicpm5", "minimax_m3", "muse", "muse_glimmer", "musespark1x", "plamo3"),
+    ),
+}
+"""Names of vLLM 0.33's parsers whose formats are none of these."""
 
 
 class Vocabulary(Protocol):
@@ -168,6 +193,8 @@ def parser_names() -> tuple[list[str], list[str]]:
 
 def _named(known: Sequence[Any], name: str, flag: str) -> tuple[Any, ...]:
     found = tuple(one for one in known if name in one.parsers)
+    if not found and name in NOT_SERVED[flag]:
+        raise ConfigError(f"{flag} {name}: vLLM's format of that name is not served")
     if not found:
         names = sorted({each for one in known for each in one.parsers})
         raise ConfigError(f"{flag} {name} is not one of {', '.join(names)}")
@@ -185,8 +212,12 @@ def _special_markers(tokenizer: Vocabulary) -> dict[str, int]:
 
 def _in_vocabulary(known: Mapping[str, int]) -> tuple[Format, ...]:
     """Return the formats whose calls begin with a special token of the vocabulary, and the widespread ones."""
-    found = [one for one in FORMATS if not one.always and set(one.openers) & known.keys()]
-    return (ToolCallTag(), *found)
+    found: list[Format] = [ToolCallTag()]
+    for one in FORMATS:
+        taken = {opener for form in found for opener in form.openers}
+        if not one.always and set(one.openers) & known.keys() - taken:
+            found.append(one)
+    return tuple(found)
 
 
 # ── what the template renders ────────────────────────────────────────────────────────────────────────────────────

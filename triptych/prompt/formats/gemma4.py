@@ -1,6 +1,7 @@
-"""Calls as Gemma 4 writes them::
+"""Calls as Gemma 4 and FunctionGemma write them::
 
 <|tool_call>call:weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>
+<start_function_call>call:weather{city:<escape>Rome<escape>,days:2}<end_function_call>
 """
 
 import re
@@ -11,7 +12,9 @@ from triptych.prompt.formats.json_text import ObjectWriter, dumps, escaped, read
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 from triptych.prompt.formats.typed import to_json
 
-CALL, END_CALL, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+CALL, END_CALL = "<|tool_call>", "<tool_call|>"
+QUOTE, ESCAPE = '<|"|>', "<escape>"
+_QUOTES = (QUOTE, ESCAPE)
 
 _MAX_DEPTH = 32
 _BARE = re.compile(r"[^,{}\[\]<]+")
@@ -32,16 +35,23 @@ class GemmaCalls(Format):
         out.begin(name)
         yield from _members(reader, out.argue, 0)
         out.end()
-        yield from reader.expect(END_CALL)
+        yield from reader.expect(self.closers[0])
+
+
+class FunctionGemma(GemmaCalls):
+    families = "FunctionGemma"
+    parsers = ("functiongemma",)
+    openers = ("<start_function_call>",)
+    closers = ("<end_function_call>", ESCAPE)
 
 
 def _members(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
     written = ObjectWriter(emit)
-    while (yield from reader.expect("}", QUOTE, "")) != "}":
+    while (yield from reader.expect("}", *_QUOTES, "")) != "}":
         key, end = yield from reader.until(":", "}")
         if end != ":":
             raise NotACallError
-        written.key(key.removesuffix(QUOTE).strip().strip('"'))
+        written.key(key.removesuffix(QUOTE).removesuffix(ESCAPE).strip().strip('"'))
         yield from _value(reader, emit, depth + 1)
         if (yield from reader.expect(",", "}")) == "}":
             break
@@ -64,13 +74,13 @@ def _value(reader: Reader, emit: Emit, depth: int) -> Steps[None]:
     if depth > _MAX_DEPTH:
         raise NotACallError
     yield from reader.space()
-    opening = yield from reader.literal(QUOTE, "{", "[")
+    opening = yield from reader.literal(*_QUOTES, "{", "[")
     if not opening and (yield from reader.next()) == '"':
         emit(dumps((yield from read_string(reader))))
         return
-    if opening == QUOTE:
+    if opening in _QUOTES:
         emit('"')
-        if not (yield from reader.stream((QUOTE,), lambda text: emit(escaped(text)))):
+        if not (yield from reader.stream((opening,), lambda text: emit(escaped(text)))):
             raise NotACallError
         emit('"')
     elif opening == "{":

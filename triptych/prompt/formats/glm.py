@@ -19,7 +19,7 @@ VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 
 class Glm(Format):
     families = "GLM-4.5 to 4.7"
-    parsers = ("glm45", "glm47")
+    parsers = ("glm45", "glm47", "poolside_v1")
     openers = (CALL,)
     closers = (END_CALL, KEY, END_KEY, VALUE, END_VALUE)
     form = CallForm(

@@ -1,7 +1,10 @@
-"""Calls as Llama 3 and 4 write them: JSON that is the whole answer, or calls of Python's::
+"""Calls as Llama 3 and 4 write them: JSON that is the whole answer, or calls of Python's, as LFM2 and Olmo 3, too::
 
 {"name": "weather", "parameters": {"city": "Rome"}}
 [weather(city="Rome"), time()]
+<|tool_call_start|>[weather(city="Rome"), time()]<|tool_call_end|>
+<function_calls>weather(city="Rome")
+time()</function_calls>
 """
 
 from triptych.prompt.formats.base import Format, Output
@@ -46,3 +49,27 @@ class Pythonic(Format):
             yield from reader.expect("[")
         yield from read_python_calls(reader, out)
         yield from reader.literal(END)
+
+
+class Lfm2(Format):
+    families = "LFM2"
+    parsers = ("lfm2",)
+    openers = ("<|tool_call_start|>",)
+    closers = ("<|tool_call_end|>",)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        yield from reader.expect("[")
+        yield from read_python_calls(reader, out)
+        yield from reader.expect(*self.closers)
+
+
+class Olmo3(Format):
+    """One call a line."""
+
+    families = "Olmo 3"
+    parsers = ("olmo3",)
+    openers = ("<function_calls>",)
+    closers = ("</function_calls>",)
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        yield from read_python_calls(reader, out, self.closers[0], lines=True)

@@ -1,4 +1,4 @@
-"""Calls as MiniMax' models write them, M1 and M2::
+"""Calls as MiniMax' models write them, M1 and M2, and with other tags dots, Step-3 and DeepSeek V3.2 and V4::
 
 <tool_calls>
 {"name": "weather", "arguments": {"city": "Rome"}}
@@ -10,6 +10,9 @@
 </minimax:tool_call>
 """
 
+from dataclasses import replace
+from typing import ClassVar
+
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ObjectWriter, read_calls
@@ -18,8 +21,10 @@ from triptych.prompt.formats.typed import parameter_types, read_parameter
 
 M1, END_M1 = "<tool_calls>", "</tool_calls>"
 M2, END_M2 = "<minimax:tool_call>", "</minimax:tool_call>"
-INVOKE, END_INVOKE = "<invoke name=", "</invoke>"
-PARAMETER, END_PARAMETER = "<parameter name=", "</parameter>"
+INVOKE, END_INVOKE = "invoke name=", "invoke>"
+PARAMETER, END_PARAMETER = "parameter name=", "parameter>"
+_STRING = frozenset({"string"})
+_NO_STRING = frozenset({"null", "boolean", "integer", "number", "array", "object"})
 
 
 class MiniMaxM1(Format):
@@ -47,25 +52,101 @@ class MiniMaxM2(Format):
         parameter='<parameter name="{key}">{value}</parameter>\n',
     )
 
+    prefix: ClassVar[str] = ""
+    """What the names of inner tags begin with."""
+
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
-        yield from reader.expect(INVOKE)
+        invoke = f"<{self.prefix}{INVOKE}"
+        yield from reader.expect(invoke)
         while True:
-            yield from self._invocation(reader, out)
+            yield from self.invocation(reader, out)
             reader.keep()
-            if (yield from reader.expect(INVOKE, END_M2)) == END_M2:
+            if (yield from reader.expect(invoke, *self.closers)) != invoke:
                 return
 
-    def _invocation(self, reader: Reader, out: Output) -> Steps[None]:
+    def invocation(self, reader: Reader, out: Output) -> Steps[None]:
+        """Read one call after its opening tag's beginning."""
+        parameter, end = f"<{self.prefix}{PARAMETER}", f"</{self.prefix}{END_INVOKE}"
         name, _ = yield from reader.name(">")
         out.begin(_unquoted(name))
         arguments = ObjectWriter(out.argue)
-        while (yield from reader.expect(PARAMETER, END_INVOKE)) == PARAMETER:
+        while (yield from reader.expect(parameter, end)) == parameter:
             key, _ = yield from reader.until(">")
+            key, *is_string = key.split(" string=")
             arguments.key(_unquoted(key))
             types = parameter_types(out.parameters, _unquoted(key))
-            yield from read_parameter(reader, out.argue, types, (END_PARAMETER,))
+            if is_string:  # as DeepSeek says what its schema may not
+                types = _STRING if "true" in is_string[0] else types - _STRING or _NO_STRING
+            yield from read_parameter(reader, out.argue, types, (f"</{self.prefix}{END_PARAMETER}",))
         arguments.end()
         out.end()
+
+
+class Dots(MiniMaxM2):
+    families = "dots"
+    parsers = ("dots",)
+    openers = ("<dots_function_call>",)
+    closers = ("</dots_function_call>",)
+    form = CallForm(
+        "<dots_function_call>",
+        '\n<invoke name="{name}">\n{arguments}</invoke>',
+        "",
+        end="\n</dots_function_call>",
+        parameter='<parameter name="{key}">{value}</parameter>\n',
+    )
+
+
+class DeepSeekV32(MiniMaxM2):
+    """A parameter says whether its value is a string."""
+
+    families = "DeepSeek V3.2"
+    parsers = ("deepseek_v32",)
+    openers = ("<｜DSML｜function_calls>",)
+    closers = ("</｜DSML｜function_calls>",)
+    prefix = "｜DSML｜"
+    form = CallForm(
+        openers[0],
+        '\n<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>',
+        "",
+        end="\n</｜DSML｜function_calls>",
+        parameter='<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>\n',
+    )
+
+
+class DeepSeekV4(DeepSeekV32):
+    families = "DeepSeek V4"
+    parsers = ("deepseek_v4", "deepseek_v41")
+    openers = ("<｜DSML｜tool_calls>",)
+    closers = ("</｜DSML｜tool_calls>",)
+    form = replace(DeepSeekV32.form, opener=openers[0], end="\n</｜DSML｜tool_calls>")
+
+
+class Step3(MiniMaxM2):
+    families = "Step-3"
+    parsers = ("step3",)
+    openers = ("<｜tool_calls_begin｜>",)
+    closers = ("<｜tool_calls_end｜>", "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>")
+    prefix = "steptml:"
+    form = CallForm(
+        "<｜tool_calls_begin｜>",
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{arguments}</steptml:invoke>'
+        "<｜tool_call_end｜>",
+        "",
+        end="<｜tool_calls_end｜>",
+        parameter='<steptml:parameter name="{key}">{value}</steptml:parameter>',
+    )
+
+    def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
+        end, call, separator, end_call = self.closers
+        yield from reader.expect(call)
+        while True:
+            yield from reader.name(separator)
+            yield from reader.expect(f"<{self.prefix}{INVOKE}")
+            yield from self.invocation(reader, out)
+            yield from reader.expect(end_call)
+            reader.keep()
+            if (yield from reader.expect(call, end)) == end:
+                return
 
 
 def _unquoted(name: str) -> str:

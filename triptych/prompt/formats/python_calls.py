@@ -17,8 +17,10 @@ _ESCAPE = re.compile(r"\\(?:(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U[\da-fA-F]{8})|(.))"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{same: same for same in "\\'\""}}
 
 
-def read_python_calls(reader: Reader, out: Output) -> Steps[None]:
-    """Read calls after the list's opening bracket; each is passed on when it is complete. Raises NotACallError."""
+def read_python_calls(reader: Reader, out: Output, end: str = "]", *, lines: bool = False) -> Steps[None]:
+    """Read calls up to ``end``; each is passed on when it is complete. With ``lines`` line breaks are enough between
+    them. Raises NotACallError."""
+    separators = ("",) if lines else ()
     while True:
         name = yield from _word(reader, _NAME)
         yield from reader.expect("(")
@@ -33,7 +35,7 @@ def read_python_calls(reader: Reader, out: Output) -> Steps[None]:
         out.argue(dumps(arguments))
         out.end()
         reader.keep()
-        if (yield from reader.expect(",", "]")) == "]":
+        if (yield from reader.expect(",", end, *separators)) == end:
             return
 
 

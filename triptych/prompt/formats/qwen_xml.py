@@ -23,8 +23,8 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 class QwenXml(Format):
     """Models may leave out the outer tag."""
 
-    families = "Qwen3-Coder, Qwen3.5 and later, Step-3.5"
-    parsers = ("qwen3_coder", "qwen3_xml", "mimo", "step3p5")
+    families = "Qwen3-Coder, Qwen3.5 and later, Step-3.5 and 5"
+    parsers = ("qwen3_coder", "qwen3_xml", "mimo", "step3p5", "step5")
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)
     form = CallForm(
@@ -35,12 +35,12 @@ class QwenXml(Format):
     )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
-        if opener == CALL:
+        if opener != FUNCTION:
             yield from reader.expect(FUNCTION)
         while True:
             yield from self._function(reader, out)
             reader.keep()
-            if (yield from reader.expect(FUNCTION, END_CALL)) == END_CALL:
+            if (yield from reader.expect(FUNCTION, *self.closers)) in self.closers:
                 return
 
     def _function(self, reader: Reader, out: Output) -> Steps[None]:
@@ -54,3 +54,16 @@ class QwenXml(Format):
             yield from read_parameter(reader, out.argue, types, (END_PARAMETER,), lines=True)
         arguments.end()
         out.end()
+
+
+class SeedOss(QwenXml):
+    families = "Seed-OSS"
+    parsers = ("seed_oss",)
+    openers = ("<seed:tool_call>",)
+    closers = ("</seed:tool_call>",)
+    form = CallForm(
+        "<seed:tool_call>",
+        "\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        "\n<seed:tool_call>",
+        parameter="<parameter={key}>{value}</parameter>\n",
+    )

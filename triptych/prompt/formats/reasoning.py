@@ -52,6 +52,11 @@ THINK = ReasoningTags(
         "step3",
         "step3p5",
         "ernie45",
+        "deepseek_v4",
+        "deepseek_v41",
+        "granite_thinking_parser",
+        "minicpmv",
+        "step5",
     ),
 )
 """Of Qwen, DeepSeek, GLM, Kimi, MiniMax and others."""
@@ -62,8 +67,10 @@ TAGS = (
     ReasoningTags("[THINK]", "[/THINK]", ("mistral",)),
     ReasoningTags("<seed:think>", "</seed:think>", ("seed_oss",)),
     ReasoningTags("◁think▷", "◁/think▷", ("kimi_vl",)),
+    ReasoningTags("Here is my thought process:", "Here is my response:", ("granite",)),
+    ReasoningTags("Here's my thought process:", "Here's my response:", ("granite",)),
     THINK,
 )
 
-ASSUMED = ("deepseek_r1", "step3")
+ASSUMED = ("deepseek_r1", "step3", "step5")
 """vLLM's parsers that take the beginning of an answer for reasoning if the prompt doesn't say."""
