@@ -55,6 +55,8 @@ def decoded(data: bytes, container: str | None = None) -> tuple[NDArray[np.float
     pieces = []
     with av.open(io.BytesIO(data), "r", format=container) as file:
         stream = file.streams.audio[0]
+        if channels := stream.codec_context.channels:
+            stream.codec_context.layout = f"{channels} channels"  # PyAV frees a file's own layout twice
         for packet in file.demux(stream):
             try:
                 frames = packet.decode()
@@ -188,6 +190,16 @@ def workers() -> Iterator[WorkerPool]:
     made.wait_until_ready()
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(("container", "codec"), [("aiff", "pcm_s16be"), ("caf", "pcm_s16le")])
+def test_channels_in_an_order_of_the_file_do_not_end_a_worker(workers: WorkerPool, container: str, codec: str) -> None:
+    """Of which FFmpeg allocates a table."""
+    before = workers.pids
+    data = sound(container, tone(0.5, 48_000, 8), 48_000, codec)
+    for _ in range(3):
+        assert list(workers.results(b"hear", data))
+    assert workers.pids == before
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(150, marks=pytest.mark.slow)])

@@ -219,6 +219,9 @@ def _decoded(data: bytes, header: AudioHeader, errors: list[Exception]) -> Itera
         if codec.name not in _CODECS and not codec.name.startswith("pcm_"):
             raise UnsupportedMedia(f"{name} is encoded as {codec.name!r}, which isn't supported")
         codec.thread_count = 1
+        # PyAV frees a layout of a file's own order as often as it is read; only the number of channels matters
+        if channels := codec.channels:
+            codec.layout = f"{channels} channels"
         yield from _frames(container, stream, errors)
 
 
