@@ -118,11 +118,12 @@ class PromptTooLong(RequestError, code="context_length_exceeded"):
         """Return the error for a prompt and an answer of these numbers of tokens; ``is_least`` if the prompt has that
         number or more.
 
-        Clients shorten a conversation, or turn to another model, when they find these words."""
+        Clients shorten a conversation, or turn to another model, when they find these words. LangChain looks for the
+        code in the text of openai's exceptions, which is the message alone since openai 3."""
         made = cls(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{'at least ' if is_least else ''}{num_prompt + num_new} tokens ({num_prompt} in the input, {num_new} in "
-            "the completion). Please reduce the length of the messages or completion.",
+            f"the completion). Please reduce the length of the messages or completion ({cls.code}).",
             param,
         )
         made.sizes = (context_length, num_prompt, num_new)

@@ -75,6 +75,7 @@ def test_a_prompt_longer_than_the_context(service: Served) -> None:
         assert re.match(
             r"This model's maximum context length is 4096 tokens\. However, you requested 50\d\d tokens", message
         )
+        assert "(context_length_exceeded)" in message
     with service.client() as client:
         body = {"model": service.model, "prompt": "x", "max_tokens": 4096}
         the_error(client.post("/v1/completions", json=body), 400, "max_tokens", "context_length_exceeded")
