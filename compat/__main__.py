@@ -3,6 +3,7 @@
 Each file of ``clients/`` is one client. Its first lines name the packages that it needs:
 
     # needs: pip openai>=3,<4            (or npm, or system for commands that are on the machine)
+    # needs: own torch                   (Triptych's own packages: those of the client would be gigabytes)
 
 They are installed once in ``.compat/NAME``. A client prints a line for each check: ``text: ok``, ``image: failed
 REASON`` or ``tool: n/a REASON``. A check without a line has failed.
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import urllib.request
@@ -37,7 +39,7 @@ START_SECONDS = 120
 LONG = "1" * 150_000
 """A text of as many tokens, more than the model's context."""
 _LINE = re.compile(rf"({'|'.join(CHECKS)}): (ok|failed|n/a)\b[ ]?(.*)")
-_ROW = re.compile(r"^\| ([\w-]+) \|.*\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (\w[\w-]*) \|.*\|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Client:
     @property
     def command(self) -> list[str]:
         own = self.folder / "clients" / self.path.name
-        interpreter = {".py": str(self.bin / "python"), ".mjs": "node", ".sh": "bash"}[self.path.suffix]
-        return [interpreter, str(own)]
+        # -P: a file named as the package that it imports isn't taken for it
+        interpreter = {".py": [str(self.bin / "python"), "-P"], ".mjs": ["node"], ".sh": ["bash"]}[self.path.suffix]
+        return [*interpreter, str(own)]
 
     def install(self) -> None:
         """Install what it needs, unless that is there. Raises CalledProcessError."""
@@ -81,8 +84,11 @@ class Client:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             for installer, packages in self.needs:
-                if installer == "pip":
+                if installer in ("own", "pip"):
                     subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
+                if installer == "own":
+                    packages_of(self.folder).joinpath("triptych.pth").write_text(sysconfig.get_path("purelib"))
+                elif installer == "pip":
                     pip = [str(self.folder / "bin" / "python"), "-m", "pip", "install", "-q", *packages]
                     subprocess.run(pip, check=True)
                 elif installer == "npm":
@@ -116,6 +122,7 @@ class Client:
         with tempfile.TemporaryDirectory(prefix=f"compat-{self.name}-") as folder:
             own = environment | {"COMPAT_FOLDER": folder, "HOME": folder}
             own["PATH"] = f"{self.bin}:{environment['PATH']}"
+            own["PYTHONPATH"] = str(self.folder / "shared")
             log = self.folder / "log"
             with log.open("wb") as output:
                 try:
@@ -127,6 +134,12 @@ class Client:
         lines = log.read_text(errors="replace").splitlines()
         ended = {match[1]: (match[2], match[3]) for line in lines if (match := _LINE.fullmatch(line.strip()))}
         return {check: ended.get(check, ("failed", f"no result; see {log.relative_to(ROOT)}")) for check in CHECKS}
+
+
+def packages_of(environment: Path) -> Path:
+    """The folder of a virtual environment's packages."""
+    variables = {"base": str(environment), "platbase": str(environment)}
+    return Path(sysconfig.get_path("purelib", "venv", vars=variables))
 
 
 @contextmanager
