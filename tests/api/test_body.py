@@ -349,13 +349,13 @@ def test_a_slow_answer_is_not_a_slow_head(service: Served, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("limits", "drips"),
-    [((0.3, 60.0, 0.0), False), ((60.0, 0.5, 0.0), True), ((0.3, 60.0, 2.0**15), True)],
+    [((0.3, 60.0, 60.0), False), ((60.0, 0.5, 60.0), True), ((60.0, 60.0, 0.3), True)],
     ids=["stands still", "takes too long", "trickles"],
 )
 def test_a_slow_body_times_out(
     service: Served, monkeypatch: pytest.MonkeyPatch, limits: tuple[float, float, float], drips: bool
 ) -> None:
-    for name, limit in zip(("IDLE_TIMEOUT", "BODY_TIMEOUT", "LEAST_RATE"), limits, strict=True):
+    for name, limit in zip(("IDLE_TIMEOUT", "BODY_TIMEOUT", "RATE_SECONDS"), limits, strict=True):
         monkeypatch.setattr(body_module, name, limit)
     with connected(service) as connection:
         connection.sendall(

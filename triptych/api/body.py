@@ -23,9 +23,11 @@ MAX_TEXT = 8 * 2**20
 BODY_TIMEOUT = 300.0
 """Seconds for a complete body."""
 IDLE_TIMEOUT = 10.0
-"""Seconds between two chunks of a body, and between two looks at how fast it comes."""
+"""Seconds between two chunks of a body."""
 LEAST_RATE = 2**15
-"""Bytes per second of a body between two looks, until it is complete: what has come holds memory."""
+"""Bytes per second of a body, until it is complete: what has come holds memory."""
+RATE_SECONDS = 5.0
+"""Seconds over which the rate is taken."""
 MIN_INLINE_LENGTH = 4096
 """Characters of a JSON string, as it is spelled. Shorter media are left in the JSON."""
 
@@ -67,7 +69,7 @@ async def read_body(request: Request, max_bytes: int, charge: Callable[[int], No
     body = bytearray()
     clock = asyncio.get_running_loop().time
     deadline = clock() + BODY_TIMEOUT
-    look, seen = clock() + IDLE_TIMEOUT, 0
+    look, seen = clock() + RATE_SECONDS, 0
     try:
         async with asyncio.timeout(IDLE_TIMEOUT) as timer:
             async for chunk in request.stream():
@@ -78,9 +80,9 @@ async def read_body(request: Request, max_bytes: int, charge: Callable[[int], No
                 now = clock()
                 if now > look:
                     # a later look means that this process stood still
-                    if now < look + IDLE_TIMEOUT and len(body) - seen < LEAST_RATE * IDLE_TIMEOUT:
+                    if now < look + IDLE_TIMEOUT and len(body) - seen < LEAST_RATE * RATE_SECONDS:
                         raise TimeoutError
-                    look, seen = now + IDLE_TIMEOUT, len(body)
+                    look, seen = now + RATE_SECONDS, len(body)
                 timer.reschedule(min(deadline, now + IDLE_TIMEOUT))
     except TimeoutError:
         raise BodyTooSlow(f"the body took too long: {len(body)} bytes so far") from None
