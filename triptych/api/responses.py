@@ -113,8 +113,7 @@ class PreparedResponse:
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
-            "user": request.user,
-        }
+        } | ({} if request.user is None else {"user": request.user})
 
     def _usage(self) -> dict[str, Any]:
         usage = self.chat.generation.usage
