@@ -103,6 +103,7 @@ def test_stop_ids_end_the_answer(service: Served) -> None:
     settings = {"max_tokens": 40, "stop_token_ids": tokenizer.encode(stop)}
     answer = service.post(**settings).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == tokenizer.encode(stop)[0]
     assert answer["choices"][0]["message"]["content"] == expected, "without the token that ended it"
     chunks = events(service, service.body(**settings, stream_options={"include_usage": True}))
     assert streamed_text(chunks) == expected

@@ -42,10 +42,10 @@ def choice(service: Served, content: Any = "Hello", **settings: Any) -> dict[str
 def put_together(chunks: list[Any]) -> dict[str, Any]:
     """What ``choice`` returns, made from a stream as OpenAI's clients do."""
     message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-    reason = None
+    reason = stop = None
     for chunk in chunks:
         for one in chunk["choices"]:
-            reason = one["finish_reason"] or reason
+            reason, stop = one["finish_reason"] or reason, one.get("stop_reason", stop)
             for name in ("content", "reasoning", "reasoning_content"):
                 if one["delta"].get(name):
                     message[name] = message.get(name, "") + one["delta"][name]
@@ -58,7 +58,7 @@ def put_together(chunks: list[Any]) -> dict[str, Any]:
                     calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
     if "tool_calls" in message and not message["content"]:
         message["content"] = None
-    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
 
 
 def without_ids(made: dict[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ class ChoiceDelta:
     finish_reason: str | None
     ids: list[int] = field(default_factory=list)
     """All tokens of the output."""
-    stop_string: str | None = None
-    """The stop string that ended the choice, in its last delta."""
+    stop_reason: str | int | None = None
+    """As of ``ChoiceOutput``."""
 
     @property
     def reasoning(self) -> str:
@@ -92,7 +92,7 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
     as_ids = chat.request.return_tokens_as_token_ids
     logprobs = logprob_entries(chat.generation.service.tokenizer, output, as_ids=as_ids)
-    return ChoiceDelta(output.choice, events, logprobs, reason, output.ids, output.stop_string)
+    return ChoiceDelta(output.choice, events, logprobs, reason, output.ids, output.stop_reason)
 
 
 def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput, *, as_ids: bool = False) -> list[msgspec.Raw]:
@@ -124,6 +124,7 @@ class MessageBuilder:
     logprobs: list[msgspec.Raw] = field(default_factory=list)
     finish_reason: str | None = None
     ids: list[int] = field(default_factory=list)
+    stop_reason: str | int | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.reasoning += delta.reasoning
@@ -131,6 +132,7 @@ class MessageBuilder:
         self.logprobs += delta.logprobs
         self.ids += delta.ids
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason
         for one in delta.events:
             if isinstance(one, ToolCallStart):
                 function = {"name": one.name, "arguments": ""}

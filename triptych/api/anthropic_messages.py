@@ -144,9 +144,10 @@ class PreparedMessage:
     @property
     def _stop(self) -> dict[str, Any]:
         assert self._last is not None
-        reason, sequence = STOP_REASONS[self._last.finish_reason or "stop"], self._last.stop_string
+        reason, sequence = STOP_REASONS[self._last.finish_reason or "stop"], self._last.stop_reason
         if any(block["type"] == "tool_use" for block in self.content.blocks) and reason == "end_turn":
             reason = "tool_use"  # chats have "stop" for a call that the request names
+        sequence = sequence if isinstance(sequence, str) else None  # not a token
         return {"stop_reason": "stop_sequence" if sequence else reason, "stop_sequence": sequence}
 
     @property

@@ -116,6 +116,7 @@ def _choice(chat: PreparedChat, number: int, parts: MessageBuilder) -> dict[str,
         "message": message,
         "logprobs": _logprobs(chat, parts.logprobs),
         "finish_reason": parts.finish_reason,
+        "stop_reason": parts.stop_reason,
     } | _token_ids(chat, parts.ids)
 
 
@@ -132,23 +133,23 @@ async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
     continuous_usage = options is not None and include_usage and options.continuous_usage_stats
     held = [_Held() for _ in range(generation.num_choices)]
     running = generation.num_choices
-    last, reason = 0, None
+    last, reason, stop = 0, None, None
     async with aclosing(stream_deltas(chat)) as stream:
         async for delta in stream:
             if reason is None:
                 for one in _first_chunks(chat, continuous_usage=continuous_usage):
                     yield one
-            last, reason = delta.choice, delta.finish_reason or ""
+            last, reason, stop = delta.choice, delta.finish_reason or "", delta.stop_reason
             usage = {"usage": generation.usage} if continuous_usage else {}
             held[last].add(delta)
             if message := _message_delta(chat, delta):
                 yield _chunk(chat, last, message, held=held[last], extra=usage)
             if delta.finish_reason and running > 1:
                 running -= 1
-                yield _chunk(chat, last, {}, reason, held=held[last], extra=usage)
+                yield _chunk(chat, last, {}, reason, stop, held=held[last], extra=usage)
     timeline = generation.timeline
     usage = {"usage": generation.usage} if continuous_usage else {}
-    yield _chunk(chat, last, {}, reason, held=held[last], extra=usage | ({} if include_usage else timeline))
+    yield _chunk(chat, last, {}, reason, stop, held=held[last], extra=usage | ({} if include_usage else timeline))
     if include_usage:
         yield event(_object(chat, "chat.completion.chunk") | {"choices": [], "usage": generation.usage} | timeline)
     yield DONE
@@ -207,11 +208,13 @@ def _chunk(
     choice: int,
     delta: dict[str, Any],
     finish_reason: str | None = None,
+    stop_reason: str | int | None = None,
     *,
     held: _Held,
     extra: dict[str, Any],
 ) -> bytes:
-    body = {"index": choice, "delta": delta, "finish_reason": finish_reason} | held.take(chat)
+    ended = {"stop_reason": stop_reason} if finish_reason else {}
+    body = {"index": choice, "delta": delta, "finish_reason": finish_reason} | ended | held.take(chat)
     return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | extra)
 
 

@@ -111,6 +111,8 @@ class _ChoiceFormatter:
             "logprobs": self._logprobs(output, echo) if self._request.logprobs is not None else None,
             "finish_reason": output.finish_reason,
         }
+        if output.finish_reason:
+            made["stop_reason"] = output.stop_reason
         if self._request.return_token_ids:
             made |= ({"prompt_token_ids": self._prompt.tokens} if is_first else {}) | {"token_ids": output.ids}
         return made
@@ -222,16 +224,24 @@ def _joined(outputs: Sequence[ChoiceOutput]) -> ChoiceOutput:
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         finish_reason=outputs[-1].finish_reason,
         ids=[token for output in outputs for token in output.ids],
+        stop_reason=outputs[-1].stop_reason,
     )
 
 
 async def stream_response(generation: Generation) -> AsyncGenerator[bytes, None]:
-    """Yield the answer as events (``objects.TextCompletion``)."""
+    """Yield the answer as events (``objects.TextCompletion``).
+
+    A token without text, such as a hidden one, has no event: what belongs to it comes with the next."""
     options = generation.fields.stream_options
     continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
     formatters: dict[int, _ChoiceFormatter] = {}
+    held: dict[int, list[ChoiceOutput]] = {}
     async with aclosing(_outputs(generation)) as stream:
-        async for output in stream:
+        async for one in stream:
+            held.setdefault(one.choice, []).append(one)
+            if not one.text and one.finish_reason is None:
+                continue
+            output = _joined(held.pop(one.choice))
             if (formatter := formatters.get(output.choice)) is None:
                 formatter = formatters[output.choice] = _ChoiceFormatter(generation, output.choice)
                 choice = await _format_first(generation, formatter, output)

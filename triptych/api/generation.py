@@ -88,8 +88,8 @@ class ChoiceOutput:
     """Whether the first token is the first one of a text."""
     ids: list[int] = field(default_factory=list)
     """All tokens, a stop token included, which ``tokens`` doesn't have."""
-    stop_string: str | None = None
-    """The stop string that ended the choice, in its last output."""
+    stop_reason: str | int | None = None
+    """The stop string, or the token of ``stop_token_ids``, that ended the choice; in its last output."""
 
 
 @dataclass
@@ -203,11 +203,17 @@ class Generation:
                 finish_reason=report.finish_reason,
                 begins_text=begins_text,
                 ids=report.tokens,
-                stop_string=text.stop_string if report.finish_reason else None,
+                stop_reason=self._stop_reason(text, report),
             )
             begins_text = begins_text and not shown
             # the client has read it; an answer that isn't streamed keeps log probabilities until its end
             self.context.hold(-_num_bytes(report) if self.fields.stream else -TOKEN_BYTES * len(report.tokens))
+
+    def _stop_reason(self, text: "ChoiceText", report: Tokens) -> str | int | None:
+        if report.finish_reason != "stop" or text.stop_string is not None or not report.tokens:
+            return text.stop_string if report.finish_reason == "stop" else None
+        last, ends = report.tokens[-1], () if self.fields.ignore_eos else self.service.tokenizer.eos_token_ids
+        return last if last in (self.fields.stop_token_ids or ()) and last not in ends else None
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class Message(TypedDict):
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+StopReason = str | int | None
+"""The stop string, or the token of ``stop_token_ids``, that ended the answer, as in vLLM."""
 
 
 class ChatChoice(TypedDict):
@@ -91,6 +93,7 @@ class ChatChoice(TypedDict):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: StopReason
     token_ids: NotRequired[list[int]]
 
 
@@ -131,6 +134,7 @@ class ChunkChoice(TypedDict):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: NotRequired[StopReason]
     token_ids: NotRequired[list[int]]
 
 
@@ -161,6 +165,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    stop_reason: NotRequired[StopReason]
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]
@@ -271,7 +276,7 @@ class ResponseObject(TypedDict):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
-    user: str | None
+    user: NotRequired[str]
     timeline: NotRequired[list[StageTiming]]
 
 
