@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,17 @@ class Client:
             own["PYTHONPATH"] = str(self.folder / "shared")
             log = self.folder / "log"
             with log.open("wb") as output:
+                process = subprocess.Popen(
+                    self.command, env=own, cwd=folder, stdout=output, stderr=output, start_new_session=True
+                )
                 try:
-                    subprocess.run(
-                        self.command, env=own, cwd=folder, stdout=output, stderr=output, check=False, timeout=SECONDS
-                    )
+                    process.wait(SECONDS)
                 except subprocess.TimeoutExpired:
                     output.write(f"\nended after {SECONDS} s\n".encode())
+                finally:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
+                    process.wait()
         lines = log.read_text(errors="replace").splitlines()
         ended = {match[1]: (match[2], match[3]) for line in lines if (match := _LINE.fullmatch(line.strip()))}
         return {check: ended.get(check, ("failed", f"no result; see {log.relative_to(ROOT)}")) for check in CHECKS}
@@ -199,7 +205,7 @@ def write(rows: dict[str, str]) -> None:
     before, _, rest = text.partition(begin)
     table, _, after = rest.partition(end)
     head = f"| client | versions | {' | '.join(CHECKS)} | remarks |\n|{' --- |' * (len(CHECKS) + 3)}\n"
-    known = {match[1]: match[0] for match in _ROW.finditer(table) if match[1] != "client"} | rows
+    known = {match[1]: match[0] for match in _ROW.finditer(table) if match[1] not in ("client", "---")} | rows
     body = "".join(known[name] + "\n" for name in sorted(known))
     DOC.write_text(f"{before}{begin}{head}{body}{end}{after}")
 

@@ -42,7 +42,7 @@ USUAL = {"}": 5.0, "]": 4.0, '"': 3.0, "0": 2.0, "e": 1.0}
 """Where a grammar forbids the answer: the shortest JSON."""
 
 TEMPLATE = """\
-{%- set turn = namespace(answered=false, image=false, asked=false, later=false, call='') %}
+{%- set turn = namespace(answered=false, image=false, asked=false, later=false, call='', seen=false, picture=false) %}
 {%- for tool in tools or [] %}
     {%- if tool.function.name in CALLS and not turn.call %}{% set turn.call = tool.function.name %}{% endif %}
 {%- endfor %}
@@ -53,6 +53,7 @@ TEMPLATE = """\
     {%- if message.role == 'assistant' %}
         {%- set turn.later = true %}
         {%- set turn.answered = false %}{% set turn.image = false %}{% set turn.asked = false %}
+        {%- set turn.picture = false %}
     {%- elif message.role == 'tool' %}
         {%- set turn.answered = true %}
     {%- endif %}
@@ -60,10 +61,11 @@ TEMPLATE = """\
     {%- if message.content is string %}
         {{- message.content }}
         {%- if message.role == 'user' and 'weather' in message.content %}{% set turn.asked = true %}{% endif %}
+        {%- if message.role == 'user' and 'picture' in message.content %}{% set turn.picture = true %}{% endif %}
     {%- else %}
         {%- for part in message.content or [] %}
             {%- if part.type in ('image', 'image_url') %}
-                {%- set turn.image = true %}
+                {%- set turn.image = true %}{% set turn.seen = true %}
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
             {%- elif part.type == 'text' %}
                 {{- part.text }}
@@ -81,7 +83,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
     {%- if turn.answered %}{{ '<|tool|>' }}
-    {%- elif turn.image %}{{ '<|picture|>' }}
+    {%- elif turn.image or (turn.seen and turn.picture) %}{{ '<|picture|>' }}
     {%- elif turn.asked and turn.call %}{{ '<|' + turn.call + '|>' }}
     {%- elif turn.later %}{{ '<|again|>' }}
     {%- else %}{{ '<|hello|>' }}

@@ -17,11 +17,11 @@ cat > opencode.json <<END
   }}
 }
 END
-ask() { timeout 60 opencode run --model "triptych/$COMPAT_MODEL" "$@"; }
+ask() { timeout 150 opencode run --model "triptych/$COMPAT_MODEL" "$@"; }
 # The text has a token per character: each message fits into the context of 131072 tokens, both don't.
 overflow() {
-    head -c 110000 "$COMPAT_LONG" | ask
-    head -c 30000 "$COMPAT_LONG" | ask --continue --format json | tr -d '\n'
+    head -c 80000 "$COMPAT_LONG" | ask
+    head -c 45000 "$COMPAT_LONG" | ask --continue --format json | tr -d '\n'
 }
 
 check text 'Hello from Triptych.' ask Hi </dev/null
