@@ -1,18 +1,15 @@
 """Audio files of every container and codec that can be written here: planned and decoded as PyAV decodes them."""
 
-import io
 import random
 import struct
 from collections.abc import Iterator
 
-import av
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.support import sandbox_handlers as handlers
 from tests.support.mp4_edits import with_edits
-from tests.support.sounds import sound, tone
+from tests.support.sounds import decoded, sound, tone
 from triptych.errors import DecodeFailed, MediaError, TruncatedMedia, UnsupportedMedia
 from triptych.media.audio import decode_audio
 from triptych.prompt.probe_audio import probe_audio
@@ -49,27 +46,6 @@ def made(container: str, codec: str, seconds: float = 0.73) -> bytes:
     return sound(container, tone(seconds, rate, channels), rate, codec)
 
 
-def decoded(data: bytes, container: str | None = None) -> tuple[NDArray[np.float32], int]:
-    """Return the channels' mean of the whole file, as PyAV decodes it, and its sample rate. Packets that can't be
-    decoded are left out."""
-    pieces = []
-    with av.open(io.BytesIO(data), "r", format=container) as file:
-        stream = file.streams.audio[0]
-        if channels := stream.codec_context.channels:
-            stream.codec_context.layout = f"{channels} channels"  # PyAV frees a file's own layout twice
-        for packet in file.demux(stream):
-            try:
-                frames = packet.decode()
-            except av.error.FFmpegError:
-                continue
-            pieces += [
-                one.to_ndarray().reshape(-1, one.layout.nb_channels).mean(axis=1)
-                for frame in frames
-                for one in av.AudioResampler("flt").resample(frame)
-            ]
-        return np.concatenate(pieces), stream.codec_context.sample_rate
-
-
 @pytest.mark.parametrize(("container", "codec"), MATRIX)
 def test_files_are_planned_and_decoded_as_pyav_decodes_them(container: str, codec: str) -> None:
     data = made(container, codec, 0.31)
@@ -77,6 +53,40 @@ def test_files_are_planned_and_decoded_as_pyav_decodes_them(container: str, code
     header = probe_audio(data)
     # Matroska's times are milliseconds, and a page of Vorbis may end within a packet
     assert header.seconds == pytest.approx(len(expected) / rate, abs=0.0201 if codec == "vorbis" else 0.0015)
+    samples = decode_audio(data, header, rate)
+    common = min(len(samples), len(expected))
+    np.testing.assert_array_equal(samples[:common], expected[:common])
+
+
+STEREO = tone(1.1, 48_000, 2)
+FRAGMENTED = {"frag_duration": "300000"}
+"""The first ones are in the header, the others behind it."""
+ODD_FILES = {
+    "header and fragments": lambda: sound("mp4", STEREO, 48_000, "aac", FRAGMENTED),
+    "header and fragments, ALAC": lambda: sound("mp4", STEREO, 48_000, "alac", FRAGMENTED),
+    "fragments, AAC": lambda: sound("mp4", STEREO, 48_000, "aac", {"movflags": "empty_moov+frag_keyframe"}),
+    "fragments and an edit": lambda: sound("mp4", STEREO, 48_000, "aac", {"movflags": "delay_moov+frag_every_frame"}),
+    "fragments, Opus": lambda: sound("mp4", STEREO, 48_000, "libopus", {"movflags": "empty_moov+frag_keyframe"}),
+    "one packet of FLAC": lambda: sound("matroska", tone(0.06, 48_000, 2), 48_000, "flac"),
+    "ALAC of whole packets": lambda: without_remainder(sound("caf", STEREO, 48_000, "alac")),
+    "MP3 of half packets": lambda: without_remainder(sound("caf", tone(1.1, 16_000), 16_000, "libmp3lame")),
+}
+
+
+def without_remainder(data: bytes) -> bytes:
+    """Declare all packets of a CAF file as whole, as FFmpeg 5 does."""
+    description, table = data.index(b"desc") + 12, data.index(b"pakt") + 12
+    (of_packet,) = struct.unpack_from(">L", data, description + 20)
+    (packets,) = struct.unpack_from(">q", data, table)
+    return data[: table + 8] + struct.pack(">qLL", packets * of_packet, 0, 0) + data[table + 24 :]
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+def test_odd_files_are_as_long_as_pyav_decodes_them(name: str) -> None:
+    data = ODD_FILES[name]()
+    expected, rate = decoded(data)
+    header = probe_audio(data)
+    assert header.seconds == pytest.approx(len(expected) / rate, abs=0.0015)
     samples = decode_audio(data, header, rate)
     common = min(len(samples), len(expected))
     np.testing.assert_array_equal(samples[:common], expected[:common])

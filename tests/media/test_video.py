@@ -27,6 +27,7 @@ FILES = {
     "mp4, header first": lambda: clip("mp4", frames=40, options={"movflags": "faststart"}),
     "mp4, in fragments": lambda: clip("mp4", frames=40, options={"movflags": "frag_keyframe+empty_moov"}),
     "mp4, fragments of one frame": lambda: clip("mp4", frames=9, options={"movflags": "frag_every_frame+empty_moov"}),
+    "mp4, header and fragments": lambda: clip("mp4", frames=20, options={"frag_duration": "500000"}),
     "mov": lambda: clip("mov", frames=20, codec="libx264"),
     "mp4 with sound": lambda: clip("mp4", frames=20, sound=tone(2.0, 48_000)),
     "mp4 at 29.97": lambda: clip("mp4", frames=31, rate=Fraction(30000, 1001)),

@@ -23,15 +23,40 @@ def tone(seconds: float, rate: int, channels: int = 1, hertz: float = 440.0) -> 
 
 
 def sound(
-    container: str = "wav", samples: NDArray[np.float32] | None = None, rate: int = 16_000, codec: str = ""
+    container: str = "wav",
+    samples: NDArray[np.float32] | None = None,
+    rate: int = 16_000,
+    codec: str = "",
+    options: dict[str, str] | None = None,
 ) -> bytes:
-    """Return an audio file of samples of shape (channels, samples)."""
+    """Return an audio file of samples of shape (channels, samples). ``options`` are the container's."""
     samples = tone(1.0, rate) if samples is None else samples
     out = io.BytesIO()
-    with av.open(out, "w", format=container) as file:
+    with av.open(out, "w", format=container, options=options or {}) as file:
         for packet in track(file, samples, rate, codec or CODECS[container]):
             file.mux(packet)
     return out.getvalue()
+
+
+def decoded(data: bytes, container: str | None = None) -> tuple[NDArray[np.float32], int]:
+    """Return the channels' mean of the whole file, as PyAV decodes it, and its sample rate. Packets that can't be
+    decoded are left out."""
+    pieces = []
+    with av.open(io.BytesIO(data), "r", format=container) as file:
+        stream = file.streams.audio[0]
+        if channels := stream.codec_context.channels:
+            stream.codec_context.layout = f"{channels} channels"  # PyAV frees a file's own layout twice
+        for packet in file.demux(stream):
+            try:
+                frames = packet.decode()
+            except av.error.FFmpegError:
+                continue
+            pieces += [
+                one.to_ndarray().reshape(-1, one.layout.nb_channels).mean(axis=1)
+                for frame in frames
+                for one in av.AudioResampler("flt").resample(frame)
+            ]
+        return np.concatenate(pieces), stream.codec_context.sample_rate
 
 
 def track(file: Any, samples: NDArray[np.float32], rate: int, codec: str) -> Iterator[Any]:

@@ -42,6 +42,9 @@ _OTHERS = {
     b"\x89PNG": "PNG",
     b"GIF8": "GIF",
     b"\xff\xd8\xff": "JPEG",
+    b"NIST_1A": "SPHERE",
+    b"Creative Voice File": "VOC",
+    b"\x72\xf8\x1f\x4e": "S/PDIF",
     b"RIFF": "RIFF",
     b"FORM": "IFF",
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.prompt.containers.audio_frames import probe_frames_within
+from triptych.prompt.containers.flac import frame_place
 from triptych.types import AudioHeader
 
 _MAX_CHUNKS = 65_536
@@ -32,6 +33,9 @@ _W64_TAIL = bytes.fromhex("f3acd3118cd100c04f8edb8a")
 _AIFF_CODES = {b"NONE": 0, b"twos": 0, b"sowt": 0, b"raw ": 0, b"in24": 3, b"in32": 4, b"fl32": 4, b"fl64": 8}
 _AIFF_CODES |= {b"FL32": 4, b"FL64": 8, b"ulaw": 1, b"ULAW": 1, b"alaw": 1, b"ALAW": 1}
 _AU_CODES = {1: 1, 2: 1, 3: 2, 4: 3, 5: 4, 6: 4, 7: 8, 27: 1}
+_CAF_FRAMES = frozenset({b".mp1", b".mp2", b".mp3"})
+"""Codecs of which FFmpeg's muxer declares wrong lengths of packets."""
+_MAX_NUMBER_BYTES = 10
 _IMA_BYTES, _IMA_SAMPLES = 34, 64
 """Of a channel's packet in Apple's IMA ADPCM."""
 
@@ -185,9 +189,10 @@ def _probe_au(data: bytes) -> AudioHeader:
 
 
 def _probe_caf(data: bytes) -> AudioHeader:
-    position, samples, remainder = 8, 0, 0
+    position, packets, samples, remainder = 8, 0, 0, 0
     layout: tuple[float, bytes, int, int, int, int, int] | None = None
     place: tuple[int, int] | None = None
+    last_size = 0
     for _ in range(_MAX_CHUNKS):
         if position + 12 > len(data) and layout and place:
             break
@@ -196,7 +201,8 @@ def _probe_caf(data: bytes) -> AudioHeader:
         if kind == b"desc":
             layout = struct.unpack_from(">d4sLLLLL", data, position)
         elif kind == b"pakt":
-            samples, _, remainder = struct.unpack_from(">qLL", data, position + 8)
+            packets, samples, _, remainder = struct.unpack_from(">qqLL", data, position)
+            last_size = _last_number(data, position + 24, position + size)
         elif kind == b"data":
             place = position + 4, 0 if size < 0 else max(0, size - 4)
         position = len(data) if size < 0 else position + size
@@ -206,12 +212,34 @@ def _probe_caf(data: bytes) -> AudioHeader:
     rate = int(rate) if 0 < rate < 2**31 else 0
     if size:
         return _EvenPackets("CAF", rate, channels, size, of_packet, code).header(data, *place)
-    _end(data, "CAF", *place)
+    end = _end(data, "CAF", *place)
+    if code in _CAF_FRAMES and (header := probe_frames_within(data, place[0], end)) is not None:
+        return AudioHeader("CAF", header.rate, header.channels, header.samples)
     if samples < 1:
         raise UnsupportedMedia(f"the CAF audio is encoded as {_named(code)} and doesn't say how long it is")
     # FFmpeg leaves the last packet's padding out, even from packets of ALAC, which have none
     cut = remainder if code == b"alac" and 2 * remainder <= of_packet else 0
-    return AudioHeader("CAF", rate, channels, samples - cut)
+    if code == b"flac" and (first := frame_place(data, place[0], 0)):
+        samples = sum(frame_place(data, end - last_size, first[1]) or (samples,))
+    elif code == b"alac" and samples == packets * of_packet:
+        cut += max(0, of_packet - _alac_samples(data, end - last_size, of_packet))
+    return AudioHeader("CAF", rate, channels, max(0, samples - cut))
+
+
+def _last_number(data: bytes, start: int, end: int) -> int:
+    """Return the last number above 0 in a table where the upper bit of a byte says that the number goes on."""
+    last = value = 0
+    for byte in data[max(start, end - 2 * _MAX_NUMBER_BYTES) : end]:
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            last, value = value or last, 0
+    return last
+
+
+def _alac_samples(data: bytes, position: int, whole: int) -> int:
+    """Return the samples of each channel in a packet of ALAC; ``whole`` if it doesn't say so."""
+    head = int.from_bytes(data[position : position + 7], "big")
+    return head >> 1 & 0xFFFFFFFF if head >> 36 & 1 else whole
 
 
 @dataclass(frozen=True)

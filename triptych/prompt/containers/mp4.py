@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.prompt.containers.mp4_edits import Edit, SampleTimes, read_edits, shown_samples
+from triptych.prompt.containers.ogg import OPUS_RATE
 from triptych.types import AudioHeader, VideoHeader
 
 _MAX_BOXES = 1 << 18
@@ -33,6 +34,9 @@ _AUDIO_CODECS |= {b"sowt", b"twos", b"lpcm", b"ipcm", b"fpcm", b"in24", b"in32",
 _AUDIO_CODECS |= {b"ulaw", b"alaw", b"ima4", b"ms\x00\x02", b"ms\x00\x11", b"ms\x00\x55"}
 _SHORT_LAST = frozenset({b"fLaC", b"alac"})
 """Codecs whose last packet may hold fewer samples than the others. That of others is decoded whole."""
+
+_SOUND_ENTRY = 36
+"""Bytes of a description of sound before its boxes."""
 
 _ONE = 1 << 16
 """Of fixed point."""
@@ -79,13 +83,23 @@ class Mp4Track:
     """From fragments: numbers of samples by duration in ticks."""
     uneven: list[_Durations] = field(default_factory=list)
     """From fragments: a duration in ticks for each sample."""
+    last: int = 0
+    """The duration of the last sample in fragments."""
+
+    @property
+    def stored(self) -> int:
+        """The number of samples that aren't in fragments."""
+        return int(self.table[0].sum())
 
     def ticks(self) -> int:
         """Return the total duration of the samples."""
         counts, durations = self.table
+        return int((counts * durations).sum()) + self.fragment_ticks()
+
+    def fragment_ticks(self) -> int:
+        """Return the total duration of the samples in fragments."""
         even = sum(duration * count for duration, count in self.even.items())
-        uneven = sum(int(durations.sum(dtype=np.int64)) for durations in self.uneven)
-        return int((counts * durations).sum()) + even + uneven
+        return even + sum(int(durations.sum(dtype=np.int64)) for durations in self.uneven)
 
     def sound_ticks(self, edits: Sequence[Edit]) -> int:
         """Return the duration of the sound that edits show. FFmpeg cuts the first one's start exactly, but the starts
@@ -107,6 +121,8 @@ class Mp4Track:
         uneven = sum(
             int(np.where(durations > 2 * usual, usual, durations).sum(dtype=np.int64)) for durations in self.uneven
         )
+        if self.last and self.codec not in _SHORT_LAST:
+            total += max(0, usual - self.last)
         return total + even + uneven
 
     def _usual(self) -> int:
@@ -147,7 +163,8 @@ def probe_mp4_audio_track(data: bytes) -> AudioHeader:
     """Return the header of the file's first audio track. Raises as ``probe_mp4`` does."""
     file = _Mp4File(data)
     track = _counted(file, _AUDIO, _AUDIO_CODECS, name="video's sound", missing="video has no audio track")
-    ticks = track.sound_ticks(_edits(file, track) or [Edit(0, track.ticks())])
+    edits = _edits(file, track)
+    ticks = track.sound_ticks(edits or [Edit(0, track.ticks())]) - _left_out(file, track, edits)
     if ticks < 1 or not track.timescale:
         raise UnsupportedMedia("the MP4 video's audio track is empty")
     return AudioHeader("MP4", track.timescale, 1, ticks, in_video=True)
@@ -175,20 +192,37 @@ def _counted(file: _Mp4File, handler: bytes, codecs: frozenset[bytes], *, name: 
 
 def _shown(file: _Mp4File, track: Mp4Track) -> tuple[int, int]:
     """Return the number of samples that are shown, and their duration in ticks."""
-    listed = _edits(file, track)
-    if listed is None:
+    edits = _edits(file, track)
+    if edits is None:
         return track.samples, track.ticks()
     durations = np.repeat(track.table[1], track.table[0])
     times = SampleTimes(durations, _shifts(file, track), _keyframes(file, track))
-    shown = shown_samples(listed, times)
-    return len(shown), int(durations[shown].sum())
+    shown = shown_samples(edits, times)
+    return len(shown) + track.samples - track.stored, int(durations[shown].sum()) + track.fragment_ticks()
+
+
+def _left_out(file: _Mp4File, track: Mp4Track, edits: list[Edit] | None) -> int:
+    """Return the duration of the sound that FFmpeg's decoder makes first and leaves out, though no edit says so."""
+    if track.codec == b"mp4a" and edits is None:
+        listed = _listed_edits(file, track)
+        return max(0, listed[0].start) if listed else 0
+    if track.codec == b"Opus" and (not edits or not edits[0].start):
+        (size,) = struct.unpack_from(">L", file.data, track.description)
+        place = _child(file, (track.description + _SOUND_ENTRY, track.description + size), b"dOps")
+        if place is not None:
+            return int(struct.unpack_from(">H", file.data, place[0] + 2)[0]) * track.timescale // OPUS_RATE
+    return 0
 
 
 def _edits(file: _Mp4File, track: Mp4Track) -> list[Edit] | None:
-    """Return a track's edits; None if everything is shown."""
-    movie = _movie(file)
-    header, edits = _child(file, movie, b"mvhd"), _child(file, track.place, b"edts", b"elst")
-    if edits is None or header is None or not _has_edits(file, movie, track):
+    """Return the edits that apply to a track's samples outside fragments; None if all are shown."""
+    return _listed_edits(file, track) if _has_edits(file, _movie(file), track) else None
+
+
+def _listed_edits(file: _Mp4File, track: Mp4Track) -> list[Edit] | None:
+    """Return the edits that a track lists; None if it lists none."""
+    header, edits = _child(file, _movie(file), b"mvhd"), _child(file, track.place, b"edts", b"elst")
+    if edits is None or header is None:
         return None
     scale = struct.unpack_from(">L", file.data, header[0] + (20 if file.data[header[0]] == 1 else 12))[0]
     return read_edits(file.data, edits, track.timescale, scale or 1)
@@ -211,19 +245,19 @@ def _shifts(file: _Mp4File, track: Mp4Track) -> NDArray[np.int64] | None:
     if place is None:
         return None
     pairs = _table(file, place, columns=2)
-    counts = np.diff(np.minimum(np.cumsum(pairs[:, 0].astype(np.int64)), track.samples), prepend=0)
+    counts = np.diff(np.minimum(np.cumsum(pairs[:, 0].astype(np.int64)), track.stored), prepend=0)
     shifts = np.repeat(pairs[:, 1].astype(np.int32).astype(np.int64), counts)
-    return np.pad(shifts, (0, track.samples - len(shifts)))
+    return np.pad(shifts, (0, track.stored - len(shifts)))
 
 
 def _keyframes(file: _Mp4File, track: Mp4Track) -> NDArray[np.bool_]:
     """Return which samples are keyframes: all, if the track has no table of them."""
     places = [place for name in (b"stss", b"stps") if (place := _child(file, track.tables, name)) is not None]
     if not places:
-        return np.ones(track.samples, np.bool_)
-    made = np.zeros(track.samples, np.bool_)
+        return np.ones(track.stored, np.bool_)
+    made = np.zeros(track.stored, np.bool_)
     numbers = np.concatenate([_table(file, place, columns=1)[:, 0].astype(np.int64) for place in places])
-    made[numbers[(numbers >= 1) & (numbers <= track.samples)] - 1] = True
+    made[numbers[(numbers >= 1) & (numbers <= track.stored)] - 1] = True
     made[:1] |= not len(numbers)
     return made
 
@@ -343,9 +377,8 @@ def _read_track(file: _Mp4File, place: tuple[int, int]) -> Mp4Track:
 
 
 def _count(file: _Mp4File, movie: tuple[int, int], track: Mp4Track) -> None:
-    """Add the samples of fragments, if the track has none of its own."""
-    if not track.samples:
-        _count_fragments(file, track, _default_duration(file, movie, track.number))
+    """Add the samples of fragments."""
+    _count_fragments(file, track, _default_duration(file, movie, track.number))
     if track.samples > _MAX_SAMPLES:
         raise UnsupportedMedia(f"the MP4 video says that it has {track.samples} frames")
 
@@ -403,6 +436,7 @@ def _count_fragment(file: _Mp4File, place: tuple[int, int], track: Mp4Track, def
         track.samples += samples
         if not flags & _TRUN_DURATION:
             track.even[default_duration] += samples
+            track.last = default_duration if samples else track.last
             continue
         first = start + 8 + 4 * bool(flags & _TRUN_OFFSET) + 4 * bool(flags & _TRUN_FIRST_FLAGS)
         fields = sum(bool(flags & field) for field in _TRUN_FIELDS)
@@ -411,3 +445,4 @@ def _count_fragment(file: _Mp4File, place: tuple[int, int], track: Mp4Track, def
         table = np.frombuffer(file.data, dtype=">u4", count=fields * samples, offset=first).reshape(-1, fields)
         if samples:
             track.uneven.append(table[:, 0])
+            track.last = int(table[-1, 0])

@@ -16,6 +16,7 @@ from triptych.types import AudioHeader
 
 _MAX_PAGES = 1 << 19
 _CONTINUED, _FIRST = 1, 2
+_FLAC_SYNC = b"\xff"
 OPUS_RATE = 48_000
 _OPUS_SAMPLES = (*(480, 960, 1920, 2880) * 3, *(480, 960) * 2, *(120, 240, 480, 960) * 4)
 """Samples of a frame at 48 kHz, by the upper five bits of a packet (RFC 6716)."""
@@ -50,15 +51,21 @@ class _Link:
     headers: int = 0
     """Packets before those of sound."""
     block_samples: int = 0
-    """Of a whole frame of FLAC."""
+    """Of a whole frame of FLAC, or of a packet of Speex."""
     start: int | None = None
     """The sample at which it begins; None if that isn't known yet."""
     end: int = 0
 
     def add(self, data: bytes, page: _Page) -> None:
         """Note what a page says about the stream's start and end."""
-        packets = page.packets[self.headers :]
-        self.headers = max(0, self.headers - len(page.packets))
+        if self.codec == "flac":  # not all writers count its headers right
+            packets = [packet for packet in page.packets if data[packet : packet + 1] == _FLAC_SYNC]
+        else:
+            packets = page.packets[self.headers :]
+            self.headers = max(0, self.headers - len(page.packets))
+        if self.codec == "speex":  # of which FFmpeg decodes every packet whole
+            self.start, self.end = 0, self.end + len(packets) * self.block_samples
+            return
         if page.end < 0 or (not packets and self.start is None):
             return
         if self.start is None:
@@ -134,12 +141,12 @@ def _link(data: bytes, page: _Page) -> _Link | None:
         link = _Link(page.serial, "opus", OPUS_RATE, channels, skipped, headers=1)
     elif data.startswith(b"\x7fFLAC", body):
         rate, channels, _ = stream_info(data, body + 13)
-        (headers,) = struct.unpack_from(">H", data, body + 7)
         (block_samples,) = struct.unpack_from(">H", data, body + 19)
-        link = _Link(page.serial, "flac", rate, channels, headers=headers, block_samples=block_samples)
+        link = _Link(page.serial, "flac", rate, channels, block_samples=block_samples)
     elif data.startswith(b"Speex   ", body):
         rate, _, _, channels = struct.unpack_from("<LLLL", data, body + 36)
-        link = _Link(page.serial, "speex", rate, channels, headers=1)
+        samples, _, frames = struct.unpack_from("<LLL", data, body + 56)
+        link = _Link(page.serial, "speex", rate, channels, headers=1, block_samples=samples * max(1, frames))
     else:
         return None
     return link if link.rate else None

@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.media.hidden import hidden_packets
+from triptych.prompt.containers.flac import frame_place
 from triptych.prompt.containers.ogg import OPUS_RATE, opus_samples
 from triptych.types import AudioHeader, VideoHeader
 
@@ -29,6 +30,7 @@ _TIMESTAMP_SCALE, _DURATION = 0x2AD7B1, 0x4489
 _TRACK, _TRACK_NUMBER, _TRACK_TYPE, _CODEC, _DEFAULT_DURATION, _VIDEO = 0xAE, 0xD7, 0x83, 0x86, 0x23E383, 0xE0
 _ENCODINGS, _CODEC_DELAY, _DISCARD_PADDING = 0x6D80, 0x56AA, 0x75A2
 _PIXEL_WIDTH, _PIXEL_HEIGHT = 0xB0, 0xBA
+_AUDIO, _SAMPLE_RATE = 0xE1, 0xB5
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = 0xE7, 0xA3, 0xA0, 0xA1
 _BLOCKS = frozenset({_SIMPLE_BLOCK, _BLOCK})
 _PARENTS = frozenset({_SEGMENT, _CLUSTER, _BLOCK_GROUP})
@@ -65,6 +67,8 @@ class _WebmTrack:
     codec: bytes = b""
     frame_duration: int = 0
     """In nanoseconds; 0 if the header doesn't have it."""
+    sound: tuple[int, int] = (0, 0)
+    """Start and end of the sound's description, which isn't read for the picture alone."""
     width: int = 0
     height: int = 0
     encoded: bool = False
@@ -141,13 +145,34 @@ def _sound_ticks(file: _WebmFile, track: _WebmTrack) -> int:
     lengths = [later - earlier for earlier, later in itertools.pairwise(times)]
     usual = Counter(lengths).most_common(1)[0][0] if lengths else track.frame_duration
     last = max(0, usual)
-    if track.codec == b"A_OPUS" and not track.encoded and not file.data[blocks[-1][1]] & _LACING:
-        last = opus_samples(file.data, blocks[-1][1] + 1) * _NANO // OPUS_RATE
+    last = _declared(file, track, blocks[-1][1]) or last
     longest = max(2 * usual, round(_MAX_PACKET_SECONDS * _NANO))
     if file.duration and track.codec.startswith(_SHORT_LAST):
         last = min(last, max(0, round(file.duration * file.scale) - times[-1]))
     total = sum(length if length <= longest else usual for length in lengths) + last
     return total - track.delay - file.padding[track.number]
+
+
+def _declared(file: _WebmFile, track: _WebmTrack, start: int) -> int:
+    """Return how long the packet of a block says that it is, in nanoseconds; 0 if it doesn't."""
+    if track.encoded or file.data[start] & _LACING:
+        return 0
+    if track.codec == b"A_OPUS":
+        return opus_samples(file.data, start + 1) * _NANO // OPUS_RATE
+    if track.codec == b"A_FLAC" and (place := frame_place(file.data, start + 1, 0)):
+        rate = _sample_rate(file, track)
+        return round(place[1] * _NANO / rate) if rate >= 1 else 0
+    return 0
+
+
+def _sample_rate(file: _WebmFile, track: _WebmTrack) -> float:
+    """Return the samples per second; 0 if the header doesn't have them."""
+    try:
+        values = {kind: _float(file.data, start, end) for kind, start, end in _elements(file, *track.sound)}
+    except (UnsupportedMedia, TruncatedMedia, IndexError):
+        return 0.0
+    rate = values.get(_SAMPLE_RATE, 0.0)
+    return rate if rate < _NANO else 0.0
 
 
 def _unsupported(name: str, track: _WebmTrack) -> UnsupportedMedia:
@@ -310,6 +335,8 @@ def _read_track(file: _WebmFile, start: int, end: int) -> _WebmTrack:
             track.delay = _unsigned(file.data, inner, inner_end)
         elif kind == _ENCODINGS:
             track.encoded = True
+        elif kind == _AUDIO:
+            track.sound = inner, inner_end
         elif kind == _VIDEO:
             _read_size(file, inner, inner_end, track)
     return track
