@@ -151,7 +151,8 @@ KEPT: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": INTEGER, "a~1b": STRING}}, [1], ["a"]),
     ({"minLength": 3}, ["abc", 1, None], ["x"]),
     ({"minimum": 3, "pattern": "^x$"}, [4, "x", None], [1, "y"]),
-    ({"type": "object", "properties": {"a": INTEGER}}, [{"b": "x"}], ['{"\\u0061": "x"}', '{"b": 1, "a": "x"}']),
+    ({"type": "object", "properties": {"a": INTEGER}, "additionalProperties": True},
+     [{"b": "x"}], ['{"\\u0061": "x"}', '{"b": 1, "a": "x"}']),
     ({"x-guidance": {"lenient": True}, "type": "string", "maxLength": 1}, ["a"], ["ab"]),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [INTEGER],
       "additionalItems": False}, [[1]], [[1, 2], ["a"]]),
@@ -202,6 +203,39 @@ def test_enforced_schemas(schema: Any, valid: list[Any], invalid: list[Any]) -> 
     for text in samples(grammar, random.Random(1), 10):
         if "Infinity" not in json.dumps(json.loads(text)):  # Python has no number as large as 4e663
             assert is_valid(schema, json.loads(text)), text
+
+
+A, B = ({"type": "object", "properties": {name: INTEGER}} for name in "ab")
+SHARED = {"$defs": {"a": A}}
+CLOSED = [
+    A, {"properties": {"a": A}}, {"type": "array", "items": A},
+    {"anyOf": [A, {"type": "null"}]}, {"oneOf": [A, STRING]},
+    {"allOf": [A], "description": "x"}, SHARED | {"$ref": "#/$defs/a"},
+    SHARED | {"anyOf": [{"$ref": "#/$defs/a"}, STRING]},
+    SHARED | {"allOf": [{"$ref": "#/$defs/a"}], "default": {}}, A | {"required": ["a"], "minProperties": 1},
+]  # fmt: skip
+OPEN = [
+    {"type": "object"}, A | {"additionalProperties": True}, A | {"required": ["b"]},
+    {"allOf": [A, B]}, A | {"anyOf": [B, {"required": ["a"]}]},
+    SHARED | {"$ref": "#/$defs/a", "properties": {"b": INTEGER}}, SHARED | {"allOf": [{"$ref": "#/$defs/a"}, B]},
+    SHARED | {"anyOf": [{"$ref": "#/$defs/a"}], "properties": {"b": INTEGER}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", CLOSED)
+def test_an_object_has_the_properties_that_it_names(schema: Any) -> None:
+    def within(schema: Any, names: dict[str, int]) -> Any:
+        return {"a": names} if schema.get("properties", {}).get("a") is A else [names] if "items" in schema else names
+
+    grammar = compiled(schema)
+    assert allows(grammar, within(schema, {"a": 1}))
+    assert is_valid(schema, within(schema, {"a": 1, "b": 2}))
+    assert not allows(grammar, within(schema, {"a": 1, "b": 2})), "stricter than JSON Schema"
+
+
+@pytest.mark.parametrize("schema", OPEN)
+def test_an_object_of_several_schemas_has_the_properties_of_all(schema: Any) -> None:
+    assert allows(compiled(schema), {"a": 1, "b": 2})
 
 
 @pytest.mark.parametrize(("schema", "named", "place"), REFUSED)
