@@ -194,7 +194,7 @@ def test_text_format_and_log_probabilities(service: Served) -> None:
         ({"input": [{"type": "computer_call"}]}, "input[0].type", "'computer_call' is not supported; use one of 'mess"),
         ({"input": [{"type": ["message"]}]}, "input[0].type", "required"),
         ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input[0].content[0].type", "text"),
-        ({"input": [{"role": "user", "content": "see <|image_pad|>"}]}, "input", "media"),
+        ({"input": [{"role": "user", "content": "see <|image_pad|>"}]}, "input[0].content", "media"),
         ({"tools": [{"type": "telepathy", "name": "x"}]}, "tools[0].type", "'telepathy' is not supported"),
         ({"tools": [{"name": "x"}]}, "tools[0].type", "required"),
         ({"tools": [{"type": "custom"}]}, "tools[0].name", "required"),
@@ -224,8 +224,33 @@ def test_a_failure_in_the_middle_is_an_error_event(service: Served) -> None:
     assert made[-2]["code"] == "deadline_exceeded"
     assert made[-1]["response"]["status"] == "failed"
     the_error(
-        post(service, input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]), 400, "input"
-    )
+        post(service, input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]), 400,
+        "input[0].content[0].image_url",
+    )  # fmt: skip
+
+
+BAD_IMAGE = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+CALL = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("items", "place"),
+    [
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": BAD_IMAGE}], "input[1].content[1].image_url"),
+        (
+            [
+                {"type": "reasoning", "content": []},
+                CALL,
+                {"type": "function_call_output", "call_id": "a", "output": BAD_IMAGE},
+            ],
+            "input[2].output[1].image_url",
+        ),
+    ],
+)
+def test_errors_name_the_item(thinker: Served, items: list[Any], place: str) -> None:
+    """Instructions and items that are one answer number the chat's messages otherwise."""
+    message = the_error(post(thinker, input=items, instructions="Be brief."), 400, place)
+    assert "messages[" not in message
 
 
 def test_openais_client_works_unchanged(thinker: Served) -> None:

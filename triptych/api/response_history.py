@@ -29,9 +29,7 @@ async def resolve(
     if (previous := request.previous_response_id) is not None:
         earlier = await _earlier(service, previous, context)
     own = await _own(service, request, context)
-    resolved = request.model_copy(update={"input": [*earlier, *own]})
-    resolved.check_chat()
-    return resolved, own
+    return request.continuing(earlier, own), own
 
 
 async def _own(service: Service, request: ResponsesRequest, context: RequestContext) -> list[Any]:

@@ -180,19 +180,24 @@ def chat_messages(items: str | Sequence[AnyItem]) -> list[ChatMessage]:
     have been resolved."""
     if isinstance(items, str):
         return [ChatMessage(role="user", content=items)]
-    messages: list[ChatMessage] = []
+    return [message for _, message in numbered_messages(items)]
+
+
+def numbered_messages(items: Sequence[AnyItem]) -> list[tuple[int, ChatMessage]]:
+    """Return the chat's messages, each with the number of its first item."""
+    messages: list[tuple[int, ChatMessage]] = []
     open_answer: ChatMessage | None = None
-    for item in items:
+    for number, item in enumerate(items):
         if isinstance(item, CallOutputItem):
             open_answer = None
-            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_output(item)))
+            messages.append((number, ChatMessage(role="tool", tool_call_id=item.call_id, content=_output(item))))
         elif isinstance(item, InputMessage) and item.role != "assistant":
             open_answer = None
-            messages.append(ChatMessage(role=item.role, content=_content(item)))
+            messages.append((number, ChatMessage(role=item.role, content=_content(item))))
         elif not isinstance(item, ItemReference):
             if open_answer is None or _starts_message(open_answer, item):
                 open_answer = ChatMessage(role="assistant", content="")
-                messages.append(open_answer)
+                messages.append((number, open_answer))
             _add(open_answer, item)
     return messages
 

@@ -13,7 +13,7 @@ from triptych.api.generation import RequestContext
 from triptych.api.response_history import resolve, store
 from triptych.api.response_items import Event, OutputItems
 from triptych.api.response_tools import described
-from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest, responses_param
+from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest
 from triptych.api.service import Service
 from triptych.api.sse import named_event
 from triptych.errors import RequestError, TriptychError
@@ -24,6 +24,8 @@ class PreparedResponse:
     """A request whose prompt is planned, and its answer as far as it has arrived."""
 
     request: ResponsesRequest
+    resolved: ResponsesRequest
+    """The request with the items that it refers to."""
     chat: PreparedChat
     output: OutputItems
     own: list[Any]
@@ -66,7 +68,7 @@ class PreparedResponse:
         return whole | {"store": is_stored}
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
-        with _translate_params():
+        with _renaming(self.resolved):
             async with aclosing(stream_deltas(self.chat)) as deltas:
                 async for delta in deltas:
                     self.finish_reason = delta.finish_reason
@@ -133,25 +135,25 @@ def _described_choice(choice: StrictModel | None) -> Any:
 async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
     resolved, own = await resolve(service, request, context)
-    with _translate_params():
+    with _renaming(resolved):
         prepared = await chat.prepare(service, resolved.to_chat(), context)
-    return PreparedResponse(request, prepared, OutputItems(request.targets), own)
+    return PreparedResponse(request, resolved, prepared, OutputItems(request.targets), own)
 
 
 async def count(service: Service, request: ResponsesRequest, context: RequestContext) -> dict[str, Any]:
     """Return ``objects.InputTokens``. Raises as ``prepare`` does."""
     context = context.with_timeout(request.timeout)
     resolved, _ = await resolve(service, request, context)
-    with _translate_params():
+    with _renaming(resolved):
         prompt, _ = await chat.plan_prompt(service, resolved.to_chat(), context)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 
 @contextmanager
-def _translate_params() -> Iterator[None]:
+def _renaming(request: ResponsesRequest) -> Iterator[None]:
     """Replace chat fields in errors by this API's fields."""
     try:
         yield
     except RequestError as error:
-        error.param = responses_param(error.param)
+        request.rename(error)
         raise

@@ -2,9 +2,10 @@
 
 Requests are converted to chat completion requests, so both are validated and served alike."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field, PrivateAttr, Tag
 
 from triptych.api import schemas
 from triptych.api.fields import (
@@ -26,7 +27,14 @@ from triptych.api.fields import (
     Verbosity,
     string_or_array,
 )
-from triptych.api.response_input import InputMessage, Item, ItemReference, chat_messages
+from triptych.api.response_input import (
+    CallOutputItem,
+    InputMessage,
+    Item,
+    ItemReference,
+    chat_messages,
+    numbered_messages,
+)
 from triptych.api.response_tools import (
     ResponseTool,
     ResponseToolChoice,
@@ -35,8 +43,9 @@ from triptych.api.response_tools import (
     chat_tools,
 )
 from triptych.api.schemas import ChatCompletionRequest, ChatMessage, MediaOptions, Scalar
-from triptych.errors import InvalidRequest
+from triptych.errors import InvalidRequest, RequestError
 
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]([\w.\[\]]*)")
 _PARAMS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -124,6 +133,8 @@ class ResponsesRequest(ExtraFields):
     mm_processor_kwargs: MediaOptions | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
+    _num_earlier: int = PrivateAttr(0)
+    """How many of the items are those of earlier responses."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -174,6 +185,14 @@ class ResponsesRequest(ExtraFields):
             return [InputMessage(role="user", content=self.input)]
         return list(self.input)
 
+    def continuing(self, earlier: list[Any], own: list[Any]) -> "ResponsesRequest":
+        """Return the request with the items of earlier responses, and its own with references resolved. Raises
+        InvalidRequest if they are no conversation."""
+        resolved = self.model_copy(update={"input": [*earlier, *own]})
+        resolved._num_earlier = len(earlier)
+        resolved.check_chat()
+        return resolved
+
     @property
     def refers(self) -> bool:
         """Whether stored items are needed."""
@@ -185,8 +204,30 @@ class ResponsesRequest(ExtraFields):
         try:
             chat.check()
         except InvalidRequest as error:
-            error.param = responses_param(error.param)
+            self.rename(error)
             raise
+
+    def rename(self, error: RequestError) -> None:
+        """Name this API's fields in an error in place of the chat's."""
+        error.args = tuple(_MESSAGE.sub(self._place, one) if isinstance(one, str) else one for one in error.args)
+        is_message = _MESSAGE.match(error.param or "") is not None
+        error.param = _MESSAGE.sub(self._place, error.param or "") if is_message else _name_of(error.param)
+
+    def _place(self, found: re.Match[str]) -> str:
+        """Return the place in the request of a place in the chat's messages."""
+        number, path = int(found[1]) - bool(self.instructions), found[2]
+        if number < 0:
+            return "instructions"
+        if isinstance(self.input, str):
+            return "input"
+        numbers = [one for one, _ in numbered_messages(self.input)]
+        item = numbers[min(number, len(numbers) - 1)]
+        if item < self._num_earlier:
+            return "previous_response_id"
+        where, path = f"input[{item - self._num_earlier}]", path.replace(".image_url.url", ".image_url")
+        if isinstance(self.input[item], CallOutputItem):
+            return where + path.replace(".content", ".output")
+        return where + path if isinstance(self.input[item], InputMessage) else where
 
 
 def _format(
@@ -198,7 +239,7 @@ def _format(
     return JsonSchemaFormat(type="json_schema", json_schema=schema)
 
 
-def responses_param(param: str | None) -> str | None:
+def _name_of(param: str | None) -> str | None:
     """Return this API's name of a chat's field, or None if it has no equivalent."""
     name = (param or "").split("[")[0].split(".")[0]
     return _PARAMS.get(name, name if name in ResponsesRequest.model_fields else None)
