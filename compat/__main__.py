@@ -164,6 +164,7 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
             yield shown | {
                 "COMPAT_URL": url,
                 "COMPAT_MODEL": "scripted",
+                "COMPAT_CHECKPOINT": str(folder / "scripted"),
                 "COMPAT_IMAGE": str(folder / "picture.png"),
                 "COMPAT_LONG": str(folder / "long.txt"),
                 "OPENAI_BASE_URL": f"{url}/v1",

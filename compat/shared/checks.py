@@ -2,6 +2,7 @@
 
 import base64
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ E = TypeVar("E", bound=Exception)
 
 URL = os.environ["COMPAT_URL"]
 MODEL = os.environ["COMPAT_MODEL"]
+CHECKPOINT = os.environ["COMPAT_CHECKPOINT"]
+"""The model's folder, for clients that count tokens."""
 FOLDER = Path(os.environ["COMPAT_FOLDER"])
 IMAGE = Path(os.environ["COMPAT_IMAGE"])
 PICTURE = base64.b64encode(IMAGE.read_bytes()).decode()
@@ -47,6 +50,14 @@ def lacks(reason: str) -> Callable[[], None]:
         raise NotApplicable(reason)
 
     return check
+
+
+def command(*arguments: object) -> str:
+    """Run a command; return its output. Raises AssertionError with the end of that."""
+    words = [str(argument) for argument in arguments]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-280:]
+    return done.stdout
 
 
 def run(checks: Mapping[str, Callable[[], object]]) -> None:
