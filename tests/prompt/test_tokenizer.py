@@ -46,6 +46,14 @@ def test_tokens_around_a_text(folder: Path) -> None:
     assert rewritten(folder, post_processor=processor).num_added == (1, 1)
 
 
+def test_tokens_shorter_than_what_is_stripped_of_them_are_decoded(folder: Path) -> None:
+    """The tokenizers package panics then."""
+    stripping = rewritten(folder, decoder={"type": "Strip", "content": "a", "start": 0, "stop": 3})
+    assert stripping.decode(stripping.encode("abca")) == "bc"
+    assert stripping.decode(stripping.encode("a<|im_end|>b"), skip_special_tokens=False) == "<|im_end|>b"
+    assert stripping.decode(stripping.encode("a<|im_end|>b")) == "b"
+
+
 def test_the_bytes_of_special_tokens_are_their_spelling(tokenizer: Tokenizer) -> None:
     assert tokenizer.bytes_of(tokenizer.encode("<|im_end|>")[0]) == b"<|im_end|>"
     assert tokenizer.bytes_of(10**6) == b""

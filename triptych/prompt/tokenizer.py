@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from triptych.checkpoint.config_files import GENERATION_CONFIG, load_config, load_generation_config
 from triptych.errors import CheckpointError
 from triptych.prompt.template_files import read_special_tokens
-from triptych.text.decoders import TextDecoder, steps_of, token_bytes
+from triptych.text.decoders import TextDecoder, steps_of, strips_ends, token_bytes
 from triptych.text.tokenizer_file import load_tokenizer
 
 _SHRINKING = (normalizers.NFC, normalizers.Lowercase)
@@ -43,6 +43,7 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._steps = steps_of(self._tokenizer.decoder)
+        self._strips_ends = strips_ends(self._tokenizer.decoder)
         self._max_bytes_per_token = _max_bytes_per_token(self._tokenizer)
 
     @property
@@ -72,6 +73,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode tokens to text. Bytes that aren't UTF-8 become U+FFFD; ids without text are skipped."""
+        if self._strips_ends:
+            decoder, hidden = self.text_decoder(), self.special_ids if skip_special_tokens else ()
+            pieces = [decoder.push(token_id) for token_id in token_ids if token_id not in hidden]
+            return "".join(pieces) + decoder.finish()
         if len(token_ids) > _MANY:
             # ``decode`` would hold the interpreter's lock, as ``encode`` does
             return str(self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])

@@ -83,6 +83,13 @@ def steps_of(decoder: decoders.Decoder | None) -> list[Step]:
     return steps
 
 
+def strips_ends(decoder: decoders.Decoder | None) -> bool:
+    """Return whether a decoder strips the ends of tokens. The tokenizers package panics when one has fewer characters
+    than it strips."""
+    states = [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+    return any(state["type"] == "Strip" and state["stop"] for state in states)
+
+
 def token_bytes(token: str, steps: Sequence[Step], *, first: bool = False) -> bytes:
     """Return the bytes that a token of the vocabulary adds to a text, which need not be whole characters. The ``first``
     token of a text may lack a space that others have."""
