@@ -29,9 +29,6 @@ DEMANDED = {
     "mistral-7": f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON}}}]',
     "llama4": TAGGED,
     "gemma4": "<|channel>thought\nHm.<channel|>" + TAGGED,
-    "deepseek-v3.1": "<think>Hm.</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather"
-    + f"\n```json\n{JSON}"
-    + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
 }
 """What grammars demand where it isn't just what the family writes of its own accord."""
 

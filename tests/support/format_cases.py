@@ -209,7 +209,7 @@ CASES: dict[str, FormatCase] = {
     ),
     "deepseek-v3.1": FormatCase(
         "qwen3",
-        "deepseek_v3",
+        "deepseek_v31",
         chatml(
             "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments }}<｜tool▁call▁end｜>",
             start="<｜{role}｜>",

@@ -134,6 +134,8 @@ class Format(ABC):
     """What the text of an answer begins with where a grammar demands its format."""
     always: ClassVar[bool] = False
     """Whether answers without calls are in this format, too."""
+    mark: ClassVar[str] = ""
+    """What a call always has, by which the format is told from another that is read alike."""
     closers: ClassVar[tuple[str, ...]] = ()
     """Texts within calls or at their ends, which are no text of an answer when they are special tokens."""
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from triptych.errors import ConfigError, InvalidRequest
 from triptych.prompt.formats.base import Format, Tools
 from triptych.prompt.formats.constrain import CallWriter
-from triptych.prompt.formats.deepseek import DeepSeek
+from triptych.prompt.formats.deepseek import DeepSeek, DeepSeekV31
 from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.gemma4 import FunctionGemma, GemmaCalls
 from triptych.prompt.formats.glm import Glm
@@ -30,6 +30,7 @@ FORMATS: tuple[Format, ...] = (
     Harmony(),
     Mistral(),
     DeepSeek(),
+    DeepSeekV31(),
     DeepSeekV32(),
     DeepSeekV4(),
     Kimi(),
@@ -280,6 +281,6 @@ def _finds(form: Format, text: str) -> bool:
     names = [one.name for one in events if isinstance(one, ToolCallStart)]
     arguments = "".join(one.text for one in events if isinstance(one, ToolCallArguments))
     try:
-        return names == [_NAME] and json.loads(arguments) == _ARGUMENTS
+        return names == [_NAME] and form.mark in text and json.loads(arguments) == _ARGUMENTS
     except ValueError:
         return False

@@ -18,9 +18,12 @@ CODE, END_CODE = "```json\n", "```"
 
 
 class DeepSeek(Format):
-    families = "DeepSeek V3, V3.1, R1"
-    parsers = ("deepseek_v3", "deepseek_v31")
+    """Calls without code are read, too."""
+
+    families = "DeepSeek V3, R1"
+    parsers = ("deepseek_v3",)
     openers = (CALLS, CALL)
+    mark = CODE
     closers = (END_CALLS, SEPARATOR, END_CALL)
     form = CallForm(
         CALLS, f"{CALL}function{SEPARATOR}{{name}}\n{CODE}{{arguments}}\n{END_CODE}{END_CALL}", "\n", end=END_CALLS
@@ -38,3 +41,10 @@ class DeepSeek(Format):
         yield from reader.space()
         yield from reader.literal(END_CODE)
         yield from reader.expect(END_CALL)
+
+
+class DeepSeekV31(DeepSeek):
+    families = "DeepSeek V3.1"
+    parsers = ("deepseek_v31",)
+    mark = ""
+    form = CallForm(CALLS, f"{CALL}{{name}}{SEPARATOR}{{arguments}}{END_CALL}", "", end=END_CALLS)
