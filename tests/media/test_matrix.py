@@ -1,12 +1,10 @@
 """Media files of other programs and damaged ones, compared with PyAV's and Pillow's own decoding.
 
-The programs (Debian's ffmpeg, libavif-bin, mkvtoolnix and gstreamer1.0-tools) are needed for the slow suite alone.
+Other programs write them (``tests/support/writers.py``).
 """
 
 import io
 import random
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from tests.support.clips import clip
 from tests.support.image_cases import picture
 from tests.support.sounds import tone
 from tests.support.tiny import TINY, write_settings
+from tests.support.writers import ffmpeg, made_by
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import MediaError, UnsupportedMedia
@@ -66,7 +65,14 @@ FFMPEG = [
     for option in OPTIONS
     if (codec, option) not in LACKING and (option != "fields" or codec == "h264")
 ]
-MOVFLAGS = ["faststart", "frag_keyframe+empty_moov", "frag_every_frame+delay_moov", "negative_cts_offsets", "cmaf"]
+MOVFLAGS = [
+    "faststart",
+    "isml+frag_keyframe",
+    "frag_keyframe+empty_moov",
+    "frag_every_frame+delay_moov",
+    "negative_cts_offsets",
+    "cmaf",
+]
 GSTREAMER = {
     "matroska": "x264enc ! matroskamux",
     "mp4": "x264enc ! mp4mux",
@@ -86,20 +92,6 @@ AVIF = {
     "lossless": ["-l"],
     "grey": ["-y", "400"],
 }
-
-
-def made_by(path: Path, *command: str) -> bytes:
-    """Run a program that writes a file. Skip the test if the program isn't installed."""
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} isn't installed")
-    done = subprocess.run([*command], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"{command[0]}: {done.stderr.decode()[-200:]}")
-    return path.read_bytes()
-
-
-def ffmpeg(path: Path, *arguments: str) -> bytes:
-    return made_by(path, "ffmpeg", "-v", "error", "-y", *arguments, str(path))
 
 
 def shown(data: bytes) -> list[NDArray[np.uint8]]:
@@ -131,6 +123,26 @@ def test_videos_of_ffmpeg(tmp_path: Path, container: str, codec: str, option: st
 @pytest.mark.parametrize("codec", ["h264", "hevc"])
 def test_mp4_files_of_ffmpeg(tmp_path: Path, codec: str, flags: str) -> None:
     assert_same(ffmpeg(tmp_path / "made.mp4", *SOURCE, *SOUND, *CODECS[codec], "-movflags", flags))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["-frag_duration 300000", "-frag_size 3000", "-itsoffset 0.7", "-ss 0.3"])
+@pytest.mark.parametrize("codec", ["h264", "hevc", "av1"])
+def test_headers_with_fragments_and_offsets(tmp_path: Path, codec: str, options: str) -> None:
+    option = options.split()
+    inputs, outputs = (option, []) if option[0] in ("-itsoffset", "-ss") else ([], option)
+    assert_same(ffmpeg(tmp_path / "made.mp4", *inputs, *SOURCE, *CODECS[codec], *outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", ["90", "180", "270"])
+@pytest.mark.parametrize("container", ["mp4", "mov"])
+def test_turned_videos(tmp_path: Path, container: str, degrees: str) -> None:
+    ffmpeg(tmp_path / "whole.mp4", *SOURCE, *CODECS["h264"], "-metadata:s:v:0", f"rotate={degrees}")
+    turned = ["-i", str(tmp_path / "whole.mp4"), "-c", "copy", "-metadata:s:v:0", f"rotate={degrees}"]
+    data = ffmpeg(tmp_path / f"turned.{container}", *turned)
+    assert probe_video(data).rotation == int(degrees)
+    assert_same(data)
 
 
 @pytest.mark.slow

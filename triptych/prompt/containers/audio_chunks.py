@@ -222,7 +222,7 @@ def _probe_caf(data: bytes) -> AudioHeader:
     if code == b"flac" and (first := frame_place(data, place[0], 0)):
         samples = sum(frame_place(data, end - last_size, first[1]) or (samples,))
     elif code == b"alac" and samples == packets * of_packet:
-        cut += max(0, of_packet - _alac_samples(data, end - last_size, of_packet))
+        cut += max(0, of_packet - alac_samples(data, end - last_size, of_packet))
     return AudioHeader("CAF", rate, channels, max(0, samples - cut))
 
 
@@ -236,7 +236,7 @@ def _last_number(data: bytes, start: int, end: int) -> int:
     return last
 
 
-def _alac_samples(data: bytes, position: int, whole: int) -> int:
+def alac_samples(data: bytes, position: int, whole: int) -> int:
     """Return the samples of each channel in a packet of ALAC; ``whole`` if it doesn't say so."""
     head = int.from_bytes(data[position : position + 7], "big")
     return head >> 1 & 0xFFFFFFFF if head >> 36 & 1 else whole

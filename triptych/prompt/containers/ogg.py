@@ -15,7 +15,7 @@ from triptych.prompt.containers.flac import frame_place, stream_info
 from triptych.types import AudioHeader
 
 _MAX_PAGES = 1 << 19
-_CONTINUED, _FIRST = 1, 2
+_CONTINUED, _FIRST, _LAST = 1, 2, 4
 _FLAC_SYNC = b"\xff"
 OPUS_RATE = 48_000
 _OPUS_SAMPLES = (*(480, 960, 1920, 2880) * 3, *(480, 960) * 2, *(120, 240, 480, 960) * 4)
@@ -77,7 +77,9 @@ class _Link:
         if self.codec == "flac" and (place := frame_place(data, packets[0], self.block_samples)):
             return place[0]
         if self.codec == "opus":
-            return max(0, page.end - sum(opus_samples(data, packet) for packet in packets[: page.packet_ends]))
+            start = page.end - sum(opus_samples(data, packet) for packet in packets[: page.packet_ends])
+            # of a last page the rest is left out; FFmpeg's cuts begin before 0
+            return max(0, start) if page.flags & _LAST else start
         return 0
 
     @property

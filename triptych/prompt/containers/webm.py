@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from triptych.errors import TruncatedMedia, UnsupportedMedia
 from triptych.media.hidden import hidden_packets
+from triptych.prompt.containers.audio_chunks import alac_samples
 from triptych.prompt.containers.flac import frame_place
 from triptych.prompt.containers.ogg import OPUS_RATE, opus_samples
 from triptych.types import AudioHeader, VideoHeader
@@ -47,7 +48,7 @@ _CODECS = {
 """Names of codecs, as FFmpeg has them."""
 _AUDIO_CODECS = frozenset({b"A_OPUS", b"A_VORBIS", b"A_AAC", b"A_FLAC", b"A_ALAC", b"A_AC3", b"A_EAC3", b"A_DTS"})
 _AUDIO_CODECS |= {b"A_MPEG/L1", b"A_MPEG/L2", b"A_MPEG/L3", b"A_PCM/INT/LIT", b"A_PCM/INT/BIG", b"A_PCM/FLOAT/IEEE"}
-_SHORT_LAST = (b"A_FLAC", b"A_ALAC", b"A_PCM/")
+_SHORT_LAST = (b"A_FLAC", b"A_PCM/")
 """Codecs whose last packet may hold fewer samples than the others. That of others is decoded whole."""
 _MAX_PACKET_SECONDS = 0.25
 """Longer times between packets of sound are gaps, unless most are as long. The decoder leaves gaps out."""
@@ -147,9 +148,10 @@ def _sound_ticks(file: _WebmFile, track: _WebmTrack) -> int:
     last = max(0, usual)
     last = _declared(file, track, blocks[-1][1]) or last
     longest = max(2 * usual, round(_MAX_PACKET_SECONDS * _NANO))
+    left = max(0, round(file.duration * file.scale) - times[-1])
     if file.duration and track.codec.startswith(_SHORT_LAST):
-        last = min(last, max(0, round(file.duration * file.scale) - times[-1]))
-    total = sum(length if length <= longest else usual for length in lengths) + last
+        last = min(last, left)
+    total = sum(length if length <= longest else usual for length in lengths) + (last or left)
     return total - track.delay - file.padding[track.number]
 
 
@@ -159,10 +161,13 @@ def _declared(file: _WebmFile, track: _WebmTrack, start: int) -> int:
         return 0
     if track.codec == b"A_OPUS":
         return opus_samples(file.data, start + 1) * _NANO // OPUS_RATE
+    samples = 0
     if track.codec == b"A_FLAC" and (place := frame_place(file.data, start + 1, 0)):
-        rate = _sample_rate(file, track)
-        return round(place[1] * _NANO / rate) if rate >= 1 else 0
-    return 0
+        samples = place[1]
+    elif track.codec == b"A_ALAC":
+        samples = alac_samples(file.data, start + 1, 0)
+    rate = _sample_rate(file, track)
+    return round(samples * _NANO / rate) if rate >= 1 else 0
 
 
 def _sample_rate(file: _WebmFile, track: _WebmTrack) -> float:
