@@ -80,7 +80,8 @@ def _combined(schema: Schema) -> set[int]:
             found.add(id(one))
         for keyword in _LISTED[1:]:
             several = together or bool(one.keys() & _OF_OBJECTS - {keyword})
-            listed = one.get(keyword) if isinstance(one.get(keyword), list) else []
+            value = one.get(keyword)
+            listed: list[Any] = value if isinstance(value, list) else []
             several = several or (keyword == "allOf" and len(listed) > 1)
             pending += [(inner, several) for inner in listed if isinstance(inner, dict)]
         pending += [(inner, False) for step, inner in subschemas(one) if not step.startswith(_STEPS)]

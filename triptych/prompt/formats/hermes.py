@@ -7,6 +7,8 @@
 and, with other tags, LongCat-Flash and Granite 20B FunctionCalling.
 """
 
+from typing import ClassVar
+
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ignore, read_call, read_calls
@@ -17,9 +19,9 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 class Hermes(Format):
     families = "Qwen 2.5 and 3, Qwen2.5-VL and Qwen3-VL, Hermes, InternVL 3, Granite 4, ERNIE 4.5"
-    parsers = ("hermes", "qwen3_json", "granite4", "ernie45")
-    openers = (CALL,)
-    closers = (END_CALL,)
+    parsers: ClassVar[tuple[str, ...]] = ("hermes", "qwen3_json", "granite4", "ernie45")
+    openers: ClassVar[tuple[str, ...]] = (CALL,)
+    closers: ClassVar[tuple[str, ...]] = (END_CALL,)
     form = CallForm(CALL, '\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>', "\n<tool_call>")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:

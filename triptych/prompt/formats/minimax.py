@@ -41,9 +41,9 @@ class MiniMaxM1(Format):
 
 class MiniMaxM2(Format):
     families = "MiniMax-M2"
-    parsers = ("minimax_m2",)
-    openers = (M2,)
-    closers = (END_M2,)
+    parsers: ClassVar[tuple[str, ...]] = ("minimax_m2",)
+    openers: ClassVar[tuple[str, ...]] = (M2,)
+    closers: ClassVar[tuple[str, ...]] = (END_M2,)
     form = CallForm(
         M2,
         '\n<invoke name="{name}">\n{arguments}</invoke>',
@@ -100,9 +100,9 @@ class DeepSeekV32(MiniMaxM2):
     """A parameter says whether its value is a string."""
 
     families = "DeepSeek V3.2"
-    parsers = ("deepseek_v32",)
-    openers = ("<｜DSML｜function_calls>",)
-    closers = ("</｜DSML｜function_calls>",)
+    parsers: ClassVar[tuple[str, ...]] = ("deepseek_v32",)
+    openers: ClassVar[tuple[str, ...]] = ("<｜DSML｜function_calls>",)
+    closers: ClassVar[tuple[str, ...]] = ("</｜DSML｜function_calls>",)
     prefix = "｜DSML｜"
     form = CallForm(
         openers[0],

@@ -9,6 +9,8 @@ Rome
 </tool_call>
 """
 
+from typing import ClassVar
+
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import ObjectWriter
@@ -24,9 +26,9 @@ class QwenXml(Format):
     """Models may leave out the outer tag."""
 
     families = "Qwen3-Coder, Qwen3.5 and later, Step-3.5 and 5"
-    parsers = ("qwen3_coder", "qwen3_xml", "mimo", "step3p5", "step5")
-    openers = (CALL, FUNCTION)
-    closers = (END_CALL,)
+    parsers: ClassVar[tuple[str, ...]] = ("qwen3_coder", "qwen3_xml", "mimo", "step3p5", "step5")
+    openers: ClassVar[tuple[str, ...]] = (CALL, FUNCTION)
+    closers: ClassVar[tuple[str, ...]] = (END_CALL,)
     form = CallForm(
         CALL,
         "\n<function={name}>\n{arguments}</function>\n</tool_call>",
