@@ -93,7 +93,8 @@ def test_formats_by_name_are_demanded(tmp_path: Path, name: str) -> None:
 def test_strings_outside_of_json_keep_to_their_schemas(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     city = {"type": "string", "pattern": "^R.*m", "maxLength": 9}
-    limited = SCHEMA | {"properties": SCHEMA["properties"] | {"city": city}, "required": list(ARGUMENTS)}
+    properties: Any = SCHEMA["properties"]
+    limited = SCHEMA | {"properties": properties | {"city": city}, "required": list(ARGUMENTS)}
     answer = re.sub(r"Look\.\s*", "", case.answer).rstrip()
     assert accepts(case, tmp_path / "a", answer, "required", limited)
     assert not accepts(case, tmp_path / "b", answer.replace("R", "T"), "required", limited)
@@ -119,3 +120,24 @@ def test_strict_calls_are_valid_within_text(tmp_path: Path, name: str) -> None:
     assert accepts(case, tmp_path / "a", case.answer, "auto")
     assert accepts(case, tmp_path / "b", "Look.", "auto")
     assert not accepts(case, tmp_path / "c", case.answer.replace("weather", "rm"), "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "plain"),
+    [
+        (
+            "gpt-oss",
+            "<|channel|>commentary<|message|>Look.<|end|><|start|>assistant",
+            "<|channel|>final<|message|>Look.",
+        ),
+        ("llama3", "", " Look: {}"),
+    ],
+)
+def test_strict_calls_are_valid_where_text_could_look_like_calls(
+    tmp_path: Path, name: str, before: str, plain: str
+) -> None:
+    case, call = CASES[name], DEMANDED.get(name) or CASES[name].answer
+    for number, text in enumerate((call, before + call, plain)):
+        assert accepts(case, tmp_path / str(number), text, "auto")
+    assert not accepts(case, tmp_path / "c", before + call.replace("weather", "rm"), "auto")
+    assert not accepts(case, tmp_path / "d", call.replace("2", "x", 1), "auto")

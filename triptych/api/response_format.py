@@ -40,10 +40,9 @@ def answer_grammar(
         parts = [GrammarPart(text.param, text.text, text.is_expression), *parts]
         if tools:
             answer = f"text | calls\ntext: {answer}\n{_calls(writer, request.parallel_tool_calls)}"
-    elif any(tool.function.strict for tool in tools) and writer.form.only_opener:
+    elif any(tool.function.strict for tool in tools) and (free := writer.free()) is not None:
         rules, parts = _call_rules(writer, request, tools, all_strict=False)
-        opened, section = writer.until("opened", writer.form.opener), writer.section(parallel=True)
-        answer = f"(opened {section})* REST\n{opened}\nREST: {lark.TEXT}"
+        answer = free
     else:
         return None
     tags = formats.reasoning[0] if formats.reasoning else THINK

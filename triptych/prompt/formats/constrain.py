@@ -9,7 +9,7 @@ from triptych.prompt import lark
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.typed import parameter_types
 
-_PLACE = re.compile(r"(\{(?:name|number|arguments|key|value|is_string)\})")
+_PLACE = re.compile(r"(\{(?:name|number|arguments|key|value|is_string|text)\})")
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -35,6 +35,21 @@ class CallWriter:
         form = self.form
         more = f"({self.spelled(form.between)} call)*" if parallel and form.between is not None else ""
         return f"{self.spelled(form.begin)} call {more} {self.spelled(form.end)}"
+
+    def free(self) -> str | None:
+        """Return rules for text and calls, without the first one's name; None if calls can't be told from text."""
+        form = self.form
+        if form.only_opener:
+            opened = self.until("opened", form.opener)
+            return f"(opened {self.section(parallel=True)})* REST\n{opened}\nREST: {lark.TEXT}"
+        if not form.plain:
+            return None
+        plain, before = (
+            self._filled(one, {"{text}": name}) for one, name in ((form.plain, "REST"), (form.preamble, "BEFORE"))
+        )
+        calls = f"{self.spelled(form.opener)} {self.section(parallel=True)}"
+        rules = f"calls: {calls}\nREST: {form.plain_text}\nBEFORE: {lark.TEXT}"
+        return f"{f'({before})*' if before else ''} ({plain} | calls)\n{rules}"
 
     def tool(self, number: int, name: str, parameters: Any, param: str) -> tuple[str, str]:
         """Return the rules of one tool's calls, the first of which is ``tool_NUMBER``, and the expression for what the

@@ -33,7 +33,11 @@ class Harmony(Format):
     always = True
     text_begin = f"{CHANNEL}final{MESSAGE}"
     form = CallForm(
-        CHANNEL, f"commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}{{arguments}}", only_opener=False
+        CHANNEL,
+        f"commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}{{arguments}}",
+        only_opener=False,
+        plain=f"{text_begin}{{text}}",
+        preamble=f"{CHANNEL}commentary{MESSAGE}{{text}}{END}{START}assistant",
     )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:

@@ -24,7 +24,14 @@ class Llama(Format):
     openers = (TAG, START)
     first_openers = ("{", "[")
     closers = (END,)
-    form = CallForm("", '{"name": "{name}", "parameters": {arguments}}', "; ", only_opener=False)
+    form = CallForm(
+        "",
+        '{"name": "{name}", "parameters": {arguments}}',
+        "; ",
+        only_opener=False,
+        plain="{text}",
+        plain_text=r"/(?s:\s*[^\s\[{].*)?/",
+    )
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener not in self.first_openers:
