@@ -139,7 +139,7 @@ def test_only_operators_with_the_secret_get_an_answer(
         for trust in ([], ["--cluster-secret-file", str(files["wrong"])]):
             code, _, errors = status("--control", control, *change, *trust)
             assert code == exit_codes.NO_FRONTEND
-            assert "no answer from the frontend" in errors
+            assert "has it the same --cluster-secret-file?" in errors
         assert asked == []
         monkeypatch.undo()
         assert status("--control", control, *change, "--cluster-secret-file", str(files["right"]))[0] == 0

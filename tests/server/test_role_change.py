@@ -272,7 +272,7 @@ def test_set_role_fails_without_a_frontend(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("triptych.cluster.control_client.ANSWER_TIMEOUT", 0.2)
     with (
         ControlClient("127.0.0.1:9", ClusterConfig()) as operator,
-        pytest.raises(StartError, match=r"no answer from the frontend at 127\.0\.0\.1:9"),
+        pytest.raises(StartError, match=r"no answer from the frontend at 127\.0\.0\.1:9: no process listens there"),
     ):
         operator.status()
 

@@ -2,6 +2,7 @@
 trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
 import contextlib
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ ANSWER_TIMEOUT = 5.0
 """Seconds within which a running frontend answers."""
 SEARCH_TIMEOUT = 2.0
 """The same while several are tried in turn."""
+CONNECT_TIMEOUT = 1.0
+"""Seconds to see whether a process listens at an address."""
 SUPERVISOR_TIMEOUT = 15.0
 """Seconds without news of a change after which its supervisor counts as gone; it sends some every second."""
 
@@ -108,8 +111,20 @@ class ControlClient:
 
     def _ask(self, question: Message, answers: tuple[type[Any], ...], timeout: float) -> Any:
         self._channel.send(self._frontends[0], question)
-        silence = f"no answer from the frontend at {self._control}: is it running, with the same --cluster-secret-file?"
-        return self._wait_for(answers, timeout, silence)
+        try:
+            return self._wait_for(answers, timeout, f"no answer from the frontend at {self._control}")
+        except FrontendSilent as error:
+            why = "has it the same --cluster-secret-file?" if self._listens() else "no process listens there"
+            raise FrontendSilent(f"{error}: {why}") from None
+
+    def _listens(self) -> bool:
+        """Return whether a process listens at the frontend's address."""
+        host, _, port = self._frontends[0].removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
+        except OSError:
+            return False
+        return True
 
     def _first_that_answers(self) -> Address:
         for frontend in self._frontends:
