@@ -76,10 +76,11 @@ def test_what_describes_an_earlier_text_is_ignored_in_every_api() -> None:
         {"role": "assistant", "content": [{"type": kind, "text": "x"} | noted]}
         for kind in ("output_text", "input_text")
     ]
-    answer = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
+    answer: Any = parse_request(ResponsesRequest, json.dumps({"model": "m", "input": items}).encode())
     assert [message.content[0].text for message in answer.input] == ["x", "x"]
     block = {"role": "assistant", "content": [TEXT | noted]}
-    asked = parse_request(MessagesRequest, json.dumps({"model": "m", "max_tokens": 1, "messages": [block]}).encode())
+    body = json.dumps({"model": "m", "max_tokens": 1, "messages": [block]}).encode()
+    asked: Any = parse_request(MessagesRequest, body)
     assert asked.messages[0].content[0].text == "x"
 
 

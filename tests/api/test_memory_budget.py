@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -63,7 +64,7 @@ def test_what_is_taken_back_is_free_for_others() -> None:
 
 
 def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -> None:
-    settings = {"max_body_mb": 1, "max_inflight_mb": 4}
+    settings: dict[str, Any] = {"max_body_mb": 1, "max_inflight_mb": 4}
     many = {"n": 16, "max_tokens": 64, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     with served(folder, "1PD", **settings) as service, service.client() as client:
         response = client.post(CHAT, json=service.body(**many))

@@ -17,6 +17,7 @@ from tests.support import sandbox_handlers as handlers
 from tests.support.processes import is_gone
 from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
+from triptych.sandbox import spawn as spawn_module
 from triptych.sandbox import workers as workers_module
 from triptych.sandbox.protocol import Bulk, ProtocolError, WorkerSpec
 from triptych.sandbox.workers import WorkerPool
@@ -203,6 +204,7 @@ import os, signal
 from tests.support.sandbox_handlers import LIMITS
 from triptych.errors import DecodeFailed
 from triptych.sandbox.protocol import WorkerSpec
+from triptych.sandbox import spawn as spawn_module
 from triptych.sandbox import workers as workers_module
 from triptych.sandbox.workers import WorkerPool
 workers = WorkerPool(WorkerSpec("tests.support.sandbox_handlers:obedient", "hello", LIMITS), 1, DecodeFailed)
@@ -229,7 +231,7 @@ def test_workers_that_die_while_they_start_fail_no_item(
     workers: WorkerPool, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """As under a kernel that is short of memory: the worker is lost, and its first two successors."""
-    failures = []
+    failures: list[str] = []
 
     def spawn(*arguments: Any) -> Any:
         if len(failures) == 2:
@@ -241,7 +243,7 @@ def test_workers_that_die_while_they_start_fail_no_item(
         process.kill()
         return process, connection
 
-    real = workers_module.spawn
+    real = spawn_module.spawn
     monkeypatch.setattr(workers_module, "spawn", spawn)
     os.kill(workers.pids[0], signal.SIGKILL)
     time.sleep(0.05)
