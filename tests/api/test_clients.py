@@ -1,12 +1,10 @@
-"""Clients that must work unchanged: OpenAI's, asynchronous; LangChain; LiteLLM, where it is installed; curl."""
+"""Clients that must work unchanged: OpenAI's, asynchronous; LangChain; curl. ``scripts/compat`` runs others."""
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -69,40 +67,6 @@ def test_langchain(thinker: Served) -> None:
     assert called.tool_calls[0]["args"]["days"] in (1, 22)
     for method in ("json_schema", "function_calling"):
         assert isinstance(longer.with_structured_output(Weather, method=method).invoke("Hello"), Weather)
-
-
-LITELLM = """
-import json, sys
-import litellm
-url, model, tool = json.loads(sys.argv[1])
-settings = dict(model="openai/" + model, api_base=url + "/v1", api_key="none", temperature=0, num_retries=0)
-messages = [{"role": "user", "content": "Hello"}]
-answered = litellm.completion(messages=messages, max_tokens=12, **settings).choices[0].message.content
-stream = litellm.completion(messages=messages, max_tokens=12, stream=True, **settings)
-streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-settings |= dict(tools=[tool], tool_choice="required", parallel_tool_calls=False)
-called = litellm.completion(messages=messages, max_tokens=300, **settings)
-call = called.choices[0].message.tool_calls[0].function
-print(json.dumps([answered, streamed, call.name, json.loads(call.arguments)["days"]]))
-"""
-
-
-def test_litellm(thinker: Served) -> None:
-    """In an environment of its own: it wants an older huggingface_hub than transformers does. ``scripts/setup-clients``
-    makes it."""
-    python = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no .venv-clients; scripts/setup-clients makes it")
-    arguments = json.dumps([thinker.url, thinker.model, TOOL])
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run(
-        [python, "-c", LITELLM, arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answered, streamed, name, days = json.loads(done.stdout.splitlines()[-1])
-    assert answered == streamed == expected(thinker, "Hello")
-    assert name == "weather"
-    assert days in (1, 22)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

@@ -26,7 +26,7 @@ NOT_RUN = {
     "three-shapes.png: What is in the picture?": "no command: what the demo shows",
     "python -m pytest tests/gpu": "needs a GPU, and the checkout's tests and benchmarks",
     "scripts/setup-peers": "builds llama.cpp and downloads vLLM; tests/test_peers.py runs the comparison without them",
-    "# two random images of": "needs vLLM; tests/api/test_load_generators.py has other load generators",
+    "# two random images of": "needs vLLM; scripts/compat runs it, where it is installed",
     "pip install .": "in a checkout; the wheel that is installed here is made of it",
     "pip wheel": "in a checkout, as above",
 }
