@@ -73,8 +73,9 @@ class Client:
     @property
     def command(self) -> list[str]:
         own = self.folder / "clients" / self.path.name
+        python = self.bin / "python" if self.bin.exists() else sys.executable
         # -P: a file named as the package that it imports isn't taken for it
-        interpreter = {".py": [str(self.bin / "python"), "-P"], ".mjs": ["node"], ".sh": ["bash"]}[self.path.suffix]
+        interpreter = {".py": [str(python), "-P"], ".mjs": ["node"], ".sh": ["bash"]}[self.path.suffix]
         return [*interpreter, str(own)]
 
     def install(self) -> None:
@@ -225,7 +226,7 @@ def main() -> int:
         for client in chosen:
             print(client.name, *(" ".join([installer, *packages]) for installer, packages in client.needs), sep="  ")
         return 0
-    rows, failed = {}, False
+    failed = False
     with tempfile.TemporaryDirectory() as folder, service(Path(folder)) as environment:
         for client in chosen:
             client.install()
@@ -233,9 +234,8 @@ def main() -> int:
             for check, (how, why) in ended.items():
                 print(f"{client.name:16} {check:8} {how:7} {why}", flush=True)
                 failed |= how == "failed"
-            rows[client.name] = row(client, ended)
             if arguments.write:
-                write(rows)
+                write({client.name: row(client, ended)})
     return int(failed)
 
 
