@@ -65,7 +65,7 @@ def test_what_is_taken_back_is_free_for_others() -> None:
 
 def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -> None:
     settings: dict[str, Any] = {"max_body_mb": 1, "max_inflight_mb": 4}
-    many = {"n": 16, "max_tokens": 64, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    many = {"n": 24, "max_tokens": 64, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     with served(folder, "1PD", **settings) as service, service.client() as client:
         response = client.post(CHAT, json=service.body(**many))
         assert response.status_code == 429, "they are kept until the answer is whole"
