@@ -143,14 +143,14 @@ def test_kernels_are_compiled_for_this_start_alone_where_none_can_be_kept(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path / "none"))
     else:
-        check = native._check_room
+        check = native.check_room
 
         def fill(folder: Path) -> None:
             if not folder.is_relative_to(temporary):
                 raise OSError(errno.ENOSPC, "No space left on device")
             check(folder)
 
-        monkeypatch.setattr(native, "_check_room", fill)
+        monkeypatch.setattr(native, "check_room", fill)
     assert answer() == 42
     assert "each start compiles them" in caplog.text
     assert not list(temporary.iterdir())

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.tiny import make_tiny
 from triptych.cli import main
+from triptych.transfer_bench.measure import FABRICS
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -53,7 +54,13 @@ def test_tables_that_need_media_are_refused_for_a_text_model(
     assert "--tables cache needs a model that takes media" in errors
 
 
-def test_a_small_run_fills_its_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+# beside other tests, which keep both cores busy, processes that look for each other's rows can take minutes
+@pytest.mark.parametrize("fabrics", [("shm",), pytest.param(FABRICS, marks=pytest.mark.slow)], ids=["shm", "all"])
+def test_a_small_run_fills_its_tables(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabrics: tuple[str, ...]
+) -> None:
+    for module in ("tables", "transfers"):
+        monkeypatch.setattr(f"triptych.split_bench.{module}.FABRICS", fabrics)
     page, data = tmp_path / "split.md", tmp_path / "split.json"
     flags = ["--quick", "--rounds", "1", "--threads", "1", "--topologies", "1EPD", "--kv-cache-tokens", "4096"]
     chosen = ["--tables", "first-use,resumes", "--report", str(page), "--json", str(data)]

@@ -152,17 +152,18 @@ def _writable(folder: Path | None) -> Iterator[Path]:
         if folder is None:
             raise OSError("the user has no home directory")
         folder.mkdir(parents=True, exist_ok=True)
-        _check_room(folder)
+        check_room(folder)
     except OSError as error:
         log.warning("compiled kernels can't be kept in %s, so each start compiles them: %s", folder, error)
     else:
         yield folder
         return
     with tempfile.TemporaryDirectory() as temporary:
-        _check_room(Path(temporary))
+        check_room(Path(temporary))
         yield Path(temporary)
 
 
-def _check_room(folder: Path) -> None:
+def check_room(folder: Path) -> None:
+    """Raise OSError unless ``NEEDED_BYTES`` can be written in a folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, NEEDED_BYTES)
