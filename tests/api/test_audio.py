@@ -57,7 +57,7 @@ def test_responses_take_audio_as_chats_do(hearing: Served) -> None:
         whole = answer(hearing, input=items, max_output_tokens=8, temperature=0, ignore_eos=True)
         assert whole["output"][0]["content"][0]["text"] == expected
     items = [{"role": "user", "content": [input_audio(b"just some text")]}]
-    the_error(post(hearing, input=items), 400, "input", "unsupported_media")
+    the_error(post(hearing, input=items), 400, "input[0].content[0].input_audio.data", "unsupported_media")
     unknown = {"type": "input_audio", "input_audio": {"data": encoded(WAV), "format": "pcm16"}}
     response = post(hearing, input=[{"role": "user", "content": [unknown]}])
     the_error(response, 400, "input[0].content[0].input_audio.format", "unsupported_value")

@@ -71,7 +71,7 @@ def test_what_describes_an_earlier_message_is_ignored() -> None:
 
 
 def test_what_describes_an_earlier_text_is_ignored_in_every_api() -> None:
-    noted = {"role": "assistant", "refusal": None, "noted_by_an_agent": {"id": "1"}}
+    noted = {"role": "assistant", "refusal": None, "status": "completed", "id": "1"}
     items = [
         {"role": "assistant", "content": [{"type": kind, "text": "x"} | noted]}
         for kind in ("output_text", "input_text")

@@ -145,10 +145,8 @@ PART = Rules(
         **_off("modalities", "image", "multi-images"),
     }
 )
-TEXT_PART = Rules(
-    _off("image image_url images video video_url audio audio_url input_audio file", use=PARTS), ignores_unknown=True
-)
-"""Agents send an answer's text back with what they noted in it. Only the text is shown to the model."""
+TEXT_PART = PART | Rules(_hints("role status phase parsed"))
+"""Agents spread what they noted of an answer over its texts when they send it back."""
 IMAGE_PART = PART | Rules(_aliases("image_url.detail", "detail"))
 MEDIA = Rules(_hints("format mime_type media_type id filename name cache_control"))
 """The object in a part that says where its media are."""
