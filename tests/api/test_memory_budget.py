@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.serving import CHAT, served
+from tests.support.serving import CHAT, SOON, served, wait_for
 from triptych.api.memory_budget import FREE_BYTES, MemoryBudget
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.requests import RequestRecord
@@ -61,6 +61,8 @@ def test_what_is_taken_back_is_free_for_others() -> None:
         assert budget.total == 0
         charge(3 * FREE_BYTES)
     assert budget.total == 0
+    charge(3 * FREE_BYTES)
+    assert budget.total == 0, "the request has ended"
 
 
 def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -> None:
@@ -76,5 +78,4 @@ def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -
         assert events[-1] == "data: [DONE]"
         assert not [event for event in events if "error" in event]
         assert client.post(CHAT, json=service.body(**(many | {"n": 2}))).status_code == 200
-        service.settle()
-        assert service.running.frontend.service.memory_budget.total == 0
+        wait_for(lambda: service.running.frontend.service.memory_budget.total == 0, SOON)

@@ -24,15 +24,17 @@ class MemoryBudget:
         """Return a function that charges further bytes to the request until it ends; a negative number takes some back.
 
         It raises Overloaded when the whole budget is spent, and RateLimited when the client's half is."""
-        client, own, is_registered = record.client, 0, False
+        client, own, has_ended = record.client, 0, False
 
         def release() -> None:
-            nonlocal own
+            nonlocal own, has_ended
             self._add(client, -_charged(own))
-            own = 0
+            own, has_ended = 0, True
 
         def charge(num_bytes: int) -> None:
-            nonlocal own, is_registered
+            nonlocal own
+            if has_ended:
+                return  # tokens of choices that are being cancelled
             before = _charged(own)
             more = _charged(own + num_bytes) - before
             if more > 0:
@@ -42,10 +44,8 @@ class MemoryBudget:
                     raise RateLimited("your requests in flight use all the memory that one client may use")
             own += num_bytes
             self._add(client, more)
-            if more and not is_registered:
-                is_registered = True
-                record.at_end(release)  # once per request: bodies arrive in many small chunks
 
+        record.at_end(release)
         return charge
 
     def _add(self, client: str, num_bytes: int) -> None:
