@@ -28,7 +28,7 @@ from triptych.router.stream import TokenStream
 N = TypeVar("N")
 
 TOKEN_BYTES, LOGPROB_BYTES, INT32_BYTES = 400, 100, 4
-"""Memory of a report's token, and of a log probability, measured with ``top_logprobs`` of 20; of a token in arrays."""
+"""About the bytes of memory of a token in a report, and of a log probability; bytes of a token in an array."""
 NO_MODEL = (None, "", "default", "dummy")
 """What clients send that were given no model's name: huggingface_hub sends ``dummy``, and SGLang's examples
 ``default``."""
