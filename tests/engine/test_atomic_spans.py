@@ -61,7 +61,7 @@ def run(scheduler: Scheduler, step: SchedulerOutput) -> None:
     for chunk in step.chunks:
         end = chunk.start + chunk.length
         assert chunk.request.span_across(end) is None, "a chunk ends within a span"
-    scheduler.mark_computed(step)
+    scheduler.mark_computed(step.chunks)
     for chunk in step.chunks:
         if chunk.samples:
             chunk.request.tokens.append(2)

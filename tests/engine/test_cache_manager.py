@@ -110,7 +110,7 @@ class World:
         self.received -= {one.id for one in [*step.preempted, *step.admitted]}
         self.send(step)
         self.contents.compute(step)
-        self.scheduler.mark_computed(step)
+        self.scheduler.mark_computed(step.chunks)
         self.check()
         for chunk in step.chunks:
             if chunk.samples:
@@ -192,7 +192,7 @@ def test_a_long_answer_holds_a_bounded_number_of_pages() -> None:
     while len(one.tokens) < 2500:
         step = scheduler.schedule(lambda one: len(one.tokens))
         held.append(cache.pools[1].num_used)
-        scheduler.mark_computed(step)
+        scheduler.mark_computed(step.chunks)
         if step.chunks[0].samples:
             one.tokens.append(1)
     assert cache.pools[0].num_used == -(-2499 // 16)
@@ -290,7 +290,7 @@ def test_requests_send_side_by_side_only_if_all_can_end() -> None:
 def run(scheduler: Scheduler, ready: Callable[[Request], int] = lambda one: len(one.tokens)) -> list[RequestId]:
     """Compute a step. Returns whose."""
     step = scheduler.schedule(ready)
-    scheduler.mark_computed(step)
+    scheduler.mark_computed(step.chunks)
     return [chunk.request.id for chunk in step.chunks]
 
 

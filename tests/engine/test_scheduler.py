@@ -31,7 +31,9 @@ def everything(one: Request) -> int:
 def check(scheduler: Scheduler, step: SchedulerOutput, ready: Callable[[Request], int], budget: int) -> None:
     pages = {page for one in scheduler for page in one.tables[0].pages}
     assert len(pages) == scheduler.cache.num_used
-    assert step.num_tokens <= budget
+    assert scheduler.num_running == sum(one.running for one in scheduler)
+    assert step.num_tokens == sum(chunk.length for chunk in step.chunks) <= budget
+    assert step.num_scored == sum(chunk.num_scored for chunk in step.chunks)
     computing = [chunk.request for chunk in step.chunks]
     assert len({id(one) for one in computing}) == len(computing)
     assert not any(one is victim for one in computing for victim in step.preempted)
@@ -67,7 +69,7 @@ class Contents:
 
 def run(scheduler: Scheduler, step: SchedulerOutput) -> list[Request]:
     """Pretend to compute the step. Returns the requests that got a token."""
-    scheduler.mark_computed(step)
+    scheduler.mark_computed(step.chunks)
     sampling = [chunk.request for chunk in step.chunks if chunk.samples]
     for one in sampling:
         one.tokens.append(2)

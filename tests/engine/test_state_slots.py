@@ -60,7 +60,7 @@ class Engine:
             assert state == after(0, tokens[:start])
             numbers[slot] = after(state, tokens[start : start + chunk.length])
         self.held.end(batch)
-        self.scheduler.mark_computed(step)
+        self.scheduler.mark_computed(step.chunks)
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.request.tokens.append(len(chunk.request.tokens) % 7)
@@ -249,7 +249,7 @@ def test_a_received_request_that_runs_alone_precedes_answers() -> None:
     scheduler.mark_received(alone, 5)
     step = scheduler.schedule(lambda one: len(one.tokens))
     assert [chunk.request for chunk in step.chunks] == [alone]
-    scheduler.mark_computed(step)
+    scheduler.mark_computed(step.chunks)
     alone.tokens.append(2)
     assert len(scheduler.schedule(lambda one: len(one.tokens)).chunks) == 2
 

@@ -136,7 +136,7 @@ class World:
         self.check(step, sending)
         for one in [*step.preempted, *step.admitted]:
             self.need(one)
-        self.scheduler.mark_computed(step)
+        self.scheduler.mark_computed(step.chunks)
         for chunk in step.chunks:
             self.tokens.setdefault(chunk.request.id, []).append((self.num_steps, chunk.length))
             if chunk.samples:
@@ -427,7 +427,7 @@ def test_an_answer_blocked_before_each_token_progresses_beside_long_ones(role: s
             scheduler.mark_received(one, len(one.tokens))
             one.tokens.append(1)
         assert len({chunk.request.id for chunk in step.chunks}) <= places
-        scheduler.mark_computed(step)
+        scheduler.mark_computed(step.chunks)
         for chunk in step.chunks:
             if chunk.samples:
                 chunk.request.tokens.append(1)

@@ -282,7 +282,7 @@ def test_prepared_inputs_are_used_only_while_valid(plain: Decoder, monkeypatch: 
     prepared = runner.chunk_inputs(Chunk(one, 5, 1))
     expected = Runner(plain, runner.cache, PAGE_SIZE).chunk_inputs(Chunk(one, 5, 1))
     assert prepared.positions == expected.positions == [[5]] * 3
-    assert prepared.page_tables[0].tolist() == expected.page_tables[0].tolist() == [3, 7]
+    assert prepared.pages == expected.pages == [[3, 7]]
     assert prepared.slots == expected.slots == [[7 * 4 + 1]]
     assert runner.chunk_inputs(Chunk(one, 5, 1)) is prepared
     assert runner.chunk_inputs(Chunk(one, 4, 1)) is not prepared

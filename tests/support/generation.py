@@ -66,7 +66,7 @@ class Generating:
         self.num_steps += 1
         if only_decodes(batch):
             self.batches[len(step.chunks)] = self.batches.get(len(step.chunks), 0) + 1
-        scheduler.mark_computed(step)
+        scheduler.mark_computed(step.chunks)
         for one, token in zip(sampling, output.sampled, strict=True):
             assert isinstance(token, SampledToken)
             one.tokens.append(token.token)

@@ -29,6 +29,8 @@ class KVSource:
         self._cache = cache
         self._address = address
         self._states = states
+        self._with_token: dict[ActiveRequest, None] = {}
+        """Requests whose first token has arrived and isn't handled, in that order."""
 
     def expect(self, active: ActiveRequest) -> PrefillNeeded | None:
         """Start, or restart, a request's transfer once it has pages. Returns the message that asks for its prefill."""
@@ -50,6 +52,7 @@ class KVSource:
     def release(self, active: ActiveRequest) -> None:
         """Close a request's transfer."""
         active.kv_interval = active.first_token = None
+        self._with_token.pop(active, None)
         if (kv := active.incoming_kv) is not None:
             if not kv.complete:
                 self._receiver.close(kv.transfer, "the request has ended or is restarted")
@@ -62,6 +65,7 @@ class KVSource:
             return None
         kv.has_token = True
         active.first_token = message
+        self._with_token[active] = None
         active.prefill_attempts = 0
         if kv.complete:
             self._forget(active, kv)
@@ -86,6 +90,11 @@ class KVSource:
                 if kv.has_token:
                     self._forget(active, kv)
         return complete
+
+    def take_first_tokens(self) -> list[ActiveRequest]:
+        """Return the requests whose first token has arrived since the last call."""
+        arrived, self._with_token = list(self._with_token), {}
+        return arrived
 
     def ready_tokens(self, active: ActiveRequest) -> int:
         """Return all tokens if the KV arrives without waiting for anything else. With media or a grammar, that is once

@@ -19,6 +19,7 @@ import msgspec
 
 from triptych.compute_thread import ComputeThread
 from triptych.engine.active_request import ActiveChunk, ActiveRequest
+from triptych.engine.active_requests import ActiveRequests
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.grammar.service import GrammarService
 from triptych.engine.incoming import IncomingTransfers
@@ -28,7 +29,7 @@ from triptych.engine.prompt_logprobs import joined
 from triptych.engine.request import Request, make_request
 from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
-from triptych.engine.scheduler import Chunk, Scheduler, SchedulerOutput
+from triptych.engine.scheduler import Chunk, Scheduler
 from triptych.engine.state_slots import can_restart
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
@@ -50,7 +51,7 @@ from triptych.messages.work import (
 )
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
-from triptych.types import Address, RequestId
+from triptych.types import Address
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class EngineLoop:
         self._executor = StepExecutor(engine.runner, engine.compute)
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self._active: dict[RequestId, ActiveRequest] = {}
+        self._active = ActiveRequests()
         self._pending_tokens: list[tuple[Address, Tokens]] = []
 
     @property
@@ -181,7 +182,7 @@ class EngineLoop:
     def hand_back(self) -> dict[Address, HandBack]:
         """Drop the requests that haven't begun. Returns them by the frontend that is to place them elsewhere."""
         handed_back: dict[Address, HandBack] = {}
-        for active in [active for active in self._active.values() if not active.begun]:
+        for active in [active for active in self._active if not active.begun]:
             self._remove(active)
             message = handed_back.setdefault(active.reply_to, HandBack(self._address, [], []))
             message.requests.append(active.id)
@@ -232,7 +233,7 @@ class EngineLoop:
         return {
             "step_running": self._executor.busy,
             "pending_tokens": len(self._pending_tokens),
-            "active": list(self._active),
+            "active": [active.id for active in self._active],
         }
 
     @property
@@ -284,7 +285,7 @@ class EngineLoop:
             outgoing_kv=outgoing_kv,
             matching=matching,
         )
-        self._active[request.id] = active
+        self._active.add(active)
         self.scheduler.add(request)
         active.timings.reused = min(request.num_reused, request.num_prompt)
         self._expect_rows(active)
@@ -307,20 +308,21 @@ class EngineLoop:
             self._remove(active)
 
     def _remove_if(self, condition: Callable[[ActiveRequest], bool]) -> None:
-        for active in [active for active in self._active.values() if condition(active)]:
+        for active in [active for active in self._active if condition(active)]:
             self._remove(active)
 
     def _remove(self, active: ActiveRequest) -> None:
         self._release(active)
         if self._kv_sink is not None:
             self._kv_sink.abort(active, "the request has ended or is restarted")
-        del self._active[active.id]
+        self._active.remove(active)
 
     def _release(self, active: ActiveRequest) -> None:
         """Release what the request holds, except its outgoing transfer."""
         for source in self._sources:
             source.release(active)
         self.scheduler.remove(active.id)
+        self._active.end(active)
         if active.matching is not None:
             active.matching.close()
             active.matching = None
@@ -342,8 +344,7 @@ class EngineLoop:
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
-        now = time.monotonic()
-        for active in [one for one in self._active.values() if one.deadline < now and not one.failed]:
+        for active in self._active.overdue(time.monotonic()):
             self._fail(active, DeadlineExceeded("the request's deadline has passed"))
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────
@@ -358,7 +359,7 @@ class EngineLoop:
                 self.scheduler.mark_received(active.request, num_tokens)
                 if active.timings.first_token:
                     active.timings.transfers += active.transfer_intervals()
-            for active in [active for active in self._active.values() if active.first_token is not None]:
+            for active in self._kv_source.take_first_tokens():
                 self._handle_first_token(active)
         if self._embedding_source is not None:
             for active, encode_needed in self._embedding_source.take_orphaned():
@@ -406,7 +407,7 @@ class EngineLoop:
 
     def _fail_grammar_errors(self) -> None:
         """Fail the requests whose grammar is invalid or too costly."""
-        for active in list(self._active.values()):
+        for active in self._active.with_grammar:
             if active.matching is not None and (error := active.matching.error) is not None:
                 if isinstance(error, InternalError):
                     log.error("request %s: %s", active.id, error)
@@ -414,9 +415,11 @@ class EngineLoop:
 
     def _note_ready(self) -> None:
         """Record which requests have become ready, also while a step runs."""
-        for active in self._active.values():
-            if not active.timings.ready and self._ready_tokens(active.request) > active.request.num_computed:
-                active.timings.ready = time.time()
+        for active in self._active.take_ready(self._has_ready_tokens):
+            active.timings.ready = time.time()
+
+    def _has_ready_tokens(self, active: ActiveRequest) -> bool:
+        return self._ready_tokens(active.request) > active.request.num_computed
 
     def _ready_tokens(self, request: Request) -> int:
         """Return the leading tokens that are to be computed: those whose rows have arrived. The last one counts only if
@@ -507,7 +510,7 @@ class EngineLoop:
                     self._expect_rows(active)
 
     def _handle_output(self, chunks: Sequence[Chunk], output: StepOutput, began: float) -> None:
-        self.scheduler.mark_computed(SchedulerOutput(computed_chunks(chunks, output)))
+        self.scheduler.mark_computed(computed_chunks(chunks, output))
         self.num_steps += 1
         self.num_computed_tokens += sum(chunk.length for chunk in chunks)
         for chunk in chunks:

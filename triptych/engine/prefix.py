@@ -20,12 +20,16 @@ def extend_page_hashes(request: Request, page_size: int, num_pages: int, layout:
     """Extend ``request.page_hashes`` to ``num_pages`` pages, all of which must be full of tokens. ``layout`` is the
     digest of the KV cache's layout."""
     hashes = request.page_hashes
-    seed = msgspec.msgpack.encode((layout, request.cache_salt, request.rope_length, request.lora))
     while len(hashes) < num_pages:
         start = len(hashes) * page_size
-        digest = blake3(hashes[-1] if hashes else seed)
+        digest = blake3(hashes[-1] if hashes else _seed(request, layout))
         digest.update(array("q", request.tokens[start : start + page_size]).tobytes())
         for item in request.items:
             for token, row, length in item.placement.runs(start, start + page_size):
                 digest.update(f"|{item.key}|{token - start}|{row}|{length}".encode())
         hashes.append(digest.digest())
+
+
+def _seed(request: Request, layout: str) -> bytes:
+    """Return what the first page's hash covers besides its tokens."""
+    return msgspec.msgpack.encode((layout, request.cache_salt, request.rope_length, request.lora))

@@ -26,6 +26,8 @@ class PromptLogprobsQuery:
 
 def prompt_logprobs_queries(chunks: Sequence[Chunk]) -> list[PromptLogprobsQuery]:
     """Return the queries of a step whose logits are those of its chunks' ``wanted`` tokens, in order."""
+    if not any(chunk.num_scored for chunk in chunks):
+        return []
     queries, row = [], 0
     for chunk in chunks:
         if chunk.num_scored:

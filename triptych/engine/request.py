@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +144,7 @@ class Request:
         """Whether the prompt's log probabilities are still to be sent. They go out with the first token."""
         return self.sampling.prompt_logprobs is not None and not self.num_generated
 
-    @property
+    @cached_property
     def end_token_ids(self) -> frozenset[int]:
         """Tokens that end generation. A grammar ends with the model's own end tokens, even if ``ignore_eos`` is set."""
         ignored = self.sampling.ignore_eos and self.sampling.grammar is None
@@ -162,12 +163,16 @@ class Request:
 
     def span_across(self, token: int) -> Span | None:
         """Return the atomic span that has both ``token`` and the one before it."""
+        if not self.atomic_spans:
+            return None
         index = bisect_left(self.atomic_spans, token, key=lambda span: span.start) - 1
         return self.atomic_spans[index] if index >= 0 and token < self.atomic_spans[index].end else None
 
     def ends_of(self, start: int, count: int) -> list[int]:
         """Return where the keys end that each of the tokens ``[start, start + count)`` attends to; nothing if each
         attends up to itself. A span that the tokens end within is cut off there."""
+        if not self.atomic_spans:
+            return []
         end = start + count
         index = bisect_right(self.atomic_spans, start, key=lambda span: span.end)
         if index == len(self.atomic_spans) or self.atomic_spans[index].start >= end:
@@ -180,6 +185,11 @@ class Request:
             ends[first - start : last - start] = [last] * (last - first)
         return ends
 
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether some of its tokens have others than the decoder's weights."""
+        return self.lora is not None or bool(self.second_spans)
+
     def weights_of(self, start: int, count: int) -> list[int | None]:
         """Return the numbers of the weights of tokens ``[start, start + count)``, as in ``TokenChoice``."""
         numbers, end = [self.lora] * count, start + count
@@ -191,8 +201,9 @@ class Request:
 
     def positions_of(self, start: int, count: int) -> list[list[float]]:
         """Return the rope positions of tokens ``[start, start + count)``: three lists."""
-        known = min(max(self.num_prompt - start, 0), count)
-        offset = self.next_position - self.num_prompt
+        num_prompt = self.num_prompt
+        known = 0 if start >= num_prompt else min(num_prompt - start, count)
+        offset = self.next_position - num_prompt
         generated = [token + offset for token in range(start + known, start + count)]
         axes = [generated] * 3
         if known:

@@ -54,14 +54,14 @@ class MediaEmbeddings:
         return cls(torch.cat([part.index for part in parts]), torch.cat([part.rows for part in parts]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChunkInputs:
     """Inputs of a chunk besides its tokens."""
 
     positions: list[list[float]]
     """Rope positions on three axes."""
-    page_tables: list[Tensor]
-    """The request's pages in each group of layers: int64 [pages]."""
+    pages: list[list[int]]
+    """The request's pages in each group of layers."""
     released: list[int]
     """By group, the request's tokens before the first page."""
     slots: list[list[int]]
@@ -115,12 +115,12 @@ class Runner:
                 AttentionBatch(
                     query_lens=[c.length for c in chunks],
                     kv_lens=[c.start + c.length - one.released[group] for c, one in zip(chunks, inputs, strict=True)],
-                    page_tables=[one.page_tables[group] for one in inputs],
+                    page_tables=page_tables(inputs, group),
                     slots=torch.tensor([slot for one in inputs for slot in one.slots[group]], dtype=torch.int64),
                     ends=None if ends is None else ends - released_tokens(chunks, inputs, group),
                     generated=generated,
                 )
-                for group in range(len(inputs[0].page_tables))
+                for group in range(len(inputs[0].pages))
             ],
             state=None if self.states is None else state_batch(chunks),
             num_largest=[number for chunk in chunks for number in num_largest(chunk)],
@@ -172,7 +172,7 @@ class Runner:
         tokens = range(chunk.start, chunk.start + chunk.length)
         return ChunkInputs(
             positions=chunk.request.positions_of(chunk.start, chunk.length),
-            page_tables=[torch.tensor(table.pages, dtype=torch.int64) for table in tables],
+            pages=[list(table.pages) for table in tables],
             released=[table.first * size for table in tables],
             slots=[_slots(table, tokens, size) for table in tables],
             ends=chunk.request.ends_of(chunk.start, chunk.length),
@@ -198,6 +198,13 @@ def released_tokens(chunks: Sequence[Chunk], inputs: Sequence[ChunkInputs], grou
     return released.repeat_interleave(torch.tensor([chunk.length for chunk in chunks]))
 
 
+def page_tables(inputs: Sequence[ChunkInputs], group: int) -> list[Tensor]:
+    """Return the page table of each of a step's requests, int64 [pages]: views of one tensor, made in one call."""
+    pages = [one.pages[group] for one in inputs]
+    joined = torch.tensor([page for one in pages for page in one], dtype=torch.int64)
+    return list(torch.split(joined, [len(one) for one in pages]))
+
+
 def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
     """Return what a step of these chunks does with their requests' states."""
     own = [StateTables.of(chunk.request.tables) for chunk in chunks]
@@ -212,6 +219,8 @@ def state_batch(chunks: Sequence[Chunk]) -> StateBatch:
 
 def token_choice(chunks: Sequence[Chunk]) -> TokenChoice | None:
     """Return the LoRAs or second weights of a step's tokens."""
+    if not any(chunk.request.has_own_weights for chunk in chunks):
+        return None
     return TokenChoice.of([one for chunk in chunks for one in chunk.request.weights_of(chunk.start, chunk.length)])
 
 
@@ -222,4 +231,5 @@ def _slots(table: PageTable, tokens: range, page_size: int) -> list[int]:
 
 def num_largest(chunk: Chunk) -> list[int]:
     """Return ``ForwardBatch.num_largest`` of each token whose logits the chunk needs."""
-    return [0] * chunk.num_scored + [num_candidates(chunk.request.sampling)] * chunk.samples
+    of_next = [num_candidates(chunk.request.sampling)] if chunk.samples else []
+    return [0] * chunk.num_scored + of_next

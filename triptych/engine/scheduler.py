@@ -32,7 +32,7 @@ No chunk ends within an atomic span. A request whose next span doesn't fit in wh
 of the budget has it reserved in the next step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from triptych.engine.cache_manager import CacheManager
@@ -78,8 +78,9 @@ class Chunk:
     @property
     def wanted(self) -> range:
         """Tokens whose logits are needed, relative to the chunk's start."""
-        first = 0 if self.num_scored else self.length - self.samples
-        return range(first, self.length if self.samples else first + self.num_scored)
+        num_scored, samples = self.num_scored, self.samples
+        first = 0 if num_scored else self.length - samples
+        return range(first, self.length if samples else first + num_scored)
 
 
 @dataclass
@@ -92,14 +93,15 @@ class SchedulerOutput:
     """Requests prefilled elsewhere, which now have their pages."""
     preempted: list[Request] = field(default_factory=list)
     """Preempted requests. They have lost their pages and their media embeddings."""
+    num_tokens: int = 0
+    """Tokens of all chunks."""
+    num_scored: int = 0
+    """Tokens of all chunks that score a following prompt token."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    @property
-    def num_scored(self) -> int:
-        return sum(chunk.num_scored for chunk in self.chunks)
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.length
+        self.num_scored += chunk.num_scored
 
 
 class Scheduler:
@@ -130,6 +132,8 @@ class Scheduler:
         self._protected: Request | None = None
         """A request that isn't fully ready, but was bypassed so often that it has the precedence of one that is."""
         self._arrivals = 0
+        self.num_running = 0
+        """Requests with a slot: those whose ``running`` is set."""
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -169,7 +173,8 @@ class Scheduler:
         step = SchedulerOutput()
         for request in self._requests.values():
             request.num_ready = ready(request)
-            request.running = request.running and not request.blocked
+            if request.running and request.blocked:
+                self._set_running(request, False)
         lacked_room, self._lacks_room = self._lacks_room, None
         self._reserved_for = lacked_room if lacked_room in self._requests.values() else None
         self._fill(step)
@@ -182,18 +187,18 @@ class Scheduler:
         """Add chunks to a step that has none."""
         self._resume_blocked_answers()
         self._update_precedence()
-        for request in self:  # first: beside answers, it would wait for all of them to end
+        for request in self._requests.values():  # first: beside answers, it would wait for all of them to end
             if request.runs_alone and (request.prefilled_here or request.decoding):
                 self._add_chunk(step, request)
-        for request in self:
+        for request in self._requests.values():
             if (request.decoding or request.sends_pages) and not request.runs_alone:
                 self._add_chunk(step, request)
         while self._schedule_round(step):
             pass
 
-    def mark_computed(self, step: SchedulerOutput) -> None:
-        """Record that the step has run: its tokens are in the KV cache."""
-        for chunk in step.chunks:
+    def mark_computed(self, chunks: Sequence[Chunk]) -> None:
+        """Record that a step has run: the chunks' tokens are in the KV cache."""
+        for chunk in chunks:
             if self._requests.get(chunk.request.id) is chunk.request:
                 chunk.request.num_computed = chunk.start + chunk.length
                 self._cache_full_pages(chunk.request)
@@ -213,28 +218,29 @@ class Scheduler:
     def _resume_blocked_answers(self) -> None:
         """Give answers that were blocked before their next token the slots of later arrivals. Otherwise an answer with
         a slow grammar would wait for another answer to end before each token."""
-        for request in self:
+        for request in self._requests.values():
             if request.running or request.blocked or not (request.holds_pages and request.only_newest_left):
                 continue
             if not self._has_free_slot:
-                later = [one for one in self if one.decoding and one.arrival > request.arrival]
+                later = [one for one in self._requests.values() if one.decoding and one.arrival > request.arrival]
                 if not later:
                     return
-                later[-1].running = False  # resumes in the next step with a free slot
-            request.running = True
+                self._set_running(later[-1], False)  # resumes in the next step with a free slot
+            self._set_running(request, True)
 
-    @property
-    def _num_running(self) -> int:
-        return sum(request.running for request in self._requests.values())
+    def _set_running(self, request: Request, running: bool) -> None:
+        """Give the request a slot, or take it."""
+        self.num_running += running - request.running
+        request.running = running
 
     @property
     def _has_free_slot(self) -> bool:
         """Whether one more request may run."""
-        return self._num_running < self._max_num_seqs
+        return self.num_running < self._max_num_seqs
 
     def _update_precedence(self) -> None:
-        self._first = next((one for one in self if not one.blocked), None)
-        partial = [one for one in self if not one.fully_ready]
+        self._first = next((one for one in self._requests.values() if not one.blocked), None)
+        partial = [one for one in self._requests.values() if not one.fully_ready]
         self._protected = None
         if any(one.num_bypassed >= MAX_BYPASSED for one in partial):
             # unblocked requests first: their unread rows may occupy the receive blocks that this one needs
@@ -244,16 +250,16 @@ class Scheduler:
         """Schedule, in order of arrival, requests that may lack pages or a slot. Returns whether another round may find
         more."""
         self._update_precedence()
-        running = self._num_running
+        running = self.num_running
         self._schedule_in_order(step)
         if step.chunks:
             return False
         # a request without pages has released its slot, or the prefix cache had all ready tokens of the first one
-        return self._num_running < running or (self._first is not None and self._first.blocked)
+        return self.num_running < running or (self._first is not None and self._first.blocked)
 
     def _schedule_in_order(self, step: SchedulerOutput) -> None:
         bypassed: list[Request] = []
-        for request in self:
+        for request in self._requests.values():
             if request.decoding or request.sends_pages or request in step.preempted:
                 continue
             had_pages = request.num_allocated
@@ -288,7 +294,7 @@ class Scheduler:
             else:
                 step.admitted.append(request)
         if not request.blocked and self._has_free_slot:
-            request.running = True
+            self._set_running(request, True)
         return not request.decoding or self._add_chunk(step, request)
 
     def _add_chunk(self, step: SchedulerOutput, request: Request) -> bool:
@@ -302,7 +308,7 @@ class Scheduler:
         keeps_pages = request.sends_pages or (not request.decoded_here and request.fully_ready)
         begins = not request.running and request.num_computed == request.num_reused
         if (begins or (keeps_pages and not request.sends_pages)) and not self._can_start(step, request):
-            request.running = False
+            self._set_running(request, False)
             return request.fully_ready
         if not request.holds_pages:
             self._reuse_text_prefix(request)
@@ -313,12 +319,13 @@ class Scheduler:
         at_once = len(request.tokens) if keeps_pages else 0
         can_send = not keeps_pages or request.sends_pages or self._can_send(request)
         if not can_send or not self._allocate_pages(step, request, request.num_computed + length, at_once):
-            request.running = False  # a request that holds pages may need the slot
+            self._set_running(request, False)  # a request that holds pages may need the slot
             return False
-        request.running, request.sends_pages = True, keeps_pages
+        self._set_running(request, True)
+        request.sends_pages = keeps_pages
         if self._takes_snapshots(request) and request.num_computed + length == self._next_snapshot(request):
             self._plan_snapshot(request, request.num_computed + length)
-        step.chunks.append(Chunk(request, request.num_computed, length))
+        step.add(Chunk(request, request.num_computed, length))
         if request is self._reserved_for:
             self._reserved_for = None
         return True
@@ -413,7 +420,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.cache.release(request.tables)
-        request.running = request.admitted = request.sends_pages = False
+        self._set_running(request, False)
+        request.admitted = request.sends_pages = False
         request.num_ready = request.num_computed = request.num_cached_pages = request.num_reused = 0
         request.prompt_logprobs = []
 
