@@ -244,15 +244,6 @@ def test_stray_markers_are_text_only_if_special_tokens_are(found: dict[str, tupl
         assert text_of(read(formats, text, [], skip_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_calls_of_grammars_are_found_beside_the_familys(
-    found: dict[str, tuple[Formats, ChatTemplate]], name: str
-) -> None:
-    demanded = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-    assert calls_of(read(found[name][0], demanded, [], constrained=True)) == [("time", {})]
-    assert len(calls_of(read(found[name][0], CASES[name].answer, [], constrained=True))) == 2
-
-
 VALUES = [
     ({"type": "string"}, "5", "5"),
     ({"type": "string"}, "null", "null"),

@@ -35,7 +35,6 @@ class PreparedChat:
         return formats.parser(
             self.reasoning,
             tools,
-            constrained=self.generation.sampling_params[0].grammar is not None,
             skip_special_tokens=self.request.skip_special_tokens,
         )
 

@@ -128,8 +128,8 @@ class Format(ABC):
     """Texts that calls begin with."""
     first_openers: ClassVar[tuple[str, ...]] = ()
     """Texts that calls begin with only where an answer's text begins, because text could have them, too."""
-    form: ClassVar[CallForm | None] = None
-    """How grammars write calls; None: between ``<tool_call>`` tags."""
+    form: ClassVar[CallForm]
+    """How grammars and histories write calls."""
     text_begin: ClassVar[str] = ""
     """What the text of an answer begins with where a grammar demands its format."""
     always: ClassVar[bool] = False
@@ -139,8 +139,8 @@ class Format(ABC):
     closers: ClassVar[tuple[str, ...]] = ()
     """Texts within calls or at their ends, which are no text of an answer when they are special tokens."""
 
-    def form_for(self, special: Collection[str]) -> CallForm | None:
-        """Return how grammars write calls with a vocabulary that has these markers as special tokens."""
+    def form_for(self, special: Collection[str]) -> CallForm:
+        """Return how calls are written with a vocabulary that has these markers as special tokens."""
         return self.form
 
     def call_id(self, given: str, name: str, number: int) -> str:

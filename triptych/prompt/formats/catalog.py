@@ -108,19 +108,16 @@ class Formats:
         """vLLM's name for how calls are found; None if their form isn't known, so that several are looked for."""
         return self.calls[0].parsers[0] if self.calls[0].parsers else None
 
-    def parser(
-        self, reasoning: Reasoning, tools: Tools, *, constrained: bool = False, skip_special_tokens: bool = True
-    ) -> AnswerParser:
-        """Return a parser for one answer. That of a ``constrained`` one finds what grammars make of calls, too. Without
-        ``skip_special_tokens`` stray markers are text."""
-        calls = (*self.calls, ToolCallTag()) if constrained else self.calls
+    def parser(self, reasoning: Reasoning, tools: Tools, *, skip_special_tokens: bool = True) -> AnswerParser:
+        """Return a parser for one answer. Without ``skip_special_tokens`` stray markers are text."""
         special = self.special if skip_special_tokens else ()
-        return AnswerParser(reasoning, self.reasoning, calls, tools, special)
+        return AnswerParser(reasoning, self.reasoning, self.calls, tools, special)
 
     @property
     def writer(self) -> CallWriter:
         """What writes grammars of calls."""
-        return CallWriter(self.calls[0].form_for(self.special) or Hermes.form, self.special)
+        openers = [opener for one in self.calls for opener in one.openers]
+        return CallWriter(self.calls[0].form_for(self.special), self.special, openers)
 
     def with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return a conversation with the ids that calls of the history have in this format, and their results."""

@@ -1,55 +1,65 @@
 """Grammars of calls in each format, in Lark."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from triptych.prompt import lark
-from triptych.prompt.formats.call_form import CallForm
+from triptych.prompt.formats.call_form import PLACE, CallForm
 from triptych.prompt.formats.typed import parameter_types
+from triptych.prompt.formats.values import KEY, ValueWriter, in_order, properties_of
 
-_PLACE = re.compile(r"(\{(?:name|number|arguments|key|value|is_string|text)\})")
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class CallWriter:
-    """Writes the rules of calls. ``special`` are the markers that are special tokens."""
+    """Writes the rules of calls. ``special`` are the markers that are special tokens, ``openers`` all texts that are
+    read as the beginning of a call anywhere in an answer."""
 
     form: CallForm
     special: Mapping[str, int]
+    openers: Collection[str] = ()
 
     def spelled(self, text: str) -> str:
         """Return an expression for text with markers in it."""
         return " ".join(self._pieces(text)) or lark.literal("")
 
-    def until(self, name: str, marker: str) -> str:
-        """Return rules for any text up to and including a marker."""
+    def until(self, name: str, marker: str, text: str = lark.TEXT) -> str:
+        """Return rules for text of a terminal up to and including a marker."""
+        terminal = f"{name.upper()}_TEXT"
         if marker in self.special:
-            return f"{name}: {name.upper()}_TEXT {lark.token(self.special[marker])}\n{name.upper()}_TEXT: {lark.TEXT}"
+            return f"{name}: {terminal} {lark.token(self.special[marker])}\n{terminal}: {text}"
+        if text != lark.TEXT:
+            return f"{name}[lazy]: {terminal} {lark.literal(marker)}\n{terminal}: {text}"
         return lark.until(name, lark.literal(marker))
 
     def section(self, parallel: bool) -> str:
         """Return an expression for calls after the first opener."""
         form = self.form
-        more = f"({self.spelled(form.between)} call)*" if parallel and form.between is not None else ""
+        more = f"({self.spelled(form.between)} call)*" if parallel else ""
         return f"{self.spelled(form.begin)} call {more} {self.spelled(form.end)}"
 
     def free(self) -> str | None:
         """Return rules for text and calls, without the first one's name; None if calls can't be told from text."""
         form = self.form
         if form.only_opener:
-            opened = self.until("opened", form.opener)
-            return f"(opened {self.section(parallel=True)})* REST\n{opened}\nREST: {lark.TEXT}"
+            opened = self.until("opened", form.opener, self._plain(lark.TEXT))
+            return f"(opened {self.section(parallel=True)})* REST\n{opened}\nREST: {self._plain(lark.TEXT)}"
         if not form.plain:
             return None
         plain, before = (
             self._filled(one, {"{text}": name}) for one, name in ((form.plain, "REST"), (form.preamble, "BEFORE"))
         )
         calls = f"{self.spelled(form.opener)} {self.section(parallel=True)}"
-        rules = f"calls: {calls}\nREST: {form.plain_text}\nBEFORE: {lark.TEXT}"
+        rules = f"calls: {calls}\nREST: {self._plain(form.plain_text)}\nBEFORE: {self._plain(lark.TEXT)}"
         return f"{f'({before})*' if before else ''} ({plain} | calls)\n{rules}"
+
+    def _plain(self, text: str) -> str:
+        """Return a terminal for text that calls of other forms than the one that is written don't begin in."""
+        others = [one for one in self.openers if one not in self.special and one != self.form.opener]
+        return " & ".join([text, *map(lark.without, others)])
 
     def tool(self, number: int, name: str, parameters: Any, param: str) -> tuple[str, str]:
         """Return the rules of one tool's calls, the first of which is ``tool_NUMBER``, and the expression for what the
@@ -65,23 +75,47 @@ class CallWriter:
         return f"tool_{number}: {self._filled(self.form.call, values)}\n{arguments}", whole
 
     def _parameters(self, number: int, schema: Mapping[str, Any], param: str) -> str:
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
-        names, rules = [], []
-        for place, (key, one) in enumerate(properties.items()):
-            rule, value = f"parameter_{number}_{place}", f"value_{number}_{place}"
-            names.append(rule if key in required else f"{rule}?")
-            before, _, after = self.form.parameter.partition("{value}")
+        form, name = self.form, f"arguments_{number}"
+        before, _, after = form.parameter.partition("{value}")
+        if not (properties := properties_of(schema)) and schema.get("additionalProperties") is not False:
+            return self._any_parameters(name, before, after, param)
+        entries, rules = [], []
+        values = None
+        if form.values:
+            values = ValueWriter(form.values, f"value_{number}", schema, param, self.spelled, self._quoted(param))
+        for place, (key, one, required) in enumerate(properties):
+            rule, value = f"parameter_{number}_{place}", f"string_{number}_{place}"
+            entries.append((rule, required))
             types = parameter_types(schema, key)
             is_string = bool(types) and types <= {"string", "null"} and not _lists_others(one)
             places = {"{key}": lark.literal(key), "{is_string}": lark.literal("true" if is_string else "false")}
             begin = self._filled(before, places)
-            if is_string:
+            if values:
+                rules.append(f"{rule}: {values.named(before, key)} {values.value(one)}")
+            elif is_string:
                 rules += [f"{rule}: {begin} {value}", self._text(value, one, after, param)]
             else:
                 inner = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                 json = lark.json_schema((one if isinstance(one, dict) else {}) | inner, param)
                 rules.append(f"{rule}: {begin} {json} {self.spelled(after)}")
-        return "\n".join([f"arguments_{number}: {' '.join(names) or lark.literal('')}", *rules])
+        expression, more = in_order(f"all_{number}", entries, self.spelled(form.separator))
+        return "\n".join([f"{name}: {expression}", *more, *rules, *(values.rules if values else [])])
+
+    def _any_parameters(self, name: str, before: str, after: str, param: str) -> str:
+        """Return the rules of arguments of any names."""
+        form = self.form
+        begin = self._filled(before, {"{key}": KEY, "{is_string}": lark.choice(("true", "false"))})
+        if form.values:
+            values = ValueWriter(form.values, f"{name}_value", {}, param, self.spelled, self._quoted(param))
+            rules = [f"{name}_one: {begin} {values.any_value()}", *values.rules]
+        else:
+            rules = [f"{name}_one: {begin} {name}_text", self.until(f"{name}_text", after)]
+        between = f"{self.spelled(form.separator)} {name}_one"
+        return "\n".join([f"{name}: ({name}_one ({between})*)?", *rules])
+
+    def _quoted(self, param: str) -> Callable[[str, Any], str]:
+        quote = self.form.values.quote if self.form.values else ""
+        return lambda name, schema: self._text(name, schema, quote, param)
 
     def _text(self, name: str, schema: Any, after: str, param: str) -> str:
         """Return rules for a string that a schema allows, as plain text, and what follows it."""
@@ -98,7 +132,7 @@ class CallWriter:
         return f"{name}[lazy]: {terminal} {lark.literal(after)}\n{terminal}: {inner}"
 
     def _filled(self, text: str, values: Mapping[str, str]) -> str:
-        pieces = [[values[one]] if one in values else self._pieces(one) for one in _PLACE.split(text)]
+        pieces = [[values[one]] if one in values else self._pieces(one) for one in PLACE.split(text)]
         return " ".join(piece for some in pieces for piece in some)
 
     def _pieces(self, text: str) -> list[str]:

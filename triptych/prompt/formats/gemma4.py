@@ -6,19 +6,32 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from triptych.prompt.formats.base import Format, Output
-from triptych.prompt.formats.json_text import ObjectWriter, dumps, escaped, read_string
+from triptych.prompt.formats.call_form import CallForm, ValueForm
+from triptych.prompt.formats.json_dump import dumps, escaped
+from triptych.prompt.formats.json_text import ObjectWriter, read_string
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 from triptych.prompt.formats.typed import to_json
 
 CALL, END_CALL = "<|tool_call>", "<tool_call|>"
+FUNCTION_CALL, END_FUNCTION_CALL = "<start_function_call>", "<end_function_call>"
 QUOTE, ESCAPE = '<|"|>', "<escape>"
 _QUOTES = (QUOTE, ESCAPE)
 
 _MAX_DEPTH = 32
 _BARE = re.compile(r"[^,{}\[\]<]+")
 _NOT_STRING = frozenset({"null", "integer", "number", "boolean"})
+
+_FORM = CallForm(
+    CALL,
+    f"call:{{name}}{{{{arguments}}}}{END_CALL}",
+    CALL,
+    parameter="{key}:{value}",
+    separator=",",
+    values=ValueForm(QUOTE, "{key}:", ","),
+)
 
 Emit = Callable[[str], object]
 
@@ -28,6 +41,7 @@ class GemmaCalls(Format):
     parsers = ("gemma4",)
     openers = (CALL,)
     closers = (END_CALL, QUOTE)
+    form = _FORM
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.expect("call:", ":")
@@ -41,8 +55,15 @@ class GemmaCalls(Format):
 class FunctionGemma(GemmaCalls):
     families = "FunctionGemma"
     parsers = ("functiongemma",)
-    openers = ("<start_function_call>",)
-    closers = ("<end_function_call>", ESCAPE)
+    openers = (FUNCTION_CALL,)
+    closers = (END_FUNCTION_CALL, ESCAPE)
+    form = replace(
+        _FORM,
+        opener=FUNCTION_CALL,
+        call=f"call:{{name}}{{{{arguments}}}}{END_FUNCTION_CALL}",
+        between=FUNCTION_CALL,
+        values=ValueForm(ESCAPE, "{key}:", ","),
+    )
 
 
 def _members(reader: Reader, emit: Emit, depth: int) -> Steps[None]:

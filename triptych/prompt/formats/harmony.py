@@ -35,6 +35,7 @@ class Harmony(Format):
     form = CallForm(
         CHANNEL,
         f"commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}{{arguments}}",
+        f"{END}{START}assistant{CHANNEL}",
         only_opener=False,
         plain=f"{text_begin}{{text}}",
         preamble=f"{CHANNEL}commentary{MESSAGE}{{text}}{END}{START}assistant",

@@ -4,6 +4,8 @@
 [{"name": "weather", "arguments": {"city": "Rome"}}]
 """
 
+from dataclasses import replace
+
 from triptych.prompt.formats.base import Format, Output
 from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.json_text import read_calls
@@ -29,7 +31,7 @@ class Xlam(Format):
     openers = (CODE, "[TOOL_CALLS]", "<tool_call>")
     first_openers = ("[",)
     closers = ("</tool_call>",)
-    form = CallForm("", _CALL, ", ", begin="[", end="]", only_opener=False)
+    form = replace(Granite.form, opener="", only_opener=False, plain="{text}", plain_text=r"/(?s:\s*[^\s\[].*)?/")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from read_calls(reader, out, opened=opener if opener in self.first_openers else "")

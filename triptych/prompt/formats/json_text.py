@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from triptych.prompt.formats.base import Output
+from triptych.prompt.formats.json_dump import SURROGATE, dumps
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 
 Emit = Callable[[str], object]
@@ -13,19 +13,7 @@ Emit = Callable[[str], object]
 _IN_STRING = re.compile(r'[^"\\]+')
 _NO_BRACKET = re.compile(r'[^"{}\[\]]+')
 _SCALAR = re.compile(r"[^\s,{}\[\]\"]*")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _ARGUMENTS = ("arguments", "parameters")
-
-
-def dumps(value: Any) -> str:
-    """Return a value as JSON, in characters of its own but for halves of surrogate pairs, which UTF-8 lacks."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if _SURROGATE.search(text) else text
-
-
-def escaped(text: str) -> str:
-    """Return a piece of text as it stands within a JSON string."""
-    return dumps(text)[1:-1]
 
 
 def read_string(reader: Reader) -> Steps[str]:
@@ -33,7 +21,7 @@ def read_string(reader: Reader) -> Steps[str]:
     parts = [(yield from reader.expect('"'))]
     closed = yield from _rest_of_string(reader, parts.append)
     try:
-        return _SURROGATE.sub("\ufffd", json.loads("".join(parts))) if closed else ""
+        return SURROGATE.sub("\ufffd", json.loads("".join(parts))) if closed else ""
     except ValueError:
         raise NotACallError from None
 

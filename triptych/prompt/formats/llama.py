@@ -7,13 +7,27 @@
 time()</function_calls>
 """
 
+from dataclasses import replace
+
 from triptych.prompt.formats.base import Format, Output
-from triptych.prompt.formats.call_form import CallForm
+from triptych.prompt.formats.call_form import CallForm, ValueForm
 from triptych.prompt.formats.json_text import read_calls
 from triptych.prompt.formats.python_calls import read_python_calls
 from triptych.prompt.formats.reader import Reader, Steps
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+
+
+_PYTHON = CallForm(
+    "",
+    "{name}({arguments})",
+    ", ",
+    begin="[",
+    end="]",
+    parameter="{key}={value}",
+    separator=", ",
+    values=ValueForm(true="True", false="False", null="None"),
+)
 
 
 class Llama(Format):
@@ -50,6 +64,7 @@ class Pythonic(Format):
     openers = (START,)
     first_openers = ("[",)
     closers = (END,)
+    form = replace(_PYTHON, only_opener=False, plain="{text}", plain_text=r"/(?s:\s*[^\s\[].*)?/")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         if opener == START:
@@ -63,6 +78,7 @@ class Lfm2(Format):
     parsers = ("lfm2",)
     openers = ("<|tool_call_start|>",)
     closers = ("<|tool_call_end|>",)
+    form = replace(_PYTHON, opener=openers[0], end=f"]{closers[0]}")
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.expect("[")
@@ -77,6 +93,7 @@ class Olmo3(Format):
     parsers = ("olmo3",)
     openers = ("<function_calls>",)
     closers = ("</function_calls>",)
+    form = replace(_PYTHON, opener=openers[0], between="\n", begin="", end=closers[0])
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from read_python_calls(reader, out, self.closers[0], lines=True)

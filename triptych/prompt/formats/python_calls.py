@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from triptych.prompt.formats.base import Output
-from triptych.prompt.formats.json_text import dumps
+from triptych.prompt.formats.json_dump import dumps
 from triptych.prompt.formats.reader import NotACallError, Reader, Steps
 from triptych.prompt.formats.typed import to_json
 

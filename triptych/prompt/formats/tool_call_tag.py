@@ -12,6 +12,7 @@ class ToolCallTag(Format):
     parsers = ()
     openers = (CALL, FUNCTION)
     closers = (END_CALL,)
+    form = Hermes.form
 
     def read(self, reader: Reader, out: Output, opener: str) -> Steps[None]:
         yield from reader.space()

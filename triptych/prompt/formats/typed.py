@@ -3,15 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from triptych.prompt.formats.json_text import dumps, escaped
+from triptych.prompt.formats.json_dump import dumps, escaped
 from triptych.prompt.formats.reader import Reader, Steps
 
 _MAX_DEPTH = 16
 """Limit on schemas within schemas that are searched for types."""
-_TYPE_NAMES = {
+TYPE_NAMES = {
     type(None): "null",
     bool: "boolean",
     int: "integer",
@@ -29,19 +29,25 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
         return frozenset()
     root = schema if root is None else root
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_resolve(reference, root), root, depth + 1)
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {one for one in named or () if isinstance(one, str)}
+        return types_of(resolve(reference, root), root, depth + 1)
+    found = set(types_named(schema))
     if not found:
         values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-        found = {_TYPE_NAMES.get(type(value), "object") for value in values}
+        found = {TYPE_NAMES.get(type(value), "object") for value in values}
     for key in ("anyOf", "oneOf", "allOf"):
         for one in schema.get(key) or ():
             found |= types_of(one, root, depth + 1)
     return frozenset(found)
 
 
-def _resolve(reference: str, root: Any) -> Any:
+def types_named(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types that a schema has in ``type``."""
+    named = schema.get("type")
+    return [named] if isinstance(named, str) else [one for one in named or () if isinstance(one, str)]
+
+
+def resolve(reference: str, root: Any) -> Any:
+    """Return the schema that a reference names within ``root``; None if there is none."""
     found = root
     for name in reference.removeprefix("#").split("/")[1:]:
         found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
@@ -58,7 +64,7 @@ def parameter_types(parameters: Any, name: str) -> frozenset[str]:
 def to_json(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON: as the first of null, integer, number, boolean, object, array and string that is allowed
     and that the text is; a string if it is none of them."""
-    types = types or frozenset(_TYPE_NAMES.values())
+    types = types or frozenset(TYPE_NAMES.values())
     bare = text.strip()
     if "null" in types and bare.lower() in ("null", "none"):
         return "null"
@@ -71,7 +77,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
     if types & {"object", "array"}:
         try:
             value = json.loads(bare, parse_constant=_refuse)
-            if _TYPE_NAMES[type(value)] in types & {"object", "array"}:
+            if TYPE_NAMES[type(value)] in types & {"object", "array"}:
                 return dumps(value)
         except (ValueError, RecursionError):
             pass
