@@ -1,8 +1,6 @@
 """Flags, environment and defaults; what is refused before anything starts."""
 
 import argparse
-import logging
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,18 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.tiny import make_tiny
 from triptych import exit_codes
-from triptych.checkpoint.safetensors_header import read_folder
 from triptych.cli import flags, main, serve
 from triptych.config import (
     CONFIG_GROUPS,
-    RENAMED_SETTINGS,
-    AdmissionConfig,
     EngineConfig,
     FrontendConfig,
     LeaseConfig,
-    MemorySize,
 )
 from triptych.errors import ConfigError
 
@@ -229,178 +222,3 @@ def test_a_variable_that_is_no_setting_is_refused(
     monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "8")
     said = refused(capsys, "serve", folder)
     assert "TRIPTYCH_MAX_NUM_SEQ=8 is no setting; did you mean TRIPTYCH_MAX_NUM_SEQS?" in said
-
-
-# ── names of before ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())
-def test_a_former_name_is_refused_with_the_new_one(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, old: str, new: str
-) -> None:
-    assert new in flags.known_names()
-    assert old not in flags.known_names()
-    with pytest.raises(SystemExit):
-        main(["serve", "demo", f"--{old.replace('_', '-')}", "1"])
-    said = capsys.readouterr().err
-    assert f"there is no --{old.replace('_', '-')}: it is called --{new.replace('_', '-')} now" in said
-    path = folder / "renamed.toml"
-    path.write_text(f"{old} = 1\n")
-    assert f": it is called {new.replace('_', '-')} now" in refused(capsys, "serve", folder, "--config", path)
-    monkeypatch.setenv(f"TRIPTYCH_{old.upper()}", "1")
-    assert f": it is called TRIPTYCH_{new.upper()} now" in refused(capsys, "serve", folder)
-
-
-def test_the_former_name_of_the_frontend_is_refused_with_the_new_one(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "triptych.toml"
-    path.write_text("role = 'front-door'\n")
-    for arguments in (["--role", "front-door"], ["--config", path]):
-        assert "--role front-door is called frontend now" in refused(capsys, "serve", folder, *arguments)
-
-
-# ── Kubernetes ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_variables_that_kubernetes_sets_for_a_service_of_that_name_are_ignored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (
-        ("PORT", "tcp://10.96.0.7:8000"),
-        ("PORT_8000_TCP_ADDR", "10.96.0.7"),
-        ("SERVICE_PORT", "8000"),
-        ("CONTROL_PORT", "tcp://10.96.0.8:8001"),
-        ("MAX_QUEUE", "7"),
-    ):
-        monkeypatch.setenv(f"TRIPTYCH_{name}", value)
-    assert flags.frontend_settings(parsed(folder)) == FrontendConfig(admission=AdmissionConfig(max_queue=7))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    assert "TRIPTYCH_PORT=tcp://10.96.0.7:8000" in caplog.text
-
-
-class TestFile:
-    """Of ``--config``."""
-
-    def write(self, folder: Path, text: str) -> Path:
-        path = folder / "triptych.toml"
-        path.write_text(text)
-        return path
-
-    def test_flags_win_over_variables_over_the_file_over_defaults(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = self.write(
-            tmp_path,
-            "max-num-seqs = 1\nmax_queue = 2\nrequest-timeout = 3\nkv-cache-memory = '4GiB'\n"
-            "enable-prefix-caching = false\nallowed-media-domains = ['a.org', 'b.org']\nshutdown-timeout = 5.5\n",
-        )
-        monkeypatch.setenv("TRIPTYCH_MAX_QUEUE", "20")
-        monkeypatch.setenv("TRIPTYCH_REQUEST_TIMEOUT", "30")
-        config = flags.serve_config(parsed(folder, "--config", path, "--request-timeout", "300"))
-        assert (config.engine.max_num_seqs, config.frontend.admission.max_queue) == (1, 20)
-        assert config.frontend.admission.request_timeout == 300.0
-        assert config.engine.kv_cache_memory == MemorySize(4 * 2**30)
-        assert config.engine.enable_prefix_caching is False
-        assert config.frontend.fetch.allowed_media_domains == ("a.org", "b.org")
-        assert config.lease.drain_timeout == 5.5
-        assert config.engine.page_size == EngineConfig().page_size
-
-    def test_the_file_may_name_model_and_topology(self, folder: Path, tmp_path: Path) -> None:
-        path = self.write(tmp_path, f"model = {str(folder)!r}\ntopology = '1EPD'\n")
-        arguments = parsed("--config", path)
-        flags.fill_in_start(arguments)
-        assert (arguments.model, arguments.topology) == (str(folder), "1EPD")
-        arguments = parsed("--config", path, "--role", "E")
-        flags.fill_in_start(arguments)
-        assert (arguments.role, arguments.topology) == ("E", None)
-        with pytest.raises(ConfigError, match="MODEL is missing"):
-            flags.fill_in_start(parsed())
-
-    @pytest.mark.parametrize(
-        ("text", "says"),
-        [
-            ("max-num-seq = 8", "max-num-seq = 8 is no setting; did you mean max-num-seqs?"),
-            ("max-num-seqs = 'many'", "max-num-seqs 'many' is not a whole number"),
-            ("max-num-seqs = 1.5", "max-num-seqs 1.5 is not a whole number"),
-            ("max-num-seqs = true", "max-num-seqs True is not a whole number"),
-            ("dtype = 3", "dtype 3 is not text"),
-            ("enable-prefix-caching = 'maybe'", "enable-prefix-caching 'maybe' is not one of"),
-            ("trust-remote-code = true", "no code of a checkpoint is ever run"),
-            ("max_queue = 1\nmax-queue = 2", "max-queue is there twice: 1 and 2"),
-            ("[engine]\nmax_queue = 1", "engine = {'max_queue': 1} is no setting"),
-            ("drain-timeout = 1\nshutdown-timeout = 2", "shutdown-timeout 2 are one setting"),
-            ("role = 'E'\ntopology = '1EPD'", "role 'E' and topology '1EPD' exclude each other"),
-            ("quantization = 'int8'\ndtype = 'float32'", "int8 and --dtype float32 exclude each other"),
-            ("max-queue = ", "Invalid value"),
-            ("\0", "triptych.toml: "),
-        ],
-    )
-    def test_what_makes_no_sense_in_it_is_named(
-        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
-    ) -> None:
-        assert says in refused(capsys, "serve", folder, "--config", self.write(tmp_path, text))
-
-    def test_one_that_is_not_there(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "No such file" in refused(capsys, "serve", folder, "--config", tmp_path / "none.toml")
-
-
-def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no such folder" in refused(capsys, "serve", tmp_path / "nowhere")
-    assert str(tmp_path) in refused(capsys, "serve", tmp_path)
-    (tmp_path / "params.json").write_text("{}")
-    assert "Mistral's own format" in refused(capsys, "serve", tmp_path)
-    for name in ("config.json", "tokenizer.json"):
-        broken = make_checkpoint(tmp_path / f"without {name}")
-        (broken / name).unlink()
-        assert name in refused(capsys, "serve", broken, "--port", "0")
-    assert "no-picture.png" in refused(capsys, "run", folder, tmp_path / "no-picture.png", "What is it?")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["run", "demo", "Why?", "--temperature", "nan"], 2, "argument --temperature: invalid number value: 'nan'"),
-        (["run", "demo", "Why?", "--temperature", "1e999"], 2, "argument --temperature: invalid number value: '1e999'"),
-        (["demo", "--questions", "-3"], 78, "--questions -3 is too small"),
-        (["bench", "transfer", "--out", "/proc/x"], 1, "--out /proc/x: No such file or directory"),
-        (["bench", "transfer", "--out", __file__], 1, f"--out {__file__}: File exists"),
-    ],
-)
-def test_arguments_of_other_commands_that_make_no_sense(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-
-
-def test_doctor_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(folder)])
-    assert ended.value.code == 0
-    rows = {}
-    for line in capsys.readouterr().out.splitlines():
-        if match := re.search(r"(E|PD|EPD) +│ +([\d,]+) +│ +([\d,]+) +│ +([\d,]+)", line):
-            rows[match[1]] = [int(number.replace(",", "")) for number in match.groups()[1:]]
-    in_files = sum(info.num_bytes for info in read_folder(folder).values())
-    assert rows["EPD"][2] == in_files
-    assert rows["E"] == [rows["EPD"][0], 0, rows["EPD"][0]]
-    assert rows["PD"] == [0, rows["EPD"][1], rows["EPD"][1]]
-    assert min(rows["EPD"]) > 0
-
-
-def test_the_default_topology_is_the_models(folder: Path, tmp_path: Path) -> None:
-    text = make_tiny(tmp_path / "text", "qwen2")
-    for model, expected in ((folder, "1E1PD"), (text, "1PD")):
-        arguments = parsed(model)
-        assert str(flags.topology(arguments, flags.serve_config(arguments), "1E1PD")) == expected
-    asked = parsed(text, "--topology", "1P1D")
-    assert str(flags.topology(asked, flags.serve_config(asked), "1E1PD")) == "1P1D"
-
-
-def test_ranks_for_a_role_outside_the_topology_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "serve", "demo", "--topology", "1E1PD", "--tensor-parallel-size", "P=2")
-    assert "names P, but the topology has E, PD" in said

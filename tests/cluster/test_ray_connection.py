@@ -21,7 +21,7 @@ from triptych.cluster.child import ChildSpec
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.driver import RayConnection
 from triptych.cluster.on_ray.hosts import RayHost
-from triptych.cluster.on_ray.launcher import RayLauncher, RemoteProcess
+from triptych.cluster.on_ray.launcher import RayLauncher, RayPlace, RemoteProcess
 from triptych.cluster.on_ray.messages import (
     Checking,
     Connected,
@@ -37,7 +37,6 @@ from triptych.cluster.on_ray.messages import (
     Unfit,
     Waiting,
 )
-from triptych.cluster.service_folder import RayPlace
 from triptych.cluster.supervision import Ended
 from triptych.config import EngineConfig, InstanceSpec, RankSizes
 from triptych.messages.codec import decode, encode
@@ -231,7 +230,7 @@ def test_an_actor_that_cannot_be_checked_is_ended() -> None:
 class Launcher(RayLauncher):
     """One whose Ray process comes and goes as a test says."""
 
-    def connect(self, hosts: dict[str, str], writer: asyncio.StreamWriter) -> None:
+    def connect(self, hosts: list[str], writer: asyncio.StreamWriter) -> None:
         self._take(Connected("10.0.0.1", hosts), writer)
 
     def disconnect(self) -> None:
@@ -252,12 +251,12 @@ def test_an_instance_that_was_killed_while_no_ray_process_ran_is_ended_by_the_ne
     async def run() -> list[FromSupervisor]:
         async with streams() as (writer, reader):
             launcher = Launcher(RayPlace("auto", {}), print)
-            launcher.connect({}, writer)
+            launcher.connect([], writer)
             process = launcher.place()
             launcher.disconnect()
             process.send(signal.SIGKILL)
             assert (await process.wait()).lost
-            launcher.connect({HOST.name: ""}, writer)
+            launcher.connect([HOST.name], writer)
             sent = messages.received(reader, FromSupervisor)
             first_two = [await anext(sent) for _ in range(2)]
             launcher.remove()
@@ -270,7 +269,7 @@ async def placed(spec: InstanceSpec) -> Place:
     """What the process that is connected to Ray is told to start."""
     async with streams() as (writer, reader):
         launcher = Launcher(RayPlace("auto", {}), print)
-        launcher.connect({}, writer)
+        launcher.connect([], writer)
         await launcher.start(ChildSpec.of_instance(spec), 1, print)
         place = await anext(messages.received(reader, FromSupervisor))
         launcher.remove()

@@ -14,11 +14,10 @@ from triptych.cli import flags
 from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.cli.seeing import seeing_note
 from triptych.cluster.launcher import Launcher
-from triptych.cluster.on_ray.launcher import RayLauncher
+from triptych.cluster.on_ray.launcher import RayLauncher, RayPlace
 from triptych.cluster.service import LocalService
-from triptych.cluster.service_folder import RayPlace, ServiceFolder, ServiceRecord, ServiceState
 from triptych.cluster.service_manager import tell_service_manager
-from triptych.config import RENAMED_ROLES, ClusterConfig, ServeConfig, flag
+from triptych.config import ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
 from triptych.models.registry import identity_of
 from triptych.observe import logs, sd_notify
@@ -53,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--name",
-        help="name of this instance in logs and metrics (default: its role and process id), or of a service with "
-        "--detach (default: the model's name)",
+        help="name of this instance in logs and metrics (default: its role and process id)",
     )
     parser.add_argument(
         "--on",
@@ -75,30 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --on ray: places kept free for instances of lost machines, N for each set of resources that "
         "instances ask for (default: 0)",
     )
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument(
-        "--detach",
-        action="store_true",
-        help="with --on ray: let the instances outlive this command, for --start-timeout seconds (default: off)",
-    )
-    again.add_argument(
-        "--attach",
-        metavar="NAME",
-        help="go on with a service that was started on this machine with --detach, with its settings (default: none)",
-    )
     flags.add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.attach is not None:
-        return _attach(arguments)
     flags.fill_in_start(arguments)
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
     config = replace(config, frontend=config.frontend.having({"served_model_name": name}))
-    if new := RENAMED_ROLES.get(arguments.role):
-        raise ConfigError(f"--role {arguments.role} is called {new} now")
     if arguments.role is None or arguments.role == FRONTEND:
         if arguments.join is not None:
             raise ConfigError("--join is for --role and an instance, such as --role E")
@@ -107,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         identity_of(config.model)  # here, where a signal ends the process: a large checkpoint takes minutes to hash
     if arguments.role != FRONTEND and config.lease.leave_instances:
         raise ConfigError(f"--leave-instances is for --role {FRONTEND}")
-    for name in ("ray_resources", "ray_spares", "detach"):
+    for name in ("ray_resources", "ray_spares"):
         if getattr(arguments, name) and arguments.on is None:
             raise ConfigError(f"{flag(name)} is for --on ray")
     if arguments.role is not None and arguments.on is not None:
@@ -132,13 +115,8 @@ async def _serve(config: ServeConfig, topology: Topology, arguments: argparse.Na
         raise ConfigError(f"--device {config.engine.device} names a GPU, which Ray chooses: --device cuda")
     resources, spares = ray_resources(arguments.ray_resources or ""), ray_spares(arguments.ray_spares or 0)
     place = RayPlace(ray_address(arguments.on), resources, spares)
-    if not arguments.detach:
-        async with RayLauncher(place, _print_line) as launcher:
-            return await _supervise(_on_ray(config, launcher), topology, launcher)
-    with ServiceFolder(arguments.name or config.frontend.http.served_model_name) as folder:
-        folder.create(place)
-        async with RayLauncher(place, _print_line, folder=folder) as launcher:
-            return await _supervise(_on_ray(config, launcher), topology, launcher, folder)
+    async with RayLauncher(place, _print_line) as launcher:
+        return await _supervise(_on_ray(config, launcher), topology, launcher)
 
 
 def _on_ray(config: ServeConfig, launcher: RayLauncher) -> ServeConfig:
@@ -148,49 +126,14 @@ def _on_ray(config: ServeConfig, launcher: RayLauncher) -> ServeConfig:
     return replace(config, cluster=launcher.cluster(config.cluster))
 
 
-def _attach(arguments: argparse.Namespace) -> int:
-    """Go on with a service whose instances have outlived their supervisor."""
-    # its settings are those that it has; other ones take a rollout
-    given = [flag(name) for name in flags.known_names() if getattr(arguments, name, None) is not None]
-    given += [
-        flag(name)
-        for name in ("topology", "role", "join", "name", "ray_resources", "ray_spares")
-        if getattr(arguments, name)
-    ]
-    if given := given or (["MODEL"] if arguments.model else []):
-        raise ConfigError(f"--attach goes on with a service as it is; {min(given)} is not for it")
-    with ServiceFolder(arguments.attach) as folder:
-        record = folder.open()
-        observe = record.state.config.observe
-        logs.set_up(logs.LogSettings(observe.log_format, logging.getLevelName(observe.log_level.upper()), "serve"))
-        if arguments.on is not None and ray_address(arguments.on) != record.place.address:
-            raise ConfigError(f"the service {folder.name} is on the cluster {record.place.address}")
-        return asyncio.run(_go_on(record, folder))
-
-
-async def _go_on(record: ServiceRecord, folder: ServiceFolder) -> int:
-    state = record.state
-    async with RayLauncher(record.place, _print_line, folder=folder, adopts=state.topology.names) as launcher:
-        found = ", ".join(launcher.earlier) or "none"
-        log.info("going on with the service %s; its instances that run: %s", folder.name, found)
-        return await _supervise(state.config, state.topology, launcher, folder, state)
-
-
-async def _supervise(
-    config: ServeConfig,
-    topology: Topology,
-    launcher: Launcher | None = None,
-    folder: ServiceFolder | None = None,
-    before: ServiceState | None = None,
-) -> int:
+async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher | None = None) -> int:
     """Supervise the frontend and the instances of the topology until a signal, until an operator stops the service, or
     until it can't go on. Return an exit code. The arguments are as in ``LocalService``."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    service = LocalService(config, topology, _print_line, launcher=launcher, folder=folder, before=before)
-    async with service:
+    async with LocalService(config, topology, _print_line, launcher=launcher) as service:
         manager = asyncio.create_task(tell_service_manager(service))
         asked = service.stop_asked
         ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated, asked)]
@@ -199,8 +142,6 @@ async def _supervise(
         if starting.done():
             starting.result()
             _announce(config, str(topology), service.url, service.control)
-            if folder:
-                _print_announcement(f"instances outlive this command: triptych serve --attach {folder.name}")
             for number, url in enumerate(service.own_urls):
                 _print_announcement(f"frontend{number} alone, with its /metrics and /ready: {url}")
             endings: set[asyncio.Future[Any]] = {service.lost, *ended}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from triptych.config import RENAMED_SETTINGS
 from triptych.errors import ConfigError
 
 PREFIX = "TRIPTYCH_"
@@ -118,8 +117,6 @@ def as_variable(name: str) -> str:
 
 def _instead(name: str, known: Collection[str], spelled: Callable[[str], str]) -> str:
     """Return the suggestion that ends an error message: what to use instead of ``name``, as ``spelled`` there."""
-    if name in RENAMED_SETTINGS:
-        return f": it is called {spelled(RENAMED_SETTINGS[name])} now"
     if name in OTHER_PROJECTS:
         return f": {OTHER_PROJECTS[name]}"
     close = difflib.get_close_matches(name, known, 1, 0.75)

@@ -1,7 +1,7 @@
 """What a supervisor needs of what starts its processes, wherever they run."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from triptych.cluster.child import Child, ChildSpec, Print
@@ -44,11 +44,6 @@ class Launcher(Protocol):
     """Starts processes."""
 
     @property
-    def earlier(self) -> Mapping[str, int]:
-        """Names and incarnations of the processes that an earlier supervisor has started and that may still run. To
-        start one of these is to find it."""
-
-    @property
     def spares(self) -> Sequence[SparePlace]:
         """The places that are kept free for instances of lost machines, or are asked for."""
 
@@ -65,8 +60,6 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts processes on this machine. The thread that calls it must never end while they run."""
 
-    earlier: Mapping[str, int] = {}
-    """They end with their supervisor."""
     spares: Sequence[SparePlace] = ()
     """On one machine there are none."""
 

@@ -62,17 +62,14 @@ class LocalCluster:
         launcher: Launcher,
         max_restarts: float = float("inf"),
         *,
-        resumes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``. It
-        ``resumes`` a service that has been ready before, under another supervisor."""
+        """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``."""
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
         """Done, with an explanation, once a process has ended and the service can't go on."""
         self.changed = asyncio.Event()
         """Set when a process's state has changed; the waiting task clears it."""
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
-        self.supervision.was_complete = resumes
         self._show = show
         self._launcher = launcher
         self._clock = clock
@@ -86,8 +83,6 @@ class LocalCluster:
         """Names and incarnations of the instances that hold a lease, by the process id of their frontend."""
         self._incarnations: dict[str, int] = {}
         """The last one of each name."""
-        self._earlier = dict(launcher.earlier)
-        """Those of processes that are found when they are started the first time."""
         self.ending = False
         """Whether the service ends: instances then end by themselves, once the last frontend has ended."""
         self.killed: set[str] = set()
@@ -289,13 +284,6 @@ class LocalCluster:
                 process.child.send(signal.SIGKILL)
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def leave(self) -> None:
-        """Watch no process any more. Those that outlive a supervisor go on."""
-        tasks = [process.task for process in self._all() if process.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def hurry(self, names: Collection[str]) -> None:
         """Make processes that are ending do so at once."""
         for process in self._all():
@@ -380,8 +368,7 @@ class LocalCluster:
 
     def _next_incarnation(self, name: str) -> int:
         # in milliseconds, so that it also grows when the supervisor itself is started again
-        following = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
-        self._incarnations[name] = self._earlier.pop(name, following)
+        self._incarnations[name] = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
         return self._incarnations[name]
 
     def _lose(self, failure: ChildFailed) -> None:

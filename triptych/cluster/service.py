@@ -23,8 +23,7 @@ from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.scale import Scale
-from triptych.cluster.service_folder import ServiceFolder, ServiceState
-from triptych.config import FrontendSpec, ServeConfig, changed, host_and_port
+from triptych.config import FrontendSpec, ServeConfig, changed
 from triptych.control_groups import usable_cores
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
 from triptych.messages.operations import LaunchState, StartChange, StartRollout, StartScale
@@ -80,20 +79,15 @@ class LocalService:
         *,
         restart: bool = True,
         launcher: Launcher | None = None,
-        folder: ServiceFolder | None = None,
-        before: ServiceState | None = None,
     ) -> None:
         """``restart`` is False to end the service with any of its processes, whatever the settings say. ``launcher``
-        starts them; None starts them on this machine. With ``folder``, which keeps the service's state, instances that
-        were ready once are left running at the end, unless an operator stops the service or it can't go on. ``before``
-        is its state under an earlier supervisor, whose settings and topology are given."""
+        starts them; None starts them on this machine."""
         _check(config, topology)
         if launcher is None and config.engine.threads and (warning := _too_many_threads(config, topology)):
             log.warning("%s", warning)
         self._config = config
         self._topology = topology
         self._restart = restart
-        self._folder = folder
         with contextlib.ExitStack() as stack:
             http, cluster_host = config.frontend.http, config.cluster.cluster_host
             self._listeners = [stack.enter_context(one) for one in listen_all(http)]
@@ -104,30 +98,17 @@ class LocalService:
             ]
             # where operators reach the frontends, each in turn
             self._reserved = [
-                stack.enter_context(reserve(host, port))
-                for host, port in (
-                    [(host, int(port)) for host, port in map(host_and_port, before.controls)]
-                    if before
-                    else [(cluster_host, http.control_port and http.control_port + n) for n in range(http.frontends)]
-                )
+                stack.enter_context(reserve(cluster_host, http.control_port and http.control_port + number))
+                for number in range(http.frontends)
             ]
             self._joins = self._reserved
             """Where instances join."""
-            if before and before.joins != before.controls:
-                self._joins = [
-                    stack.enter_context(reserve(host, int(port))) for host, port in map(host_and_port, before.joins)
-                ]
             children, self._own_controls = self._children(config, self._joins)
             stack.callback(self._release)
             self._frontend_names = [child.name for child in children if child.role is None]
             self._launcher = launcher or LocalLauncher()
-            self._cluster = LocalCluster(
-                children,
-                show,
-                self._launcher,
-                config.lease.max_restarts if restart else 0,
-                resumes=before is not None,
-            )
+            max_restarts = config.lease.max_restarts if restart else 0
+            self._cluster = LocalCluster(children, show, self._launcher, max_restarts)
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
         """Done, with an explanation, when the service can't go on."""
@@ -156,12 +137,6 @@ class LocalService:
                 self._plan_change,
                 "" if self._restart else "it ends with the command that started it",
             )
-            if self._folder:
-                self._folder.save(self._state())
-        except OSError as error:
-            await self._link.close()
-            self._stack.close()
-            raise StartError(f"the service's state can't be kept: {error}") from None
         except StartError:
             self._stack.close()
             raise
@@ -172,38 +147,13 @@ class LocalService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._announce_end()
-        leaves = self._leaves_instances
         try:
             await self._cluster.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
-            if leaves:
-                await self._cluster.leave()
-            else:
-                await self._cluster.end(self._cluster.names, signal.SIGINT, STOP_GRACE)
-                if self._folder:
-                    self._folder.forget()
+            await self._cluster.end(self._cluster.names, signal.SIGINT, STOP_GRACE)
         finally:
             self._launcher.close()
             await self._link.close()
             self._stack.close()
-
-    @property
-    def _leaves_instances(self) -> bool:
-        """Whether the instances go on without this process."""
-        ends = self.lost.done() or self.stop_asked.is_set() or not self.was_ready
-        return self._folder is not None and not ends
-
-    def _state(self) -> ServiceState:
-        port = self._listeners[0].getsockname()[1]
-        config = replace(self._config, frontend=self._config.frontend.having({"port": port}))
-        controls, joins = (tuple(map(host_port_of, ones)) for ones in (self._reserved, self._joins))
-        return ServiceState(config, self._topology, controls, joins)
-
-    def _save(self) -> None:
-        if self._folder:
-            try:
-                self._folder.save(self._state())
-            except OSError as error:
-                log.error("the service's state can't be kept, and another supervisor will find the earlier: %s", error)
 
     def _release(self) -> None:
         """Close the sockets that keep control addresses and that rollouts may have replaced."""
@@ -255,10 +205,7 @@ class LocalService:
     async def _announce_end(self) -> None:
         self._cluster.ending = True
         await self._link.end_change()
-        if self._leaves_instances:
-            for listener in (*self._listeners, *self._own):
-                listener.close()  # or clients would wait for a frontend that may not come
-        elif not self._link.stopping:
+        if not self._link.stopping:
             self._link.stopping = True
             self._link.report()
             await asyncio.sleep(REPORT_SECONDS)
@@ -290,7 +237,6 @@ class LocalService:
             counts.update(after.names[name] for name in policy.done if name in add)
             counts.subtract(before.names[name] for name in policy.removed)
             self._topology = before.with_counts(counts)
-            self._save()
 
         changes = [*(f"adding {name}" for name in add), *(f"removing {name}" for name in remove)]
         return Plan(
@@ -321,7 +267,6 @@ class LocalService:
             self._settle(own_controls, policy.done)
             if complete:
                 self._config = config
-                self._save()
 
         return self._plan(specs, own_controls, policy, _drain_timeout(config), end)
 
@@ -343,7 +288,6 @@ class LocalService:
             for bound in unused:
                 if bound not in self._reserved:
                     bound.close()
-            self._save()
 
         return self._plan(specs, own_controls, policy, _drain_timeout(config), end)
 

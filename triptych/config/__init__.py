@@ -19,7 +19,6 @@ from triptych.config.media import MAX_FILE_MB, MAX_MESSAGE_BYTES, MediaConfig, M
 from triptych.config.memory_size import MemorySize
 from triptych.config.observe import LOG_FORMATS, ObserveConfig
 from triptych.config.rank_sizes import RankSizes
-from triptych.config.renamed import RENAMED_ROLES, RENAMED_SETTINGS
 from triptych.config.responses import ResponsesConfig
 from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.config.service import ServeConfig
@@ -56,8 +55,6 @@ __all__ = [
     "MAX_FILE_MB",
     "MAX_MESSAGE_BYTES",
     "QUANTIZATIONS",
-    "RENAMED_ROLES",
-    "RENAMED_SETTINGS",
     "AdmissionConfig",
     "AuthConfig",
     "ClusterConfig",

@@ -51,8 +51,6 @@ class HostedInstance:
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._num_lines = 0
-        self._told = 0
-        """Lines that a supervisor knew when it asked last."""
         self._last_line = ""
         self._ended: Ended | None = None
         self._child: Child | None = None
@@ -66,7 +64,6 @@ class HostedInstance:
     def news(self, seen: int, pid: int) -> News:
         """As in ``HostActor``."""
         with self._changed:
-            seen = self._told = self._told if seen < 0 else seen
             self._changed.wait_for(
                 lambda: self._num_lines > seen or self._ended is not None or self._pid != pid, POLL_SECONDS
             )
@@ -205,8 +202,7 @@ class HostActor:
 
     def news(self, key: str, seen: int, pid: int) -> bytes:
         """Return ``News`` of an instance once something differs from what the supervisor knows: ``seen`` lines of
-        output, and the process ``pid``; or after ``POLL_SECONDS``. ``seen`` is -1 for the lines that an earlier
-        supervisor asked for with."""
+        output, and the process ``pid``; or after ``POLL_SECONDS``."""
         self._thread.asked = time.monotonic()
         return msgspec.msgpack.encode(self._instance(key).news(seen, pid))
 
@@ -228,11 +224,6 @@ class HostActor:
             return unfit_for(self._example)
         finally:
             self._thread.asked = time.monotonic()
-
-    def key(self) -> str:
-        """Return the key of the instance that was begun last; empty without one. It may have ended without the caller's
-        knowledge: a question that an earlier Ray process left behind may have had the answer."""
-        return self._key
 
     def _instance(self, key: str) -> HostedInstance:
         if self._thread.instance is None or self._key != key:

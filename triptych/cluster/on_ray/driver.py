@@ -105,16 +105,6 @@ class RayConnection:
             case Signal():
                 self._begin(self._signal(message))
 
-    async def key_of(self, name: str) -> str:
-        """Return the key of the instance that an earlier process has put on an actor; empty without one, or without an
-        answer."""
-        try:
-            actor = await asyncio.to_thread(ray.get_actor, name, self._namespace)
-            async with asyncio.timeout(ANSWER_SECONDS):
-                return str(await actor.key.remote())
-        except (ValueError, TimeoutError, ray.exceptions.RayError):
-            return ""
-
     async def finish(self) -> None:
         """Return once no actor is being created, and those that the supervisor has released are ended."""
         await asyncio.sleep(0)  # what was taken last begins
@@ -317,18 +307,16 @@ def _asked(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 async def serve(connect: Connect) -> None:
-    """Take messages from the supervisor until it closes the connection, then end all actors that don't outlive it."""
+    """Take messages from the supervisor until it closes the connection, then end all actors."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=connect.socket))
     connection = RayConnection(writer, connect.namespace)
     names = ray.util.list_named_actors()  # of this namespace
-    keys = await asyncio.gather(*map(connection.key_of, names)) if connect.asks_keys else [""] * len(names)
-    writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), dict(zip(names, keys, strict=True)))))
+    writer.write(messages.framed(Connected(ray.util.get_node_ip_address(), list(names))))
     async for message in messages.received(reader, messages.FromSupervisor):
         connection.take(message)
     threading.Timer(END_SECONDS, os._exit, [exit_codes.FAILED]).start()
     await connection.finish()
-    if not connect.outlived:
-        await asyncio.to_thread(connection.kill_all)
+    await asyncio.to_thread(connection.kill_all)
     os._exit(0)
 
 

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import importlib.util
-import itertools
 import logging
 import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +20,6 @@ import triptych
 from triptych import exit_codes
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.launcher import LocalLauncher, RunningProcess
-from triptych.cluster.local import STOP_GRACE
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.hosts import RayHost, RayHosts
 from triptych.cluster.on_ray.messages import (
@@ -35,19 +33,18 @@ from triptych.cluster.on_ray.messages import (
     News,
     Place,
     PlacedInstance,
-    Release,
     Reserved,
     Signal,
     Unfit,
     Waiting,
 )
-from triptych.cluster.service_folder import RayPlace, ServiceFolder
 from triptych.cluster.supervision import Ended
 from triptych.config import ClusterConfig, InstanceSpec
 from triptych.errors import StartError
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import SparePlace
 from triptych.models.registry import identity_of
+from triptych.topology import Role
 
 log = logging.getLogger(__name__)
 
@@ -163,29 +160,27 @@ class SendToRay:
             self.writer.write(messages.framed(message))
 
 
+@dataclass(frozen=True)
+class RayPlace:
+    """Where instances are placed."""
+
+    address: str
+    """Of the Ray cluster, as in ``Connect``."""
+    resources: Mapping[Role, Mapping[str, float]]
+    """What each instance of a role asks for, besides CPUs and GPUs."""
+    spares: int = 0
+    """Places that are kept free, with a process that has imported what an instance does, for each set of resources that
+    instances ask for."""
+
+
 class RayLauncher:
     """Starts instances on the nodes of a Ray cluster, and frontends on this machine. An async context manager; entering
     it raises StartError when there is no cluster."""
 
-    def __init__(
-        self,
-        place: RayPlace,
-        show: Print,
-        *,
-        folder: ServiceFolder | None = None,
-        adopts: Collection[str] | None = None,
-    ) -> None:
-        """``show`` is given the lines that Ray's process writes. With a ``folder``, instances outlive this process,
-        in the namespace of its name. ``adopts`` are the names of those that an earlier supervisor has started; all
-        others there are ended. None is for a new service, whose namespace must be empty."""
+    def __init__(self, place: RayPlace, show: Print) -> None:
+        """``show`` is given the lines that Ray's process writes."""
         self._ray = place
-        self._namespace = folder.name if folder else f"triptych-{secrets.token_hex(8)}"
-        self._service_folder = folder
-        self._adopts = adopts
-        self.earlier: Mapping[str, int] = {}
-        """As in ``Launcher``, once this context manager is entered."""
-        self._found: dict[str, str] = {}
-        """Names of the actors of these, by key."""
+        self._namespace = f"triptych-{secrets.token_hex(8)}"
         self._models: dict[str, ModelIdentity] = {}
         """By their folders, as they were when an instance was first started with them."""
         self._show = show
@@ -211,7 +206,6 @@ class RayLauncher:
                 self._task.result()
             if not self._connected.done():
                 raise StartError(f"no connection to Ray within {CONNECT_TIMEOUT:g} s")
-            self._adopt(self._connected.result().hosts)
         except BaseException:
             await self._close()
             raise
@@ -223,7 +217,7 @@ class RayLauncher:
         await self._close()
 
     async def _close(self) -> None:
-        """End the process, and all actors that don't outlive it."""
+        """End the process, which ends all actors."""
         self._closing = True
         if self._send.writer is not None:
             self._send.writer.close()
@@ -233,53 +227,14 @@ class RayLauncher:
         await asyncio.gather(self._task, return_exceptions=True)
         self._folder.cleanup()
 
-    def _adopt(self, hosts: Mapping[str, str]) -> None:
-        """Find the newest instance of each name on the actors that exist, given with their keys, and end the others.
-        Raises StartError."""
-        if hosts and self._adopts is None:
-            raise StartError(f"the cluster has instances of a service {self._namespace}, which was started elsewhere")
-        found: dict[str, int] = {}
-        for name, incarnation in map(_parts_of, hosts.values()):
-            if name in (self._adopts or ()):
-                found[name] = max(incarnation, found.get(name, 0))
-        self.earlier = found
-        kept = set(itertools.starmap(_key_of, found.items()))
-        self._found = {key: host for host, key in hosts.items() if key in kept}
-        for host in set(hosts) - set(self._found.values()):
-            self._send(Release(host))
-
     @property
     def spares(self) -> list[SparePlace]:
         """As in ``Launcher``."""
         return self._hosts.spare_places()
 
-    async def end_earlier(self) -> dict[str, Ended]:
-        """End the instances of the earlier supervisor, whose requests have ended with its frontend. Return how each
-        did."""
-        self._hosts.spares = 0  # nothing is started any more
-        ends = await asyncio.gather(*itertools.starmap(self._end_earlier, self.earlier.items()))
-        return dict(zip(self.earlier, ends, strict=True))
-
-    async def _end_earlier(self, name: str, incarnation: int) -> Ended:
-        key = _key_of(name, incarnation)
-        host = RayHost(Host(self._found[key], {}, b""), encodes=False)
-        process = self._place(name, host, Place(key, host.host, b"", seen=-1, heard=True), self._show)
-        waiting = asyncio.create_task(process.wait())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_TIMEOUT):
-                while not (process.node or waiting.done()):
-                    await asyncio.sleep(0.05)
-        for number, seconds in ((signal.SIGINT, STOP_GRACE), (signal.SIGKILL, KILL_TIMEOUT)):
-            process.send(number)
-            if (await asyncio.wait([waiting], timeout=seconds))[0]:
-                break
-        return await waiting
-
     def cluster(self, config: ClusterConfig) -> ClusterConfig:
         """Return the settings by which the nodes reach this machine, and it the nodes: the address that Ray knows, and
         a new secret, unless others are given. Raises ConfigError."""
-        if not config.cluster_secret_file and self._service_folder:
-            config = replace(config, cluster_secret_file=str(self._service_folder.secret_file))
         if not config.cluster_secret_file:
             path = Path(self._folder.name, "secret")
             path.touch(0o600)
@@ -300,14 +255,10 @@ class RayLauncher:
             self._models[instance.model] = await asyncio.to_thread(identity_of, Path(instance.model))
         assignment = PlacedInstance(written, secret, triptych.__version__, self._models[instance.model])
         example = msgspec.msgpack.encode(msgspec.structs.replace(assignment, secret=b""))
-        key = _key_of(spec.name, incarnation)
-        found = self._found.pop(key, "")
-        placed = Host(found or f"host-{key}", self._asked(instance), example)
-        host = RayHost(placed, instance.role.encodes, instance.model)
-        if not found:
-            host = self._hosts.choose(spec.name, host)
-        place = Place(key, host.host, msgspec.msgpack.encode(assignment), seen=-1 if found else 0, heard=bool(found))
-        return self._place(spec.name, host, place, show)
+        key = f"{spec.name}-{incarnation}"
+        placed = Host(f"host-{key}", self._asked(instance), example)
+        host = self._hosts.choose(spec.name, RayHost(placed, instance.role.encodes, instance.model))
+        return self._place(spec.name, host, Place(key, host.host, msgspec.msgpack.encode(assignment)), show)
 
     def renew(self) -> None:
         """As in ``Launcher``. Each actor imports the code of its node."""
@@ -350,9 +301,7 @@ class RayLauncher:
     async def _run(self) -> tuple[Ended, str]:
         own, its = socket.socketpair()
         with its:
-            outlived = self._service_folder is not None
-            asks_keys = not self._connected.done()
-            connect = Connect(self._ray.address, self._namespace, its.fileno(), outlived, asks_keys)
+            connect = Connect(self._ray.address, self._namespace, its.fileno())
             spec = ChildSpec(
                 "ray",
                 None,
@@ -380,8 +329,7 @@ class RayLauncher:
         if isinstance(message, Connected):
             self._send.writer = writer
             if self._connected.done():
-                # those that an earlier supervisor has left may not be taken over yet
-                self._hosts.ask_again(set(message.hosts) - set(self._found.values()))
+                self._hosts.ask_again(message.hosts)
             else:
                 self._connected.set_result(message)
         elif isinstance(message, Checking | Reserved | Unfit) or (known := self._processes.get(message.key)) is None:
@@ -395,13 +343,3 @@ def _without_auto(spec: InstanceSpec) -> InstanceSpec:
     """Return a spec that computes on CPUs unless it asks for GPUs: Ray doesn't hide them from an actor that asks for
     none."""
     return replace(spec, engine=replace(spec.engine, device="cpu")) if spec.engine.device == "auto" else spec
-
-
-def _key_of(name: str, incarnation: int) -> str:
-    return f"{name}-{incarnation}"
-
-
-def _parts_of(key: str) -> tuple[str, int]:
-    """Return the name and the incarnation of a key; 0 for one that isn't ours."""
-    name, _, incarnation = key.rpartition("-")
-    return name, int(incarnation) if incarnation.isascii() and incarnation.isdigit() else 0

@@ -26,10 +26,6 @@ class Connect(Struct, frozen=True):
     """Ray's namespace for the actors of this service."""
     socket: int
     """File descriptor of the connection to the supervisor."""
-    outlived: bool = False
-    """Whether the actors go on when the supervisor closes the connection, or is gone."""
-    asks_keys: bool = True
-    """Whether actors that exist are asked for their instances; a supervisor that has connected before knows them."""
 
 
 class PlacedInstance(Struct, frozen=True):
@@ -80,7 +76,7 @@ class Place(Struct, frozen=True, tag=True):
     assignment: bytes
     """A ``PlacedInstance``."""
     seen: int = 0
-    """Lines of its output that the supervisor has shown; -1 for those that an earlier one has asked for."""
+    """Lines of its output that the supervisor has shown."""
     heard: bool = False
     """Whether it has been heard: it isn't started, but is lost without its actor."""
 
@@ -97,9 +93,8 @@ class Connected(Struct, frozen=True, tag=True):
 
     node: str
     """Address of this machine in the cluster."""
-    hosts: dict[str, str]
-    """Actors that the service has there already, each with the key of its instance; empty without one, for an actor
-    that doesn't answer, and if they weren't asked."""
+    hosts: list[str]
+    """Names of the actors that the service has there already: those that an earlier process has started."""
 
 
 class Waiting(Struct, frozen=True, tag=True):
