@@ -56,7 +56,8 @@ EXEMPT = (
 )
 SUFFIXES = {".py", ".md", ".toml", ".yml", ".json", ".c", ".h", ""}
 
-_GONE = re.compile("|".join(rf"(?P<w{number}>\b(?:{word})\b)" for number, word in enumerate(GONE)), re.IGNORECASE)
+_EACH = "|".join(rf"(?P<w{number}>{word})" for number, word in enumerate(GONE))
+_GONE = re.compile(rf"\b(?:{_EACH})\b", re.IGNORECASE)  # alternatives are tried only where a word begins
 
 
 def found_in(text: str) -> Iterator[tuple[int, str, str]]:
