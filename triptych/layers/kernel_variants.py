@@ -53,7 +53,7 @@ _ASKED_FOR = frozenset(_AMX.keys() - _AVX512.keys() | {"avx_vnni"})
 """Features that a compiler uses only where a source asks for them, by the macro that the option defines."""
 _SLOW = {"GenuineIntel": "avx512-bf16"}
 """By maker, the variant that is slower on its processors than the next one. Intel's multiply bfloat16 on vectors at
-half the rate of float32 (docs/decisions/0082-bfloat16-of-intel.md)."""
+half the rate of float32 (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
