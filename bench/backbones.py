@@ -38,8 +38,8 @@ from bench.peer_report import (
     summary,
     title,
 )
-from bench.peers import alone, answers, client_of, described, description, free_port, rotated, run, show
-from bench.serve import WORDS, Load, request_body
+from bench.peers import alone, client_of, described, description, free_port, rotated, run, show
+from bench.serve import WORDS, Load, closed_loop, request_body
 from triptych.errors import CheckpointError
 from triptych.models.registry import backbone_of
 from triptych.prompt.prompt import PromptBuilder
@@ -111,7 +111,7 @@ async def started(row: engines.Row, options: argparse.Namespace, log: Path) -> A
     ):
 
         async def answer(seed: int) -> dict[str, Any]:
-            samples = await answers(client, [request_body(engines.MODEL, options.load, seed)], 1)
+            samples = await closed_loop(client, [request_body(engines.MODEL, options.load, seed)], 1)
             return alone(samples, options.load.output_tokens)
 
         yield Peer(answer, server)

@@ -11,26 +11,23 @@ in turns, so that other work on the machine slows both.
 """
 
 import asyncio
-import dataclasses
 import json
 import random
 import statistics
 import tempfile
 import time
-from contextlib import AsyncExitStack
 from importlib import import_module, util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench import peer_engines
 from bench.checkouts import HERE, commit, compared, in_turn, parsed, parser_of
 from bench.measuring import report
-from bench.peers import free_port
-from bench.serve import closed_loop
+from bench.serve import STREAMED
+from bench.served_checkouts import services
 from triptych.engine.grammar.compiler import Compiler
 from triptych.prompt import lark
 from triptych.transfer_bench.measure import machine
@@ -41,7 +38,6 @@ STEPS = 12
 """Tokens of a text that are matched."""
 TOKENS = 128
 """Tokens of an answer of the services."""
-LIMIT = 300.0
 WARM = 1
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 _STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 20}}
@@ -181,38 +177,22 @@ def body(format: dict[str, Any], number: int) -> dict[str, Any]:
         "min_tokens": TOKENS,
         "temperature": 1,
         "seed": number,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
         **format,
     }
 
 
 async def served(model: Path, checkouts: list[Path], batches: list[int], rounds: int) -> dict[str, Any]:
     """Return ``compared`` times per token, by format and requests at a time. Raises RuntimeError for one that fails."""
-    row = peer_engines.triptych(model, "1EPD", f"--max-num-seqs {max(batches)}")
-    assert row.server is not None
     taken: dict[str, list[list[float]]] = {}
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        clients = []
-        for number, checkout in enumerate(checkouts):
-            # as -P, for all processes: otherwise Python would import from the folder that this one runs in
-            variables = {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
-            server = dataclasses.replace(row.server, environment=variables)
-            started = peer_engines.running(server, free_port(), folder / f"{number}.log", LIMIT)
-            client = httpx.AsyncClient(
-                base_url=(await stack.enter_async_context(started)).url, trust_env=False, timeout=None
-            )
-            clients.append(await stack.enter_async_context(client))
+    async with services(model, checkouts, f"--max-num-seqs {max(batches)}") as running:
         for turn in range(WARM + rounds):
             for name, format in FORMATS.items():
                 for batch in batches:
                     both = taken.setdefault(f"grammar {name}, {batch} at a time", [[], []])
-                    for client, seconds in in_turn(list(zip(clients, both, strict=True)), turn):
+                    for service, seconds in in_turn(list(zip(running, both, strict=True)), turn):
                         requests = [body(format, turn * batch + number) for number in range(batch)]
-                        samples = await closed_loop(client, requests, batch)
-                        if errors := [sample.error for sample in samples if sample.error]:
-                            raise RuntimeError(errors[0])
+                        samples = await service.answers(requests)
                         seconds.append(statistics.median(sample.tpot for sample in samples))
     return {name: compared(*(seconds[WARM:] for seconds in both)) for name, both in taken.items()}
 

@@ -232,6 +232,16 @@ class Started:
         """The sum of the largest resident sets that its processes have had. Memory that they share counts for each."""
         return peak_mib(self.pid)
 
+    @property
+    def cpu_seconds(self) -> float:
+        """The processor time that its processes have taken. Threads that wait actively take some."""
+        seconds = 0.0
+        for one in [psutil.Process(self.pid), *_descendants(self.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                seconds += times.user + times.system
+        return seconds
+
 
 @asynccontextmanager
 async def running(server: Server, port: int, log: Path, limit: float) -> AsyncIterator[Started]:

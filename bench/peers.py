@@ -98,14 +98,14 @@ async def served(
     for body in bodies(1 if options.quick else WARM_UP):
         await ask(client, body)
     before = await bandwidth() if with_bandwidth else 0.0
-    samples = await answers(client, bodies(options.requests), 1)
+    samples = await closed_loop(client, bodies(options.requests), 1)
     found = alone(samples, options.load.output_tokens)
     if with_bandwidth:
         found["read_gb_per_s"] = round((before + await bandwidth()) / 2, 2)
     for level in options.at_a_time:
         crowd = bodies(options.crowd_requests)
         began = time.perf_counter()
-        samples = await answers(client, crowd, level)
+        samples = await closed_loop(client, crowd, level)
         at_a_time = report(samples, time.perf_counter() - began)
         if "ttft_ms" in at_a_time:
             found[f"tokens_per_second_{level}"] = at_a_time["output_tokens_per_second"]
@@ -113,14 +113,6 @@ async def served(
         found["errors"] += at_a_time["errors"]
         found["short"] += short(samples, options.load.output_tokens)
     return found
-
-
-async def answers(client: httpx.AsyncClient, bodies: list[dict[str, Any]], concurrency: int) -> list[Sample]:
-    """Keep ``concurrency`` requests running until all are done. Tokens that an engine doesn't count are its chunks."""
-    samples = await closed_loop(client, bodies, concurrency)
-    for sample in samples:
-        sample.tokens = sample.tokens or len(sample.token_times)
-    return samples
 
 
 def alone(samples: Sequence[Sample], tokens: int) -> dict[str, Any]:

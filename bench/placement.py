@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from bench.measuring import report
-from bench.serve import WORDS, Sample, closed_loop, random_jpeg
+from bench.serve import STREAMED, WORDS, Sample, closed_loop, random_jpeg
 from triptych.cluster.service import LocalService
 from triptych.config import EncodeConfig, EngineConfig, FrontendConfig, LeaseConfig, ServeConfig
 from triptych.config.admission import PLACEMENTS
@@ -76,8 +76,7 @@ def body(messages: Messages) -> dict[str, Any]:
         "max_tokens": 8,
         "ignore_eos": True,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
     }
 
 

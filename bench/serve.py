@@ -24,9 +24,9 @@ import numpy as np
 from PIL import Image
 
 from triptych.load_test import client as load_client
-from triptych.load_test.client import Sample
+from triptych.load_test.client import STREAMED, Sample
 
-__all__ = ["Load", "Sample", "ask", "closed_loop", "open_loop", "random_jpeg", "report", "request_body", "run"]
+__all__ = ["STREAMED", "Load", "Sample", "ask", "closed_loop", "open_loop", "random_jpeg", "report", "request_body", "run"]
 
 WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", "green", "north", "wheel", "salt")
 
@@ -59,8 +59,7 @@ def request_body(model: str, load: Load, seed: int) -> dict[str, Any]:
         "max_tokens": load.output_tokens,
         "ignore_eos": True,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
     }
 
 

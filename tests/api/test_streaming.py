@@ -1,10 +1,12 @@
 """Streams equal answers for any tokens: random bytes, stop strings, reasoning and calls."""
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.chat import events, streamed_text
@@ -12,6 +14,7 @@ from tests.support.completions import answer
 from tests.support.reasoning import IDS, thinking_service
 from tests.support.serving import Served
 from tests.support.tools import THINKING, TOOLS, put_together, without_ids
+from triptych.load_test.client import STREAMED, Sample, ask
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,21 @@ def test_usage_is_sent_in_every_chunk_on_request(service: Served) -> None:
     assert counts[0] == 0, "no token comes with the role"
     only_stats = events(service, service.body(max_tokens=12, stream_options={"continuous_usage_stats": True}))
     assert not any("usage" in chunk for chunk in only_stats), "as in vLLM"
+
+
+def test_a_client_sees_when_a_token_without_text_came(service: Served) -> None:
+    tokenizer = service.running.frontend.service.tokenizer
+    hidden = min(tokenizer.special_ids - tokenizer.eos_token_ids)
+    fields = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {str(hidden): 100}}
+
+    async def asked() -> Sample:
+        async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=60) as client:
+            return await ask(client, json.dumps(service.body(**fields) | STREAMED).encode())
+
+    sample = asyncio.run(asked())
+    assert len(events(service, service.body(**fields))) == 2, "without the usage there are no empty chunks"
+    assert (sample.error, sample.tokens) == ("", 12)
+    assert 0 < sample.first_tokens < 12
 
 
 def test_text_completions_stream_random_bytes(service: Served) -> None:

@@ -42,6 +42,23 @@ def test_a_whole_answer() -> None:
     assert sample.timeline == [{"stage": "encode"}]
 
 
+def test_tokens_count_by_the_usage_so_far() -> None:
+    """Those without text, too, and several in a chunk; not the role's chunk, nor one that only says how it ended."""
+
+    def so_far(count: int, **delta: str) -> str:
+        return line(choices=[{"delta": delta}], usage={"completion_tokens": count, "prompt_tokens": 9})
+
+    made = [so_far(0, role="assistant", content=""), so_far(2), so_far(3, content="a"), so_far(7), so_far(7)]
+    sample = answer("".join(made) + DONE)
+    assert (sample.error, len(sample.token_times), sample.first_tokens, sample.tokens) == ("", 3, 2, 7)
+    assert sample.tpot == pytest.approx((sample.token_times[-1] - sample.ttft) / 5)
+
+
+def test_a_server_may_count_nothing() -> None:
+    sample = answer(token("a") + token("b") + DONE)
+    assert (len(sample.token_times), sample.tokens) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("content", "status", "error"),
     [

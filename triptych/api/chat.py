@@ -126,7 +126,8 @@ def _choice(chat: PreparedChat, number: int, parts: MessageBuilder) -> dict[str,
 async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
     """Yield the answer as events (``objects.ChatChunk``).
 
-    A token without text of its own, such as a tag, has no event: what belongs to it comes with the next."""
+    A token without text of its own, such as a tag, has no event: what belongs to it comes with the next. With the
+    usage so far, it has one, so that clients see when each token came."""
     generation = chat.generation
     options = chat.request.stream_options
     include_usage = options is not None and options.include_usage
@@ -142,7 +143,8 @@ async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
             last, reason, stop = delta.choice, delta.finish_reason or "", delta.stop_reason
             usage = {"usage": generation.usage} if continuous_usage else {}
             held[last].add(delta)
-            if message := _message_delta(chat, delta):
+            message = _message_delta(chat, delta)
+            if message or continuous_usage:
                 yield _chunk(chat, last, message, held=held[last], extra=usage)
             if delta.finish_reason and running > 1:
                 running -= 1

@@ -231,7 +231,8 @@ def _joined(outputs: Sequence[ChoiceOutput]) -> ChoiceOutput:
 async def stream_response(generation: Generation) -> AsyncGenerator[bytes, None]:
     """Yield the answer as events (``objects.TextCompletion``).
 
-    A token without text, such as a hidden one, has no event: what belongs to it comes with the next."""
+    A token without text, such as a hidden one, has no event: what belongs to it comes with the next. With the usage so
+    far, it has one, so that clients see when each token came."""
     options = generation.fields.stream_options
     continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
     formatters: dict[int, _ChoiceFormatter] = {}
@@ -239,7 +240,7 @@ async def stream_response(generation: Generation) -> AsyncGenerator[bytes, None]
     async with aclosing(_outputs(generation)) as stream:
         async for one in stream:
             held.setdefault(one.choice, []).append(one)
-            if not one.text and one.finish_reason is None:
+            if not one.text and one.finish_reason is None and not continuous_usage:
                 continue
             output = _joined(held.pop(one.choice))
             if (formatter := formatters.get(output.choice)) is None:

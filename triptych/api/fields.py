@@ -150,7 +150,8 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
     """Send the usage in a last chunk of its own."""
     continuous_usage_stats: bool = False
-    """Send the usage so far in every chunk, as in vLLM. Only counts with ``include_usage``."""
+    """Send the usage so far in every chunk, as in vLLM; tokens without text have chunks, too. Only counts with
+    ``include_usage``."""
 
 
 class TextFormat(StrictModel):

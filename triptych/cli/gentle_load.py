@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from triptych.demo import PICTURES_DIR
-from triptych.load_test.client import ask
+from triptych.load_test.client import STREAMED, ask
 from triptych.load_test.pictures import picture
 from triptych.load_test.questions import content
 
@@ -45,7 +45,7 @@ def bodies(model: str, rng: random.Random) -> Iterator[bytes]:
         else:
             pictures = [(PICTURES_DIR / name).read_bytes() for name in names]
         message = {"role": "user", "content": content(pictures, entry["question"])}
-        yield json.dumps({"model": model, "messages": [message], "stream": True}).encode()
+        yield json.dumps({"model": model, "messages": [message], **STREAMED}).encode()
 
 
 async def keep_asking(http: httpx.AsyncClient, model: str, tally: Tally, rng: random.Random) -> None:

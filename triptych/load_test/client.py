@@ -14,6 +14,12 @@ import httpx
 
 TIMELINE = {"x-triptych-timeline": "true"}
 """Header that asks Triptych for the request's timeline; other servers ignore it."""
+STREAMED: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+"""Fields of a request whose answer's tokens are counted, with or without text of their own. A server that ignores the
+usage so far, such as llama.cpp, is taken to send a token in each chunk with text."""
 
 
 class ErrorAnswer(Exception):
@@ -30,10 +36,12 @@ class ErrorAnswer(Exception):
 
 @dataclass
 class Sample:
-    """One answer as the client saw it. Times in seconds since the request began; ``token_times`` has one per chunk."""
+    """One answer as the client saw it. Times in seconds since the request began; ``token_times`` has one per chunk that
+    brought tokens, the first of them ``first_tokens``."""
 
     token_times: list[float] = field(default_factory=list)
     tokens: int = 0
+    first_tokens: int = 1
     prompt_tokens: int = 0
     total: float = 0.0
     error: str = ""
@@ -45,8 +53,8 @@ class Sample:
 
     @property
     def tpot(self) -> float:
-        """Time per output token after the first."""
-        return (self.token_times[-1] - self.token_times[0]) / max(1, self.tokens - 1)
+        """Time per output token after those that came first."""
+        return (self.token_times[-1] - self.token_times[0]) / max(1, self.tokens - self.first_tokens)
 
     @property
     def gaps(self) -> list[float]:
@@ -132,8 +140,13 @@ def text_of(chunk: Mapping[str, Any]) -> str:
 
 def _take(sample: Sample, chunk: dict[str, Any], now: float) -> None:
     deltas = [choice["delta"] for choice in chunk.get("choices", ())]
-    if any("content" in delta and "role" not in delta for delta in deltas):
-        sample.token_times.append(now)
-    if usage := chunk.get("usage"):
+    usage, before = chunk.get("usage"), sample.tokens
+    if usage:
         sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+    elif any("content" in delta and "role" not in delta for delta in deltas):
+        sample.tokens += 1
+    if deltas and sample.tokens > before:
+        if not sample.token_times:
+            sample.first_tokens = sample.tokens - before
+        sample.token_times.append(now)
     sample.timeline = chunk.get("timeline", sample.timeline)

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 
+from triptych.load_test.client import STREAMED
 from triptych.load_test.pictures import data_url
 
 _WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", "green", "north", "wheel", "salt")
@@ -32,7 +33,6 @@ def chat_body(model: str, message: object, max_tokens: int, salt: str = "") -> b
         "max_tokens": max_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        **STREAMED,
     }
     return json.dumps(body | ({"cache_salt": salt} if salt else {})).encode()
