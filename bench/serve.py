@@ -26,7 +26,18 @@ from PIL import Image
 from triptych.load_test import client as load_client
 from triptych.load_test.client import STREAMED, Sample
 
-__all__ = ["STREAMED", "Load", "Sample", "ask", "closed_loop", "open_loop", "random_jpeg", "report", "request_body", "run"]
+__all__ = [
+    "STREAMED",
+    "Load",
+    "Sample",
+    "ask",
+    "closed_loop",
+    "open_loop",
+    "random_jpeg",
+    "report",
+    "request_body",
+    "run",
+]
 
 WORDS = ("stone", "river", "lamp", "seven", "under", "cloud", "quick", "paper", "green", "north", "wheel", "salt")
 
