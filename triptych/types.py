@@ -64,7 +64,7 @@ class AudioHeader(msgspec.Struct, frozen=True, tag="audio"):
     """Samples per second; for a video's audio track, ticks of its clock per second."""
     channels: Positive
     samples: Positive
-    """Of each channel; for a video's audio track, its duration in ticks."""
+    """Samples of each channel; for a video's audio track, its duration in ticks."""
     in_video: bool = False
     """Whether it is a video's audio track. Its real sample rate and channels are known only once it is decoded."""
 
@@ -133,7 +133,7 @@ class ItemContext(msgspec.Struct, frozen=True):
     siblings: int = 0
     """The request's other items of the same modality."""
     modalities: frozenset[str] = frozenset()
-    """Of all items of the request."""
+    """Modalities of all items of the request."""
     options: Mapping[str, OptionValue] = {}
     """The request's ``mm_processor_kwargs`` that only some families have; all are in the planner's ``options``."""
     index: int = 0
@@ -154,7 +154,7 @@ class ItemPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     patches: Positive
     """Patches that go through the tower; for audio, frames of features."""
     cost: Annotated[float, msgspec.Meta(ge=0)]
-    """As of ``ItemPlan``."""
+    """Estimated cost of encoding, in the unit of ``ItemPlan.cost``."""
     tower: str
     """Name of the tower that encodes the part."""
     payload: tuple[int, ...] = ()
@@ -190,9 +190,9 @@ class ItemPlan(msgspec.Struct, frozen=True):
     parts: tuple[ItemPart, ...]
     """In the order in which they are encoded. Never empty; together they have each row once."""
     bounds: PixelBounds = MODEL_BOUNDS
-    """As requested."""
+    """Those that the request asks for."""
     sampling: FrameSampling = MODEL_SAMPLING
-    """As requested."""
+    """The one that the request asks for."""
     sound: AudioHeader | None = None
     """A video's audio track, if it is used."""
     atomic: bool = False

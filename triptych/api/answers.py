@@ -51,7 +51,7 @@ class ChoiceDelta:
     ids: list[int] = field(default_factory=list)
     """All tokens of the output."""
     stop_reason: str | int | None = None
-    """As of ``ChoiceOutput``."""
+    """The stop string or token that ended the answer; None for others."""
 
     @property
     def reasoning(self) -> str:

@@ -23,7 +23,7 @@ Block = dict[str, Any]
 StreamEvent = dict[str, Any]
 
 SIGNATURE = "unsigned"
-"""Of reasoning, which is never encrypted; some clients send reasoning back only if it has a signature."""
+"""Signature of reasoning, which is never encrypted; some clients send reasoning back only if it has a signature."""
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHAT_MESSAGE = re.compile(r"\bmessages\[(\d+)\][\w.\[\]]*")
 

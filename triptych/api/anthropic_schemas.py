@@ -192,7 +192,7 @@ class AnthropicTool(StrictModel):
 class AnthropicToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
-    """Of the tool that must be called, with type ``tool``."""
+    """Name of the tool that must be called, with type ``tool``."""
     disable_parallel_tool_use: bool | None = None
 
 

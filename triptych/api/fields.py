@@ -282,7 +282,7 @@ class SamplingFields(ExtraFields):
     top_p: TopP | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1)
-    """As ``n``, because all choices are returned."""
+    """Means the same as ``n``, because all choices are returned."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

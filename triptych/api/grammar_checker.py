@@ -18,7 +18,7 @@ from triptych.sandbox.workers import WorkerPool
 WORKERS = 2
 """One client never occupies all of them."""
 LIMITS = Limits(memory_bytes=2**28, output_bytes=2**20, seconds=5.0)
-"""Of one grammar. An instance compiles it once more."""
+"""Limits of one grammar. An instance compiles it once more."""
 MAX_CHECKED = 4096
 """Grammars whose result is kept, least recently used dropped first."""
 

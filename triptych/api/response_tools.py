@@ -149,7 +149,7 @@ class NamedChoice(StrictModel):
     namespace: Name | None = None
     function: schemas.NamedFunction | None = None
     server_label: Name | None = None
-    """Of ``mcp``, which is built in."""
+    """Server of the built-in tool ``mcp``."""
 
     @property
     def is_built_in(self) -> bool:

@@ -129,7 +129,7 @@ class ResponsesRequest(ExtraFields):
     prompt: None = None
     service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=schemas.MAX_TEMPLATE_VARIABLES)
-    """As in chats, like the next one."""
+    """The same as in chats, like the next field."""
     mm_processor_kwargs: MediaOptions | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)

@@ -29,7 +29,7 @@ LEGACY_CALL_ID = "call"
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 FRAMES_PER_SECOND = 2.0
-"""Of a list of frames that says nothing else."""
+"""Rate of a list of frames that names none."""
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 128
 MAX_PIXELS_LIMIT = 2**31
@@ -291,7 +291,7 @@ class MediaOptions(StrictModel):
     max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
     """Maximum area that images and frames are resized to, within the model's own bounds."""
     size: ImageSize | None = None
-    """As the model's own processor takes it, in place of ``min_pixels`` and ``max_pixels``."""
+    """What the model's own processor takes in place of ``min_pixels`` and ``max_pixels``."""
     fps: float | None = Field(None, ge=0.001, le=240.0)
     """Frames per second that are sampled from videos."""
     num_frames: int | None = Field(None, ge=1, le=2**16)

@@ -94,7 +94,7 @@ class Service:
     pipeline: PipelineView = field(init=False)
     """What the page at ``/ui`` shows of the router."""
     viewers: Viewers = field(init=False)
-    """Of that page."""
+    """Clients that watch that page."""
     history: RequestHistory = field(default_factory=RequestHistory)
     """The requests that it shows."""
     executor: FairExecutor = field(default_factory=FairExecutor)

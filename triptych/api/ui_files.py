@@ -33,7 +33,7 @@ class UiFile:
 
     content: bytes
     compressed: bytes
-    """As gzip; empty if that isn't smaller."""
+    """The content in gzip; empty if that isn't smaller."""
     media_type: str
     etag: str
 

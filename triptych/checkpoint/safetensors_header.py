@@ -36,7 +36,7 @@ class TensorInfo:
 
     file: Path
     dtype: str
-    """As spelled in the file: ``F32``, ``BF16``, …"""
+    """The file's spelling: ``F32``, ``BF16``, …"""
     shape: tuple[int, ...]
     num_bytes: int
     stored_name: str = ""

@@ -14,7 +14,7 @@ from triptych.cli.units import duration, finite, share, size
 from triptych.observe.pipeline import EventView, InstanceView, Pipeline, PoolView, StageView
 
 COLOURS = {"encode": "red", "prefill": "blue", "decode": "green", "client": "magenta"}
-"""As in waterfalls."""
+"""The colours of waterfalls."""
 WIDE = 120
 """Columns from which on bars are long, and pools are shown with their sizes."""
 ROOMY = 80
@@ -41,7 +41,7 @@ class _Section:
     rows: list[Text]
     """The first ones; no more than the drawing has lines."""
     num_rows: int
-    """Of all rows."""
+    """Number of all rows."""
     least: int
     """Rows that are shown before another section gets more than its least."""
 

@@ -28,7 +28,7 @@ class Source:
     """Where snapshots come from."""
 
     url: str
-    """Of the frontend, without ``/ui``."""
+    """URL of the frontend, without ``/ui``."""
     rate: float = 2.0
     """Snapshots per second."""
     key: str = ""

@@ -112,10 +112,10 @@ class SpawnedProcess:
             self._process.send_signal(number)
 
     async def begun(self) -> None:
-        """As in ``StartedProcess``."""
+        """Return at once: the process runs."""
 
     async def wait(self) -> int:
-        """As in ``StartedProcess``."""
+        """Return its exit code once it has ended, negative for a signal."""
         return await self._process.wait()
 
 

@@ -75,20 +75,20 @@ class LocalLauncher:
             self._server(spec).preload(Preload(spec.fork.model, spec.fork.encodes))
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> Child:
-        """As in ``Launcher``."""
+        """Start a process, forked if its spec says so. ``show`` is given each line that it writes. Raises OSError."""
         if spec.fork:
             return await Child.fork(spec, incarnation, show, lambda: self._server(spec))
         return await Child.start(spec, incarnation, show)
 
     def renew(self) -> None:
-        """As in ``Launcher``."""
+        """Start processes from now on with the code that is installed now."""
         self._former = [one for one in (*self._former, *self._servers.values()) if not one.has_ended]
         self._servers = {}
         for server in self._former:
             server.close()
 
     def close(self) -> None:
-        """As in ``Launcher``. Instances that still run are killed once this process ends."""
+        """Free what only new processes need. Instances that still run are killed once this process ends."""
         self.renew()
 
     def _server(self, spec: ChildSpec) -> InstanceForkServer:

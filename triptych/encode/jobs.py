@@ -16,7 +16,7 @@ class Requester(NamedTuple):
     frontend: Address
     """The frontend that owns the request."""
     attempt: int
-    """As in Encode."""
+    """Number of the attempt to encode it (``Encode.attempt``)."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class EncodeJob:
     received: float
     """Seconds since the epoch, like all times here except ``deadline``; 0 for not yet."""
     size: int = 0
-    """Of its file, in bytes."""
+    """Bytes of its file."""
     client: str = ""
     cache_salt: str = ""
     long: bool = False
@@ -40,7 +40,7 @@ class EncodeJob:
     deadline: float = 0.0
     """By ``time.monotonic``: after it, no transfer needs the rows any more."""
     part_names: list[str] = field(default_factory=list)
-    """Of the parts that are preprocessed, in order."""
+    """Names of the parts that are preprocessed, in order."""
     rows: dict[int, EmbeddingRows] = field(default_factory=dict)
     """Rows of the parts that are encoded, by the part's number."""
     slice_seconds: float = 0.0

@@ -132,7 +132,7 @@ class ActiveRequest:
     """Tokens that it came with: the prompt, and the answer so far."""
     timings: Timings = field(default_factory=Timings)
     matching: Matching | None = None
-    """Of its grammar, if it has one."""
+    """What its grammar allows next, if it has a grammar."""
     items: list[IncomingItem] = field(default_factory=list)
     """The items that aren't entirely in the KV cache."""
     incoming_kv: IncomingKV | None = None

@@ -47,9 +47,9 @@ class StateSize:
     """Size of the slots for states."""
 
     specs: Sequence[StateSpec]
-    """Of the layers."""
+    """What each layer keeps of a request."""
     slots: int
-    """Of requests and snapshots."""
+    """States of requests and snapshots together."""
     record_bytes: int
 
 

@@ -90,7 +90,7 @@ class IncomingTransfers:
     def producer_lost(
         self, producer: Address, offering: Collection[TransferId], owner: Address, *, suspect: bool
     ) -> None:
-        """As ``Receiver.producer_lost``."""
+        """Record a lost producer, by ``Receiver.producer_lost``."""
         self.receiver.producer_lost(producer, offering, owner, suspect=suspect)
 
     def _on_wrote(self, wrote: Wrote) -> None:

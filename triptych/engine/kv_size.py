@@ -26,7 +26,7 @@ class KVSize:
     num_bytes: int
     """With the states of requests and snapshots."""
     state_bytes: int = 0
-    """Of these, the bytes of states."""
+    """The part of ``num_bytes`` that states take."""
 
     def __str__(self) -> str:
         pages = " and ".join(f"{pages:,}" for pages in self.num_pages)

@@ -72,7 +72,7 @@ class EngineCore:
     context_length: int
     vocab_size: int
     length_rule: LengthRule | None
-    """As in ``DecoderConfig``."""
+    """How ropes depend on a request's length, if they do (``DecoderConfig.length_rule``)."""
     loras: Sequence[str] = ()
     """Names of those of ``DecoderConfig``."""
     has_second_weights: bool = False

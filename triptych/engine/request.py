@@ -45,7 +45,7 @@ class Request:
     """Whether this instance decodes the request. If not, its KV is sent to a decode instance."""
     history: History = field(init=False)
     media_spans: list[Span] = field(init=False)
-    """Of all items, in order: ``make_request`` refuses others."""
+    """The spans of all items, in order: ``make_request`` refuses others."""
     atomic_spans: list[Span] = field(init=False)
     second_spans: list[Span] = field(init=False)
     """Those with tokens of second weights, in order."""

@@ -152,13 +152,13 @@ class FinishExtras:
     """What only some layers do in their second half."""
 
     mixed_norm: RMSNorm | None = None
-    """Of attention's output."""
+    """Norm of attention's output."""
     finished_norm: RMSNorm | None = None
-    """Of the MLP's output."""
+    """Norm of the MLP's output."""
     per_layer: tuple[CompiledProduct, CompiledProduct, RMSNorm] | None = None
-    """As in ``PerLayerInput``: gate, projection and norm."""
+    """Gate, projection and norm of ``PerLayerInput``."""
     factor: float = 1.0
-    """Of the result."""
+    """Factor of the result."""
 
 
 NO_EXTRAS = FinishExtras()

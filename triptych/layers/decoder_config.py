@@ -55,7 +55,7 @@ class PerLayerSpec:
     size: int
     """Values per layer."""
     activation: str
-    """Of the gates, as in ``GatedMLPSpec``."""
+    """Activation of the gates, one that ``GatedMLPSpec`` names."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SecondWeights:
     """Other weights of all linear layers but the head, for some tokens of media items. Norms have none."""
 
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """As in ``TensorNames``, and so is ``renamed``."""
+    """The fields of ``TensorNames`` for these weights, like ``renamed``."""
     renamed: tuple[tuple[str, str], ...] = ()
     biased: tuple[str, ...] = ()
     """The parts of names, as stored, of the layers that have biases, whatever the decoder's own have."""

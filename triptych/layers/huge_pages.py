@@ -53,4 +53,4 @@ def _mapped(size: int) -> Tensor:
 
 
 packed_weights = HugePages()
-"""Of this process."""
+"""The packed weights of this process."""

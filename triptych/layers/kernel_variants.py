@@ -64,7 +64,7 @@ class Variant:
     features: dict[str, str]
     """The compiler's option for each feature that a processor needs, by the feature's name in /proc/cpuinfo."""
     machine: str
-    """As ``platform.machine`` names it."""
+    """Kind of machine, a name of ``platform.machine``."""
 
     def missing(self, features: Collection[str]) -> list[str]:
         """Return which of the features that it needs aren't among these."""

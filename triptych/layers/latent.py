@@ -21,7 +21,7 @@ from triptych.layers.specs import MLASpec
 from triptych.layers.weights import WeightReader
 
 NORM_EPS = 1e-6
-"""Of the norms of latents, whatever the other norms have."""
+"""Epsilon of the norms of latents, whatever the other norms have."""
 
 
 class HeadProjections(nn.Module):

@@ -202,5 +202,5 @@ class Segments:
         return torch.cat([start + one.index(group) for start, one in zip(starts, self.dimensions, strict=False)])
 
     def stored(self, group: Group) -> Tensor:
-        """As ``index``."""
+        """Return which of the stored values belong to a rank: ``index``, since they aren't one range."""
         return self.index(group)

@@ -71,7 +71,7 @@ class PrunedHead:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.panel_outputs = panel_layout(library, WeightKind.INT8).outputs
         self.num_panels: list[int] = []
-        """Of each token of the last call, the number of panels of ``panel_outputs`` outputs computed in full; 0 if all
+        """For each token of the last call, the number of panels of ``panel_outputs`` outputs computed in full; 0 if all
         outputs were."""
 
     def __call__(self, activations: Tensor, num_largest: Sequence[int]) -> Tensor:

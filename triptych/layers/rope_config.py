@@ -31,7 +31,7 @@ class YarnScaling:
     factor: float
     original_length: int
     attention_factor: float
-    """Of cosines and sines."""
+    """Factor of cosines and sines."""
     beta_fast: float = 32.0
     """Turns in the original length from which frequencies are high."""
     beta_slow: float = 1.0
@@ -50,7 +50,7 @@ class LongRopeScaling:
     """For longer requests."""
     original_length: int
     attention_factor: float
-    """Of cosines and sines."""
+    """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_SHAPES = 32
 """Shapes that stay prepared."""
 MAX_GRAPHS = 8
-"""Of these, how many may be recorded. Each keeps memory for its input and outputs."""
+"""Prepared shapes that may be recorded. Each keeps memory for its input and outputs."""
 MAX_ROWS = 4096
 """Rows of the largest input whose shape stays prepared and whose call may be recorded: larger ones take longer to
 compute than to launch, and keep more memory."""

@@ -13,7 +13,7 @@ from triptych.layers.rope_config import RopeConfig
 from triptych.layers.state_spec import StatePart, StateSpec
 
 STATE_FORMAT = CacheFormat("float32", 4)
-"""Of recurrent states, whatever the weights' format: rounding would add up over all tokens."""
+"""Format of recurrent states, whatever the weights' format: rounding would add up over all tokens."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Score(Enum):
     SOFTMAX = "softmax"
     """Over all experts. Normalised, the scores of the chosen experts are the softmax of their logits alone."""
     SIGMOID = "sigmoid"
-    """Of each logit by itself."""
+    """Each logit's sigmoid by itself."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class MoESpec:
 
     num_experts: int
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert."""
     routing: RoutingSpec
     router: str = "gate"
     """Name of the layer [hidden] → [experts] that yields the logits."""
@@ -297,7 +297,7 @@ class MoESpec:
     has_biases: bool = False
     """Whether router and experts have biases."""
     activation: str | ClampedSwiGLU = "silu"
-    """Of the experts, as in ``GatedMLPSpec``, or clamped."""
+    """Activation of the experts: one that ``GatedMLPSpec`` names, or clamped."""
     alternating: bool = False
     """Whether gates and ups alternate in the checkpoint, instead of all gates preceding all ups."""
 
@@ -365,9 +365,9 @@ class NormNames:
     before_mixer: str = "input_layernorm"
     before_ffn: str = "post_attention_layernorm"
     after_mixer: str | None = None
-    """Of the mixer's output, before it is added to the residual stream; None if there is none."""
+    """Norm of the mixer's output, before it is added to the residual stream; None if there is none."""
     after_ffn: str | None = None
-    """Of the ffn's output."""
+    """Norm of the ffn's output."""
 
 
 PRE_NORMS = NormNames()

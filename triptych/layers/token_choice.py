@@ -23,7 +23,7 @@ class TokenChoice:
     """[T]: each token's LoRA, by its place in ``DecoderConfig.loras``, or ``decoder_config.SECOND``; None: it has
     neither."""
     device: torch.device = CPU
-    """Of their rows."""
+    """Device of their rows."""
 
     @classmethod
     def of(cls, numbers: Sequence[int | None], device: torch.device = CPU) -> "TokenChoice | None":

@@ -148,7 +148,7 @@ class PostNormLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """As ``TowerLayer.forward``."""
+        """Run the layer; arguments and result are those of ``TowerLayer.forward``."""
         attended = self.attention.attended(hidden_states, cu_seqlens, position_embeddings)
         hidden = hidden_states + self.attention_norm(self.attention.output(attended))
         layer_output: Tensor = hidden + self.mlp_norm(self.mlp(hidden))

@@ -27,9 +27,9 @@ class ClusterKeys:
     """The key pairs of a service."""
 
     server: CurveKey
-    """Of every inbox."""
+    """Key pair of every inbox."""
     client: CurveKey
-    """Of every outbox."""
+    """Key pair of every outbox."""
 
     @classmethod
     def derive(cls, secret: bytes) -> "ClusterKeys":

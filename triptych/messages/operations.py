@@ -45,7 +45,7 @@ class LaunchedInstance(Struct, frozen=True):
     reasons: dict[str, Count] = {}
     """Its restarts by why they were needed: a signal's name, ``exit_1``, ``out_of_memory``, …"""
     incarnation: Count = 0
-    """Of the process that runs or, if none does, of the one that has ended."""
+    """Incarnation of the process that runs or, if none does, of the one that has ended."""
     node: Text = ""
     """The machine it runs on; empty for the supervisor's own."""
     pending: Text = ""
@@ -68,7 +68,7 @@ class LauncherReport(Struct, frozen=True, tag=True):
     Answered by LauncherStatus."""
 
     launcher: Address
-    """Of the supervisor, where the frontend answers."""
+    """Address of the supervisor, where the frontend answers."""
     instances: Annotated[list[LaunchedInstance], Meta(max_length=10_000)]
     stopping: bool = False
     """The service is ending: at its end the frontend stops all instances, also those that joined by themselves."""

@@ -92,7 +92,7 @@ class Register(Struct, frozen=True, tag=True):
     num_frontends: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """How many frontends it registers with."""
     suspect: bool = True
-    """As in Deregister: of the work that it has given up, if this arrives before that."""
+    """``Deregister.suspect`` of the work that it has given up, if this arrives before that."""
 
 
 class Registered(Struct, frozen=True, tag=True):
@@ -114,7 +114,7 @@ class RegistrationRefused(Struct, frozen=True, tag=True):
     pid: int
     reason: str
     join: str
-    """As in Register."""
+    """Where it joined (``Register.join``)."""
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -162,7 +162,7 @@ class Deregister(Struct, frozen=True, tag=True):
     suspect: bool = True
     """Whether that work may be the cause; it then counts as a loss for each of its requests."""
     resets: Count = 0
-    """As in Register: of the lease that ends. This may arrive after the registration that follows it, whose lease
+    """``Register.resets`` of the lease that ends. This may arrive after the registration that follows it, whose lease
     stays."""
 
 
@@ -362,7 +362,7 @@ class EncodeNeeded(Struct, frozen=True, tag=True):
     prefill: TransferId = TransferId("")
     """The transfer of the prefill that needs them; empty on an instance that decodes the request as well."""
     asked: Count = 0
-    """As in PrefillNeeded."""
+    """Number of this message among those that ask for the request (``PrefillNeeded.asked``)."""
 
 
 MEDIA_PIECE_BYTES = 2**20
@@ -383,14 +383,14 @@ class Encode(Struct, frozen=True, tag=True):
     key: str
     plan: ItemPlan
     size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
-    """Of the file, in bytes. A list of frames, packed as one file, is somewhat larger than its frames."""
+    """Bytes of the file. A list of frames, packed as one file, is somewhat larger than its frames."""
     first_row: Count = 0
     """The consumer has the rows before this one."""
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""
     attempt: Count = 0
-    """As in MissingItem."""
+    """Number of the attempt to encode it (``MissingItem.attempt``)."""
 
 
 class FetchMedia(Struct, frozen=True, tag=True):
@@ -428,7 +428,7 @@ class Encoded(Struct, frozen=True, tag=True):
     """Whether the rows came from the cache, so that the tower didn't run."""
     intervals: list[Interval]
     attempt: Count = 0
-    """As in Encode. Ignored for an earlier attempt, whose instance no longer has the item."""
+    """The attempt of ``Encode``. Ignored for an earlier attempt, whose instance no longer has the item."""
 
 
 class EncodeFailed(Struct, frozen=True, tag=True):
@@ -438,7 +438,7 @@ class EncodeFailed(Struct, frozen=True, tag=True):
     error: ErrorKind
     message: str
     attempt: Count = 0
-    """As in Encoded."""
+    """The attempt of ``Encode``, as in ``Encoded``."""
 
 
 class TokenLogprob(Struct, frozen=True):

@@ -324,7 +324,7 @@ their own."""
 
 
 MODEL_TYPES = {"CogVLMForCausalLM": "cogvlm2"}
-"""Of configs without ``model_type``, by their ``architectures``."""
+"""``model_type`` of configs without one, by their ``architectures``."""
 
 
 def model_type_of(config: ModelConfig) -> Any:

@@ -16,7 +16,7 @@ class EventLog:
         self._clock = clock
         self._events: deque[EventView] = deque(maxlen=MAX_EVENTS)
         self.number = 0
-        """Of the latest event; 0 without any."""
+        """Number of the latest event; 0 without any."""
 
     def add(self, kind: str, text: str) -> None:
         """Add an event that happened now. ``kind`` is as in ``EventView``."""

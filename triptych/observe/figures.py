@@ -28,7 +28,8 @@ class _Counts:
     """Answered requests, whose times are known."""
     tokens: int = 0
     prompt: int = 0
-    """Of answered requests, as are the counts below: others may have ended before they reached a cache."""
+    """Prompt tokens of answered requests. The counts below are of these, too: others may have ended before they
+    reached a cache."""
     reused: int = 0
     items: int = 0
     encoded: int = 0

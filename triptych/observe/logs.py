@@ -27,7 +27,7 @@ class LogSettings(msgspec.Struct, frozen=True):
     format: str = "text"
     """``text`` or ``json``."""
     level: int = logging.INFO
-    """As in Python's ``logging``."""
+    """A level of Python's ``logging``."""
     process: str = "triptych"
     """Its name in JSON."""
     label: str = ""

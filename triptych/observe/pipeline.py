@@ -36,7 +36,7 @@ class ServiceView(Struct, frozen=True):
     model: str
     version: str
     topology: str
-    """Of the instances that have joined, like ``1E1PD``; empty without any."""
+    """Topology of the instances that have joined, like ``1E1PD``; empty without any."""
     ready: bool
     why_not: str
     """Why it isn't ready; empty if it is."""
@@ -45,7 +45,7 @@ class ServiceView(Struct, frozen=True):
     num_requests: int
     """Requests in flight: queued or dispatched."""
     num_frontends: int = 1
-    """Of the service, as far as this one knows."""
+    """Frontends of the service, as far as this one knows."""
     frontend: str = ""
     """Which of several frontends this is: its name at its supervisor, or the control address at which instances join
     it. Empty if it is the only one."""
@@ -63,7 +63,7 @@ class StageView(Struct, frozen=True, gc=False):
     oldest_wait: float
     """Seconds that the first of them has waited."""
     saturation: float
-    """As the metric ``triptych:stage_saturation``."""
+    """The metric ``triptych:stage_saturation``."""
     busy: float
     """Mean busy share of the instances that have the stage."""
 
@@ -95,7 +95,7 @@ class InstanceView(Struct, frozen=True, gc=False):
     """Bytes per second, like ``sent_rate``, as a mean of the last seconds."""
     sent_rate: float
     cache_hit_rate: float | None
-    """Of the encoder cache or the prefix cache in the last minute; None without a query."""
+    """Hits ÷ queries of the encoder cache or the prefix cache in the last minute; None without a query."""
     restarts: int = 0
     node: str = ""
     """The machine it runs on; empty for the supervisor's."""
@@ -110,7 +110,7 @@ class RequestMark(Struct, frozen=True, gc=False):
     key: str
     """Its own, because choices of one HTTP request have the same id, and clients may give the same to several."""
     id: str
-    """Of its HTTP request."""
+    """Id of its HTTP request."""
     phase: str
     """A ``RequestPhase``."""
     instances: list[str]
@@ -232,13 +232,13 @@ class ItemPreview(Struct, frozen=True):
     """Like ``5 tiles`` or ``32 frames, 16 steps in time``; empty if it stays whole."""
     num_tokens: int
     cost: float
-    """Of encoding, as the plan states it."""
+    """Cost of encoding that the plan states."""
 
 
 class PromptPlan(Struct, frozen=True):
     """What becomes of a conversation."""
 
     num_tokens: int
-    """Of the whole prompt, those of its items included."""
+    """Tokens of the whole prompt, those of its items included."""
     items: list[ItemPreview]
     """In the request's order."""

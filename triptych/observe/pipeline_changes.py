@@ -26,7 +26,7 @@ class PipelineChanges(Struct, frozen=True, omit_defaults=True, tag_field="kind",
     gone: list[str] = []
     """Keys of requests."""
     tokens: dict[str, int] | UnsetType = UNSET
-    """Of all requests."""
+    """Tokens by request, for all requests."""
     events: list[EventView] | UnsetType = UNSET
     verdict: Verdict | UnsetType = UNSET
 

@@ -21,7 +21,7 @@ class ChoiceRecord:
     num_prompt: int
     """Prompt tokens."""
     numbers: Sequence[int]
-    """Of the prompt's items, in its order: their places in the request."""
+    """The place in the request of each of the prompt's items, in the prompt's order."""
     arrived: float
     """When the HTTP request arrived."""
     counted: bool

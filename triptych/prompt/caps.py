@@ -53,11 +53,11 @@ class MediaCaps:
     """Limits on the media of one request."""
 
     pixels: int = 50_000_000
-    """Of one image, as stored."""
+    """Pixels of one image, as stored."""
     total_pixels: int = 500_000_000
-    """Of all images of a request."""
+    """Pixels of all images of a request."""
     tokens: int = 16_384
-    """Of one item."""
+    """Tokens of one item."""
     video: VideoLimits = VideoLimits()
     audio: AudioLimits = AudioLimits()
 

@@ -34,11 +34,11 @@ class MediaLimits:
     """Limits on the bytes of media, after decoding base64."""
 
     max_bytes: int = 32 * 2**20
-    """Of one image."""
+    """Bytes of one image."""
     max_video_bytes: int = 64 * 2**20
     max_audio_bytes: int = 64 * 2**20
     max_total_bytes: int = 256 * 2**20
-    """Of all items of one request."""
+    """Bytes of all items of one request."""
 
     def of(self, modality: str) -> int:
         return {"video": self.max_video_bytes, "audio": self.max_audio_bytes}.get(modality, self.max_bytes)

@@ -73,7 +73,7 @@ class PlannedPrompt:
     tokens: list[int]
     """With ``plan.rows`` placeholders for each item, at its placement."""
     positions: Positions
-    """Of all tokens."""
+    """Positions of all tokens."""
     items: tuple[PlannedItem, ...] = ()
     """In the order of their placements, which is the template's and may not be the request's."""
     reasoning: Reasoning = Reasoning.NONE
@@ -103,7 +103,7 @@ class Among:
     siblings: int
     """Others of its modality."""
     modalities: frozenset[str]
-    """Of all items."""
+    """Modalities of all items."""
     index: int
     """Items of its modality before it."""
 

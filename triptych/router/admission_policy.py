@@ -17,7 +17,7 @@ class InFlight:
 
     total: int
     of_client: int
-    """Of the client that asks."""
+    """The part of ``total`` that the asking client has."""
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,9 @@ class EncodeTask:
     first_row: int
     """The consumer has the rows before this one."""
     attempt: int
-    """As in MissingItem."""
+    """Number of the attempt to encode it (``MissingItem.attempt``)."""
     asked: int
-    """As in EncodeNeeded."""
+    """Number of the message that asked for it (``EncodeNeeded.asked``)."""
     deadline: float
     """When the embedding is of no use any more, by the router's clock, in seconds."""
     client: str
@@ -90,7 +90,7 @@ class InFlightEncode:
     patches: int
     """Patches counted against the instance's capacity; 0 if ``long``."""
     num_bytes_sent: int = 0
-    """Of its file."""
+    """Bytes of its file that were sent."""
 
     @property
     def cost(self) -> int:

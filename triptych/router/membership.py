@@ -70,9 +70,9 @@ class InstanceLease:
     history: StatsHistory = field(default_factory=StatsHistory)
     """The statistics of its heartbeats in the last minute."""
     resets: int = 0
-    """As in Register."""
+    """How often it had given up this frontend's work when it registered (``Register.resets``)."""
     join: str = ""
-    """As in Register, like ``num_frontends``."""
+    """Where it joined (``Register.join``)."""
     num_frontends: int = 1
     next_role: Role | None = None
     """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""

@@ -43,7 +43,7 @@ _STAGES = {
 """The stage of a timeline that a request is in."""
 Value = TypeVar("Value")
 _Versions = tuple[tuple[int, ...], tuple[Any, ...], float, int, int]
-"""Of the instances, of the work, of the counts of tokens, of the events and of the verdict."""
+"""Versions of the instances, the work, the counts of tokens, the events and the verdict."""
 _Made = tuple[Any, ...]
 """What a view was made of: while it is the same, so is the view."""
 
@@ -78,7 +78,7 @@ class PipelineView:
         self._epoch = self._began - router.clock()
         """When the router's clock was 0. Fixed, so that times don't change when the system's clock is set."""
         self._views: dict[InstanceLease, tuple[_Made, InstanceView]] = {}
-        """Of the instances that have joined."""
+        """What is shown of the instances that have joined."""
         self._marks = RequestMarks(router.membership, router.lifecycle, self._epoch)
         self._instances = _Part[list[InstanceView]]()
         self._service = _Part[ServiceView]()

@@ -117,7 +117,7 @@ class RequestState:
 
     @cached_property
     def prefix_hashes(self) -> list[bytes]:
-        """As ``caches.prefix_hashes``."""
+        """Names of the prompt's pages, by ``caches.prefix_hashes``."""
         generate = self.generate
         return prefix_hashes(generate.tokens, self.prompt.items, generate.cache_salt, generate.lora)
 

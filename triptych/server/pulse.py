@@ -24,7 +24,7 @@ class Pulse:
     not_ready: str = LOADING
     """Why the instance isn't ready; empty if it is."""
     stats: InstanceStats = field(default_factory=InstanceStats)
-    """As in the last heartbeat."""
+    """Those of the last heartbeat."""
     max_silence: float = MAX_SILENCE
 
     def why_unhealthy(self) -> str:

@@ -36,7 +36,7 @@ class OutstandingGrant:
     """A grant that isn't part of the landed rows yet."""
 
     number: int
-    """As in Grant."""
+    """Number of the grant (``Grant.number``)."""
     first_row: int
     segments: list[Segment]
     region: RegionHandle

@@ -50,7 +50,7 @@ class TransferFailure:
     error: ErrorKind
     reason: str
     suspect: bool = True
-    """As in Abort."""
+    """Whether the transfer may be the cause (``Abort.suspect``)."""
 
 
 class Cause(NamedTuple):
@@ -59,7 +59,7 @@ class Cause(NamedTuple):
     error: ErrorKind
     reason: str
     suspect: bool = True
-    """As in Abort."""
+    """Whether the transfer may be the cause (``Abort.suspect``)."""
     level: int = logging.ERROR
     """At which a failure is logged."""
 

@@ -62,7 +62,7 @@ class HostedInstance:
         return self._ended is not None
 
     def news(self, seen: int, pid: int) -> News:
-        """As in ``HostActor``."""
+        """Return what ``HostActor.news`` returns, decoded."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._num_lines > seen or self._ended is not None or self._pid != pid, POLL_SECONDS
@@ -184,7 +184,7 @@ class HostActor:
         self._node = str(ray.util.get_node_ip_address())
         self._lock = threading.Lock()
         self._key = ""
-        """Of the instance that was begun last."""
+        """Key of the instance that was begun last."""
         self._example = msgspec.msgpack.decode(example, type=PlacedInstance)
         self._thread = InstanceThread(self._example.spec)
 

@@ -165,7 +165,7 @@ class RayPlace:
     """Where instances are placed."""
 
     address: str
-    """Of the Ray cluster, as in ``Connect``."""
+    """Address of the Ray cluster, in the form of ``Connect.address``."""
     resources: Mapping[Role, Mapping[str, float]]
     """What each instance of a role asks for, besides CPUs and GPUs."""
     spares: int = 0
@@ -229,7 +229,7 @@ class RayLauncher:
 
     @property
     def spares(self) -> list[SparePlace]:
-        """As in ``Launcher``."""
+        """The places that are kept free for instances of lost machines, or are asked for."""
         return self._hosts.spare_places()
 
     def cluster(self, config: ClusterConfig) -> ClusterConfig:
@@ -245,7 +245,8 @@ class RayLauncher:
         return config
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> RunningProcess:
-        """As in ``Launcher``."""
+        """Start an instance on a node, or a frontend on this machine, or let an instance wait for a place. ``show`` is
+        given each line that it writes. Raises OSError."""
         if spec.role is None:
             return await self._local.start(spec, incarnation, show)
         instance = _without_auto(InstanceSpec.from_bytes(spec.written(incarnation)))
@@ -261,12 +262,12 @@ class RayLauncher:
         return self._place(spec.name, host, Place(key, host.host, msgspec.msgpack.encode(assignment)), show)
 
     def renew(self) -> None:
-        """As in ``Launcher``. Each actor imports the code of its node."""
+        """Start processes from now on with the code of their nodes, which each actor imports."""
         self._local.renew()
         self._hosts.renew()
 
     def close(self) -> None:
-        """As in ``Launcher``. Actors that have an instance end with it."""
+        """Free what only new processes need. Actors that have an instance end with it."""
         self._local.close()
         self._hosts.spares = 0  # nothing is started any more
         self._hosts.renew()

@@ -21,7 +21,7 @@ class Connect(Struct, frozen=True):
     """What the process that is connected to Ray gets at its start, on standard input."""
 
     address: str
-    """Of the cluster's GCS (HOST:PORT), or ``auto`` for the cluster that this machine is a node of."""
+    """Address of the cluster's GCS (HOST:PORT), or ``auto`` for the cluster that this machine is a node of."""
     namespace: str
     """Ray's namespace for the actors of this service."""
     socket: int
@@ -101,7 +101,7 @@ class Waiting(Struct, frozen=True, tag=True):
     """Ray process → supervisor: an instance has no place yet, or an actor without one."""
 
     key: str
-    """Of the instance, or the actor's name."""
+    """Key of the instance, or the actor's name."""
     why: str
 
 
@@ -122,14 +122,14 @@ class News(Struct, frozen=True, tag=True):
     """Its exit code once it has ended, negative for a signal."""
     out_of_memory: bool = False
     key: str = ""
-    """Of the instance; filled in on the way to the supervisor."""
+    """Key of the instance; filled in on the way to the supervisor."""
 
 
 class Gone(Struct, frozen=True, tag=True):
     """Ray process → supervisor: an actor has ended, and how its instance ended is unknown."""
 
     key: str
-    """Of the instance, or the actor's name if it had none."""
+    """Key of the instance, or the actor's name if it had none."""
     why: str
     killed: bool = False
     """Whether the supervisor asked for it."""

@@ -92,7 +92,7 @@ def attend(
 def attend_written_out(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
-    """As ``attend``, head by head: PyTorch's fused attention has neither soft caps nor sinks."""
+    """Attend like ``attend``, head by head: PyTorch's fused attention has neither soft caps nor sinks."""
     query_len, num_heads, head_dim = query.shape
     if mask is None and query_len > 1:
         mask = torch.full((query_len, len(keys)), -torch.inf, device=query.device).triu_(1)

@@ -25,7 +25,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 MAX_LAYERS = 1000
 """Bounds what a damaged config can make a process allocate before the checkpoint's tensors contradict it."""
 MAX_HEAD_VALUES = 2**20
-"""Of all query heads together; for the same reason."""
+"""Values of all query heads together; bounded for the same reason."""
 
 COMMON_NAMES = TensorNames(ignored=("rotary_emb.inv_freq", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"))
 """Files of older versions of transformers hold the rotary frequencies, which follow from the config. Scales of a KV

@@ -30,7 +30,7 @@ LINEAR = "linear_attention"
 NAMES = replace(COMMON_NAMES, norm_offset=1.0, ignored_modules=("mtp.",))
 """``mtp.`` are layers for multi-token prediction, which aren't served."""
 MAX_STATE_VALUES = 2**26
-"""Of a layer's heads together; as ``MAX_HEAD_VALUES``."""
+"""State values of a layer's heads together; bounded for the reason of ``MAX_HEAD_VALUES``."""
 
 
 def describe(text: TextConfig) -> DecoderConfig:

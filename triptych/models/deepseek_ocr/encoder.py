@@ -29,7 +29,7 @@ from triptych.models.shared.vision_transformer import VisionTransformer
 
 SAM, CLIP, QUERIES, PROJECTOR, NEWLINE, SEPARATOR = "sam", "clip", "queries", "projector", "newline", "separator"
 MAX_PATCHES = 4096
-"""Of the views that go through the towers together, unless one has more. Bounds the memory for activations."""
+"""Patches of the views that go through the towers together, unless one has more. Bounds the memory for activations."""
 
 
 class ClipOnFeatures(nn.Module):

@@ -19,10 +19,10 @@ from triptych.models.deepseek_ocr.config import SamConfig
 from triptych.models.shared.tower_weights import TowerWeights
 
 MAX_SCORES = 2**24
-"""Of a part of the queries, computed together. Bounds the memory for biases, of which an image of 1024 by 1024 pixels
-has 200 million."""
+"""Scores of a part of the queries, computed together. Bounds the memory for biases, of which an image of 1024 by
+1024 pixels has 200 million."""
 MAX_SIDES = 4
-"""Of images whose interpolated positions are kept."""
+"""Sides of images whose interpolated positions are kept."""
 PADDED = 32
 """Values of a query or a key are padded to a multiple of as many."""
 
@@ -85,7 +85,7 @@ class RelativeAttention(nn.Module):
         return attend(query, key, values, [side**2] * len(squares), 1.0, self.in_bf16, dim)
 
     def _by_biases(self, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``_by_longer_keys``, for products in float32, of which there would be three times as many."""
+        """Attend like ``_by_longer_keys``, for products in float32, of which there would be three times as many."""
         side = len(rows)
         shape = -1, side**2, *query.shape[1:]
         query, key, value = (part.view(shape).transpose(1, 2) for part in (query, key, value))

@@ -19,7 +19,7 @@ from triptych.models.shared.tile_grids import TileGrids
 from triptych.types import MODEL_BOUNDS, OptionValue, PixelBounds
 
 CROP_MODE = "crop_mode"
-"""Of ``mm_processor_kwargs``: whether an image is cut into tiles."""
+"""Key of ``mm_processor_kwargs``: whether an image is cut into tiles."""
 BASE_SIZE, IMAGE_SIZE = "base_size", "image_size"
 """The same as in DeepSeek-OCR's code: sides of the whole and of a tile, in pixels. Without tiles, both are the side of
 the only view; the published modes have 512 (Tiny), 640 (Small), 1024 (Base) and 1280 (Large)."""

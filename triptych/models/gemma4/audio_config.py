@@ -21,7 +21,7 @@ class Gemma4AudioConfig:
     num_heads: int
     activation: str
     channels: tuple[int, int]
-    """Of the two convolutions over features."""
+    """Channels of the two convolutions over features."""
     kernel_size: int
     """Tokens that a layer's convolution reads."""
     window: int

@@ -23,9 +23,9 @@ from triptych.models.gemma4.feature_projector import FeatureProjector
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 MLP_EPS = 1e-6
-"""Of the norms around attention and MLPs; not in the config."""
+"""Epsilon of the norms around attention and MLPs; not in the config."""
 LONGEST_WAVE = 10_000.0
-"""Of the embeddings of distances."""
+"""Longest wave of the embeddings of distances."""
 
 
 class Downsampling(nn.Module):

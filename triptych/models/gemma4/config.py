@@ -17,7 +17,7 @@ PLACEHOLDERS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_tok
 """Settings with the ids of the tokens in the place of media, and their defaults."""
 MARKERS = {"boi_token_id": 255_999, "eoi_token_id": 258_882}
 AUDIO_MARKERS = {"boa_token_id": 256_000, "eoa_token_index": 258_883}
-"""Of those before and after images and frames, and audio."""
+"""Settings with the ids of the tokens before and after images and frames, and audio."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from triptych.models.shared.frames import VideoPreprocessor
 from triptych.types import AudioHeader, ItemPlan, VideoHeader
 
 DEFAULTS: dict[str, Any] = {"do_normalize": False, "image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
-"""Of the reference's processor of images."""
+"""Defaults of the reference's processor of images."""
 
 
 class Gemma4Preprocessor(VideoPreprocessor):

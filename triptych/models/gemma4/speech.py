@@ -18,9 +18,9 @@ from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import setting
 
 MAX_SAMPLES = 480_000
-"""Of a clip; the reference drops the rest."""
+"""Samples of a clip; the reference drops the rest."""
 MAX_SIZE = 2**20
-"""Of bands, and of a frame's window. Bounds what a damaged config can make a process allocate."""
+"""Number of bands, and samples of a frame's window. Bounds what a damaged config can make a process allocate."""
 STRIDE = 4
 """Frames per embedding: two convolutions, each of stride 2."""
 
@@ -46,7 +46,7 @@ class SpeechFeatures:
     """Factor of samples."""
     means: NDArray[np.float64] | None = None
     deviations: NDArray[np.float64] | None = None
-    """Of each band, by which features are normalised."""
+    """Means and deviations of each band, by which features are normalised."""
     filters: NDArray[np.float64] = field(init=False, repr=False)
     hann: NDArray[np.float32] = field(init=False, repr=False)
 

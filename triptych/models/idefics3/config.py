@@ -27,7 +27,7 @@ class ShuffledConfig:
     """The tower's parameters."""
 
     clip: ClipConfig
-    """Of tiles."""
+    """Parameters of the tower of tiles."""
     merge_size: int
     """Patches per side of the square that becomes one embedding."""
 

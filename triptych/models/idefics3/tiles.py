@@ -13,7 +13,7 @@ from triptych.types import PixelBounds
 MAX_EDGE = 4096
 """The reference makes no larger images."""
 MAX_TILES = 256
-"""Of an image; bounds the parts that a damaged file can make the frontend plan. Released models have 16."""
+"""Tiles of an image; bounds the parts that a damaged file can make the frontend plan. Released models have 16."""
 
 
 @dataclass(frozen=True)

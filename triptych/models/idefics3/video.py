@@ -17,7 +17,7 @@ from triptych.models.shared.video import FILE, VideoSampling
 from triptych.types import FrameSampling, VideoHeader
 
 DEFAULTS = {"fps": 1, "num_frames": 64}
-"""As in published files."""
+"""The values of published files."""
 SKIPPED_SECONDS = 1
 """At the start and at the end of a long video."""
 ONES = (

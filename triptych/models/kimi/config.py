@@ -41,7 +41,7 @@ class MoonConfig:
     num_times: int
     """Frames that are encoded together at most: those that have positions in time."""
     projector_eps: float
-    """Of the norm before the projector."""
+    """Epsilon of the norm before the projector."""
 
     @property
     def head_dim(self) -> int:

@@ -23,7 +23,7 @@ from triptych.models.shared.tower_weights import TowerWeights
 
 THETA = 10_000.0
 EPS = 1e-5
-"""Of the rotary embedding, and of the tower's norms; not in the config."""
+"""Epsilon of the tower's norms; like ``THETA``, that of the rotary embedding, not in the config."""
 
 
 class MoonTower(nn.Module):

@@ -19,7 +19,7 @@ from triptych.models.shared.video import FILE, VideoSampling
 from triptych.types import VideoHeader
 
 MAX_FRAMES = 16_384
-"""Of a video; longer ones are sampled more rarely. The references have no bound."""
+"""Frames of a video; longer ones are sampled more rarely. The references have no bound."""
 DAY = 24 * 3600
 
 

@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, Any] = {
     "patch_size": 14,
 }
 EPS = 1e-5
-"""Of the tower's norms. The reference doesn't read ``norm_eps``."""
+"""Epsilon of the tower's norms. The reference doesn't read ``norm_eps``."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Llama4VisionConfig:
     """The tower's parameters."""
 
     clip: ClipConfig
-    """Of tiles. The class embedding is the last state."""
+    """Parameters of the tower of tiles. The class embedding is the last state."""
     merge_size: int
     """Patches per side of the square that becomes one embedding."""
     rope_theta: float

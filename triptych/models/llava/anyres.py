@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As ``EncoderInput`` has it."""
+        """What ``EncoderInput.numbers`` has of it."""
         return (*self.tiles, *self.kept, *self.pooled, self.newlines)
 
     @property
@@ -69,7 +69,7 @@ class ImageView(NamedTuple):
 
     @property
     def payload(self) -> tuple[int, ...]:
-        """As ``ItemPart`` has it."""
+        """What ``ItemPart.payload`` has of it."""
         return (self.view, *self.layout.numbers)
 
 

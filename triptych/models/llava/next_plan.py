@@ -93,8 +93,8 @@ class LlavaOneVisionPlanner(LlavaNextPlanner):
         self._sampling = frame_sampling(IntervalStartSampling, video_config or {})
 
     def _plan_image(self, header: ImageHeader, context: ItemContext) -> ItemPlan:
-        """Of several images, each is one tile, whatever the bounds, as in transformers' processor. The plan has no
-        bounds then, so that equal pixels have equal plans."""
+        """Plan an image; each of several is one tile, whatever the bounds, as in transformers' processor. The plan has
+        no bounds then, so that equal pixels have equal plans."""
         if context.siblings:
             self._check_square(header)
             return self._plan_views(header, MODEL_BOUNDS, self._anyres.square())

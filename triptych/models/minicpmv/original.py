@@ -16,7 +16,7 @@ PACKS_FRAMES = 4.5
 """Version whose resampler sees the times of frames, and several frames at once."""
 TOWERS = ("siglip", "siglip_vision_model")
 HEAD_VALUES = 128
-"""Of a head of the resampler; not in the config."""
+"""Values of a head of the resampler; not in the config."""
 
 
 def original_text_config(config: ModelConfig) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 RESAMPLER = "resampler"
 EPS = 1e-6
-"""Of the resampler's norms; not in the config."""
+"""Epsilon of the resampler's norms; not in the config."""
 
 
 def shares(count: int) -> Tensor:

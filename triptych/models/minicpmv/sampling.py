@@ -18,9 +18,9 @@ from triptych.types import ItemPlan, VideoHeader
 MAX_FRAMES = 128
 """Unless the config says otherwise."""
 MAX_STEPS = 64
-"""Of version 2.6."""
+"""Frames of version 2.6."""
 MAX_GROUPS, MAX_PACKED = 180, 3
-"""Of version 4.5: groups of a video, unless the client chose the frames, and frames of a group."""
+"""Bounds of version 4.5: groups of a video, unless the client chose the frames, and frames of a group."""
 TIME_STEP = 0.1
 """Seconds."""
 

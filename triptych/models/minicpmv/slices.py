@@ -12,7 +12,7 @@ from triptych.errors import CheckpointError, PlanMismatch
 from triptych.models.shared.settings import setting
 
 MAX_SLICES = 64
-"""Of an image; bounds what a setting, a request or a damaged plan can ask for."""
+"""Slices of an image; bounds what a setting, a request or a damaged plan can ask for."""
 MAX_SCALE = 4096
 """Bounds the side of a piece, in pixels."""
 
@@ -25,7 +25,7 @@ class Cut:
     """Width and height of the whole, in pixels."""
     columns: int = 0
     rows: int = 0
-    """Of slices; 0 if there are none."""
+    """Rows of slices; 0 if there are none."""
     slice: tuple[int, int] = (0, 0)
     """Width and height of each slice."""
 

@@ -37,7 +37,7 @@ EXTRACTOR: Mapping[str, Any] = {
 RATE, HOP, FFT, WINDOW = 16_000, 160, 512, 400
 EMPHASIS, LOWEST, HIGHEST = 0.97, 0.0, 7690.0
 SCALE = 32_768
-"""Of samples, which are from -1 to 1."""
+"""Factor of samples, which are from -1 to 1."""
 FRAMES_AT_A_TIME = 1024
 RENAMED = {
     "attention_dim": "hidden_size",

@@ -30,7 +30,7 @@ RENAMED = (
 )
 """Patterns of published names, and transformers'."""
 PROJECTORS = ("speech", "vision_speech")
-"""Of requests without images, and with."""
+"""Projectors of requests without images, and with."""
 
 
 class Phi4AudioTower(nn.Module):

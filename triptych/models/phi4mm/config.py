@@ -24,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
     "image_size": 448,
     "patch_size": 14,
 }
-"""Of the tower, as in ``Phi4MultimodalVisionConfig``."""
+"""Parameters of the tower, those of ``Phi4MultimodalVisionConfig``."""
 IMAGE_SETTINGS: Mapping[str, Any] = {
     "image_token_compression_cls": "avg_pool_2d",
     "projection_cls": "mlp",
@@ -42,7 +42,7 @@ class PooledTilesConfig:
     """The tower's parameters."""
 
     clip: ClipConfig
-    """Of tiles."""
+    """Parameters of the tower of tiles."""
     layer: int
     """The layer whose output is used, numbered from 1."""
 

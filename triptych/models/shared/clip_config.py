@@ -15,7 +15,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     CLIP: {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     SIGLIP: {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-"""As in transformers, by ``model_type``."""
+"""Transformers' defaults, by ``model_type``."""
 MAX_SIDE = 4096
 """Bounds what a damaged config can make a process allocate."""
 

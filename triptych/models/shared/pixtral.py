@@ -19,7 +19,7 @@ from triptych.models.shared.places import patch_places
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 EPS = 1e-5
-"""Of the tower's norms; not in the config."""
+"""Epsilon of the tower's norms; not in the config."""
 
 
 def rotations(grids: Sequence[tuple[int, int, int]], config: PixtralConfig) -> tuple[Tensor, Tensor]:

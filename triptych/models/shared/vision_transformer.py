@@ -19,7 +19,7 @@ from triptych.layers.shaped_calls import ShapedCalls
 from triptych.layers.tower_layer import PostNormLayer, TowerLayer
 
 MAX_STATES = 4096
-"""Of the images that go through the layers together, unless one has more. Bounds the memory for activations."""
+"""States of the images that go through the layers together, unless one has more. Bounds the memory for activations."""
 
 
 class VisionTransformer(nn.Module):

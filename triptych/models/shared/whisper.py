@@ -23,7 +23,7 @@ from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.whisper_config import STATES_PER_ROW, WhisperConfig, WindowFrames, states_of
 
 EPS = 1e-5
-"""Of all norms; not in the config."""
+"""Epsilon of all norms; not in the config."""
 MAX_TIMESCALE = 10_000
 KERNEL = 3
 """Frames that a convolution sees."""
@@ -34,10 +34,10 @@ class WhisperNames:
     """The names of tensors in which checkpoints differ; the others are named by ``AUDIO`` and a dot."""
 
     norm: str
-    """Of the norm after the layers."""
+    """Name of the norm after the layers."""
     projection: str
     positions: str | None = None
-    """Of the table of positions; None if it isn't stored."""
+    """Name of the table of positions; None if it isn't stored."""
     ignored: tuple[str, ...] = ()
     """Tensors that aren't read."""
 

@@ -75,7 +75,7 @@ class WindowFrames:
     """Frames of features of a window, whose states attend to one another and to no others."""
 
     most: int
-    """Of all windows but a clip's last."""
+    """Frames of all windows but a clip's last."""
     more: int = 0
     """Frames after a clip's last whose features the convolutions see; 0 if they see zeros."""
 

@@ -37,7 +37,7 @@ _CAF_FRAMES = frozenset({b".mp1", b".mp2", b".mp3"})
 """Codecs of which FFmpeg's muxer declares wrong lengths of packets."""
 _MAX_NUMBER_BYTES = 10
 _IMA_BYTES, _IMA_SAMPLES = 34, 64
-"""Of a channel's packet in Apple's IMA ADPCM."""
+"""Bytes and samples of a channel's packet in Apple's IMA ADPCM."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class _EvenPackets:
     size: int
     """Bytes of a packet; negative for codes that aren't supported."""
     samples: int = 1
-    """Of each channel in a packet."""
+    """Samples of each channel in a packet."""
     code: bytes | int = 0
 
     def header(self, data: bytes, start: int, size: int) -> AudioHeader:

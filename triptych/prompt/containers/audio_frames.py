@@ -60,7 +60,7 @@ class AudioFrame(NamedTuple):
     size: int
     """In bytes."""
     samples: int
-    """Of each channel."""
+    """Samples of each channel."""
     rate: int
     channels: int
     format: str
@@ -76,7 +76,7 @@ class _Frames:
 
     first: AudioFrame
     samples: Counter[int] = field(default_factory=Counter)
-    """Of each channel, by sample rate."""
+    """Samples of each channel, by sample rate."""
 
     def total(self) -> int:
         """Return the number of samples at the first frame's rate."""

@@ -39,7 +39,7 @@ _SOUND_ENTRY = 36
 """Bytes of a description of sound before its boxes."""
 
 _ONE = 1 << 16
-"""Of fixed point."""
+"""One in fixed point."""
 _MAX_TURN_ERROR = 1.0
 """Degrees by which a rotation may differ from a multiple of 90. Others aren't applied."""
 

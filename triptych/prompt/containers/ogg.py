@@ -51,7 +51,7 @@ class _Link:
     headers: int = 0
     """Packets before those of sound."""
     block_samples: int = 0
-    """Of a whole frame of FLAC, or of a packet of Speex."""
+    """Samples of a whole frame of FLAC, or of a packet of Speex."""
     start: int | None = None
     """The sample at which it begins; None if that isn't known yet."""
     end: int = 0

@@ -59,7 +59,7 @@ THINK = ReasoningTags(
         "step5",
     ),
 )
-"""Of Qwen, DeepSeek, GLM, Kimi, MiniMax and others."""
+"""Parsers of Qwen, DeepSeek, GLM, Kimi, MiniMax and others."""
 
 TAGS = (
     ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", ("openai_gptoss",), "<|start|>assistant"),
