@@ -1,4 +1,5 @@
-"""Fail on words that the project no longer uses, and on class names that are defined twice.
+"""Fail on words that the project no longer uses, on class names that are defined twice, and on docstrings that don't
+say what they are about.
 
 The vocabulary is the field's (docs/decisions/0026-plain-words.md). A word is listed here once it has been replaced
 throughout; its entry names what to write instead.
@@ -48,7 +49,6 @@ EXEMPT = (
     "docs/decisions/0026-plain-words.md",
     "scripts/words.py",
     "tests/test_words.py",
-    "triptych/config/renamed.py",  # refuses the old names
     "tests/cli/test_flags.py",
     "tests/cli/test_help.py",  # lists them as well
     "bench/results/",
@@ -59,6 +59,8 @@ SUFFIXES = {".py", ".md", ".toml", ".yml", ".json", ".c", ".h", ""}
 _EACH = "|".join(rf"(?P<w{number}>{word})" for number, word in enumerate(GONE))
 _GONE = re.compile(rf"\b(?:{_EACH})\b", re.IGNORECASE)  # alternatives are tried only where a word begins
 
+_VAGUE = re.compile(r'\s*"""(Of|As|As in|As of)\b')
+
 
 def found_in(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield (line, word, what to write instead) for each word of the list, also inside snake_case names."""
@@ -66,6 +68,14 @@ def found_in(text: str) -> Iterator[tuple[int, str, str]]:
         # an underscore separates words
         for match in _GONE.finditer(line.replace("_", " ")):
             yield number, match[0], list(GONE.values())[int(str(match.lastgroup)[1:])]
+
+
+def vague(sources: dict[str, str]) -> Iterator[str]:
+    """Yield a line for each docstring that says whose a value is, or where to read on, in place of what it is."""
+    for path, source in sources.items():
+        for number, line in enumerate(source.splitlines(), start=1):
+            if match := _VAGUE.match(line):
+                yield f"{path}:{number}: a docstring begins with {match[1]!r}; say what it is"
 
 
 def defined_twice(sources: dict[str, str]) -> Iterator[str]:
@@ -91,8 +101,8 @@ def main() -> int:
         for number, word, instead in (*found_in(text), *found_in(path))
     ]
     package = {path: text for path, text in texts.items() if path.startswith("triptych/") and path.endswith(".py")}
-    failures += defined_twice(package)
-    print("\n".join(failures) or "no word of the list, no class name twice")
+    failures += [*defined_twice(package), *vague(package)]
+    print("\n".join(failures) or "no word of the list, no class name twice, no vague docstring")
     return 1 if failures else 0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.words import GONE, defined_twice, found_in
+from scripts.words import GONE, defined_twice, found_in, vague
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,8 @@ def test_other_words_are_not(text: str) -> None:
 def test_a_class_name_is_defined_once() -> None:
     sources = {"a.py": "class A: ...\nclass B: ...", "b.py": "def f():\n    class A: ..."}
     assert list(defined_twice(sources)) == ["class A is defined in a.py:1 and in b.py:2"]
+
+
+def test_a_docstring_says_what_it_is_about() -> None:
+    source = 'size: int\n"""Of the file."""\ndef f():\n    """As in g."""\n"""Often used. As in g."""'
+    assert [line.partition(": ")[0] for line in vague({"a.py": source})] == ["a.py:2", "a.py:4"]

@@ -35,7 +35,7 @@ class InstanceLease:
     address: Address
     pid: int
     incarnation: int
-    """Of two instances of one name, the one with the larger number was started later."""
+    """Grows with each start: of two instances of one name, the one with the larger number was started later."""
     layouts: list[RowLayout]
     """The layouts of the rows that it sends or receives, one for each kind."""
     capacity: Capacity
