@@ -1,4 +1,5 @@
-"""Protocols of the three files that make up a model family, ``models/<family>/{plan,preprocess,encoder}.py``.
+"""Protocols of the three entry points of a model family, ``models/<family>/{plan,preprocess,encoder}.py``. What they
+share, such as configs and towers, is in further files of the family, or in ``models/shared``.
 
 ``plan`` runs in the frontend (no torch), ``preprocess`` in an encode instance's workers (numpy) and ``encoder`` in
 encode and language instances (torch). The protocol of the last one, ``ModelAdapter``, is in ``layers/encoder.py``.
