@@ -208,9 +208,13 @@ UNKNOWN = replace(CASES["qwen3"], template="{% if tools %}{% endif %}{{ messages
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm4.5", "phi4-mini", "internlm2.5", "kimi-k2", "gemma4"])
 def test_calls_are_found_in_answers_of_models_whose_templates_show_none(tmp_path: Path, name: str) -> None:
-    """By the special tokens of the vocabulary and by widespread tags."""
+    """By the special tokens of the vocabulary and by widespread tags; calls of histories are written like that, too."""
     formats, _ = find(tmp_path / "a", replace(UNKNOWN, special=CASES[name].special))
-    assert formats.tool_call_parser is None
+    assert formats.tool_call_parser == (CASES[name].calls if CASES[name].special else None)
+    assert calls_of(read(formats, "Look.\n" + formats.write([("weather", ARGUMENTS), ("time", {})]), [])) == [
+        ("weather", ARGUMENTS),
+        ("time", {}),
+    ]
     assert calls_of(read(formats, CASES[name].answer, [])) == [("weather", ARGUMENTS), ("time", {})]
 
 

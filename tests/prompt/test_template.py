@@ -54,6 +54,33 @@ def test_a_template_for_tools(folder: Path) -> None:
     assert both.render(USER, tools=[]) == "plain"
 
 
+def test_a_template_for_tools_alone(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0] }}")
+    (folder / "chat_template.jinja").unlink()
+    alone = ChatTemplate(folder)
+    assert alone.supports_tools
+    assert alone.render(USER, tools=["a tool"]) == "a tool"
+    with pytest.raises(InvalidRequest, match="it has tool_use"):
+        alone.render(USER)
+
+
+ON_SYSTEM = "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% if m.tools %}{{ SHOWN }}{% endif %}]{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize("shown", ["'<' + m.tools + '>'", "'<' ~ m.tools ~ '>'", "'<' + m.tools | tojson + '>'"])
+def test_tools_on_a_system_message(folder: Path, shown: str) -> None:
+    takes = template(folder, ON_SYSTEM.replace("SHOWN", shown))
+    assert takes.supports_tools
+    system = {"role": "system", "content": "S"}
+    function = '<[{"name": "f", "parameters": {}}]>'
+    assert takes.render([system, *USER], tools=[TOOL]).startswith(f"[system:S{function}][user:")
+    assert takes.render(USER, tools=[TOOL]).startswith(f"[system:{function}][user:")
+    assert takes.render([system, *USER]).startswith("[system:S][user:")
+    assert not template(folder, "{# tools #}{{ messages[0].content }}").supports_tools
+
+
 SPECIAL_TOKENS = [
     ({}, {"bos_token": "<s>"}, "<s>"),
     ({"bos_token": None}, {"bos_token": {"content": "<s>", "lstrip": False}}, "<s>"),

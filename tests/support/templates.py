@@ -12,6 +12,7 @@ from typing import Any
 
 from triptych.errors import InvalidRequest
 from triptych.prompt.fitting import Fitter, name_message, place_of
+from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.template import ChatTemplate
 from triptych.prompt.template_forms import PROBE_TOOLS, find_forms
 
@@ -241,8 +242,13 @@ TEMPLATES = {
     "llama4": _PARTS + _TOOLS + _ROLES + "{{- '<|header_start|>' + message.role + '<|header_end|>\\n\\n' -}}"
     '{{- show(message.content) -}}{%- for call in message.tool_calls or [] -%}{{- \'{"name": "\' + call.function.name '
     "+ '\", \"parameters\": ' + call.function.arguments | tojson + '}' -}}{%- endfor -%}{{- '<|eot|>' -}}" + _END,
+    # tools as JSON on the system message; no calls
+    "phi4-mini": _ROLES
+    + "{{- '<|' + message.role + '|>' + message.content -}}{%- if message.role == 'system' and 'tools' in message "
+    "and message.tools is not none -%}{{- '<|tool|>' + message.tools + '<|/tool|>' -}}{%- endif -%}{{- '<|end|>' -}}"
+    + _END,
     # text or calls
-    "phi4-mini": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.content -%}{{- message.content -}}"
+    "phi4-multimodal": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.content -%}{{- message.content -}}"
     "{%- elif message.tool_calls -%}{{- '<|tool_call|>' -}}{%- for call in message.tool_calls -%}"
     "{{- call.function | tojson -}}{%- endfor -%}{{- '<|/tool_call|>' -}}{%- endif -%}{{- '<|end|>' -}}" + _END,
     # the system message first; calls between plugin tags, beside texts
@@ -317,4 +323,5 @@ def made(name: str, *, with_tools: bool = False) -> tuple[ChatTemplate, Fitter]:
         (folder / "chat_template.jinja").write_text(TEMPLATES[name])
         template = ChatTemplate(folder)
     render = partial(template.render, tools=PROBE_TOOLS) if with_tools else template.render
-    return template, Fitter(find_forms(render, {"image": (place_of("image"), "<|image|>")}), {"image": "<|image|>"})
+    forms = find_forms(render, {"image": (place_of("image"), "<|image|>")})
+    return template, Fitter(forms, {"image": "<|image|>"}, Hermes.form.text)

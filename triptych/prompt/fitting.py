@@ -10,7 +10,6 @@ from typing import Any
 from blake3 import blake3
 
 from triptych.errors import InvalidRequest
-from triptych.prompt.formats.hermes import CALL, END_CALL
 from triptych.prompt.formats.reasoning import THINK
 from triptych.prompt.template import REASONING_FIELDS
 from triptych.prompt.template_forms import ASSISTANT, CALLS, SYSTEM, TOOL, USER, Forms
@@ -47,11 +46,15 @@ class Fitted:
 
 
 class Fitter:
-    """Fits conversations to one template. ``texts`` stand for media, by modality, in a content that is a string."""
+    """Fits conversations to one template. ``texts`` stand for media, by modality, in a content that is a string;
+    ``write`` returns the text of calls, each a name and its arguments, for a template that shows none."""
 
-    def __init__(self, forms: Forms, texts: Mapping[str, str]) -> None:
+    def __init__(
+        self, forms: Forms, texts: Mapping[str, str], write: Callable[[Sequence[tuple[str, Any]]], str]
+    ) -> None:
         self._forms = forms
         self._texts = texts
+        self._write = write
 
     def fit(self, messages: Sequence[Message], *, continues: bool = False) -> list[Fitted]:
         """Return the messages in the template's form. ``continues``: the last one is to be continued.
@@ -87,7 +90,7 @@ class Fitter:
         if calls := message.get("tool_calls"):
             names.update((call["id"], call["function"]["name"]) for call in calls)
             if not forms.shows_calls and self._takes(TOOL):
-                _write_calls(message)
+                self._write_calls(message)
             elif not forms.shows_calls or (len(calls) > 1 and not (forms.several_calls or forms.calls_in_turn)):
                 which = "more than one call of a message" if forms.shows_calls else "tool calls"
                 param = f"{where}.tool_calls"
@@ -100,6 +103,16 @@ class Fitter:
                 message.setdefault("name", names[call_id])
             elif not forms.lone_results and self._takes(TOOL):
                 raise InvalidRequest(f"{where}: the model's chat template doesn't show results without a call", where)
+
+    def _write_calls(self, message: dict[str, Any]) -> None:
+        """Make text of a message's calls."""
+        functions = [call["function"] for call in message.pop("tool_calls")]
+        text = self._write([(one["name"], _parsed(one["arguments"])) for one in functions])
+        content = message.get("content")
+        if isinstance(content, list):
+            message["content"] = [*content, {"type": "text", "text": f"\n{text}"}]
+        else:
+            message["content"] = f"{content}\n{text}" if content else text
 
     def _call(self, call: Message) -> dict[str, Any]:
         function = call["function"]
@@ -259,21 +272,6 @@ def name_message(
 def place_of(modality: str) -> dict[str, Any]:
     """Return a media part without its data. Some templates look for its type, others for a key of this name."""
     return {"type": modality, modality: ""}
-
-
-def _write_calls(message: dict[str, Any]) -> None:
-    """Make text of a message's calls, in the form in which they are found in answers if no other is known."""
-    functions = [call["function"] for call in message.pop("tool_calls")]
-    text = "".join(
-        f'\n{CALL}\n{{"name": {json.dumps(one["name"], ensure_ascii=False)}, '
-        f'"arguments": {(one["arguments"] or "").strip() or "{}"}}}\n{END_CALL}'
-        for one in functions
-    )
-    content = message.get("content")
-    if isinstance(content, list):
-        message["content"] = [*content, {"type": "text", "text": text}]
-    else:
-        message["content"] = (content or "") + text if content else text.lstrip("\n")
 
 
 def _join(first: Message, second: Message) -> dict[str, Any]:

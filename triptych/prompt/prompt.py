@@ -167,7 +167,7 @@ class PromptBuilder:
         self._placeholder = re.compile("|".join(map(re.escape, self._modalities)) or r"(?!)")
         places = {name: (place_of(name), text) for name, text in placed.items()}
         plain, with_tools = (
-            Fitter(find_forms(partial(self.template.render, tools=tools), places), placed)
+            Fitter(find_forms(partial(self.template.render, tools=tools), places), placed, self.formats.write)
             for tools in (None, PROBE_TOOLS if self.template.supports_tools else None)
         )
         self._fitters = {False: plain, True: with_tools}

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +16,14 @@ from jinja2.parser import Parser
 from triptych.errors import CheckpointError, InvalidRequest
 from triptych.prompt.bounded_jinja import BoundedEnvironment
 from triptych.prompt.template_files import DEFAULT, TOOL_USE, read_special_tokens, read_templates
+from triptych.prompt.template_forms import PROBE_TOOLS
 
 # What templates raise on messages of an unexpected shape, besides Jinja's own errors.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 """What templates call the reasoning of an earlier answer."""
+_PROBE_NAMES = [tool["function"]["name"] for tool in PROBE_TOOLS]
 _MARK, _BLANKS = f"mark{secrets.token_hex(16)}", "\n\t \n"
 """What is rendered behind a text that is continued: clients can't know it, and templates that strip texts strip its
 white space."""
@@ -50,8 +52,11 @@ class ChatTemplate:
                 read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as error:
                 raise CheckpointError(f"{folder}: the chat template {name!r} doesn't parse: {error}") from error
-        self.supports_tools = "tools" in read
         self.source = "\n".join(sources[name] for name in self._templates)
+        self._tools_form: Callable[[Any], Any] | None = None
+        if "tools" not in read and "tools" in self.source:
+            self._tools_form = self._find_tools_form()
+        self.supports_tools = "tools" in read or self._tools_form is not None
         own = {"messages", "add_generation_prompt", "continue_final_message", *self._variables, *environment.globals}
         self.variables = frozenset(read - own)
         """Variables that they read besides the conversation, such as ``enable_thinking``; requests may set them."""
@@ -80,6 +85,17 @@ class ChatTemplate:
             return text[:end]
         return text[:end].rstrip("\n" if text.startswith(_MARK + _BLANKS.rstrip("\n"), end) else None)
 
+    def _find_tools_form(self) -> Callable[[Any], Any] | None:
+        """Return the form of tools that the templates take as ``tools`` of a system message; None if they don't."""
+        for form in (list, json.dumps):
+            try:
+                text = self._render(_with_tools([{"role": "user", "content": ""}], PROBE_TOOLS, form), True, {})
+            except InvalidRequest:
+                continue
+            if all(name in text for name in _PROBE_NAMES) and "'name'" not in text:
+                return form
+        return None
+
     def starts_sequence(self, text: str) -> bool:
         """Return whether a rendered ``text`` starts with the token that starts a sequence, so that the tokenizer must
         not add it again."""
@@ -91,6 +107,8 @@ class ChatTemplate:
         if name not in self._templates:
             others = f"; it has {', '.join(self.names)}" if self.names else ": use /v1/completions"
             raise InvalidRequest(f"the model has no chat template for these messages{others}", "messages")
+        if self._tools_form is not None and extra.get("tools"):
+            messages = _with_tools(messages, extra["tools"], self._tools_form)
         variables = {**self._variables, **extra}
         try:
             with self._environment.bounded():
@@ -103,6 +121,15 @@ class ChatTemplate:
                 f"the model's chat template can't render these messages: {(reason or ['no reason given'])[0][:200]}",
                 "messages",
             ) from error
+
+
+def _with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: Callable[[Any], Any]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the messages with the tools' functions on a system message at the beginning, empty if there is none."""
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    first = messages[0] if has_system else {"role": "system", "content": ""}
+    return [{**first, "tools": form([tool["function"] for tool in tools])}, *messages[has_system:]]
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:

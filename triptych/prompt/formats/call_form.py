@@ -70,7 +70,8 @@ class CallForm:
         """Return how calls are written; each is a name and the arguments."""
         written = []
         for number, (name, arguments) in enumerate(calls):
-            text = self._arguments(arguments) if self.parameter else dumps(arguments)
+            as_json = arguments if isinstance(arguments, str) else dumps(arguments)
+            text = self._arguments(arguments) if self.parameter else as_json
             written.append(_filled(self.call, {"{name}": name, "{number}": str(number), "{arguments}": text}))
         return f"{self.opener}{self.begin}{self.between.join(written)}{self.end}"
 

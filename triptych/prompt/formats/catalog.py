@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from triptych.errors import ConfigError, InvalidRequest
 from triptych.prompt.formats.base import Format, Tools
+from triptych.prompt.formats.call_form import CallForm
 from triptych.prompt.formats.constrain import CallWriter
 from triptych.prompt.formats.deepseek import DeepSeek, DeepSeekV31
 from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
@@ -105,7 +106,7 @@ class Formats:
 
     @property
     def tool_call_parser(self) -> str | None:
-        """vLLM's name for how calls are found; None if their form isn't known, so that several are looked for."""
+        """vLLM's name for how calls are found; None if their form isn't known."""
         return self.calls[0].parsers[0] if self.calls[0].parsers else None
 
     def parser(self, reasoning: Reasoning, tools: Tools, *, skip_special_tokens: bool = True) -> AnswerParser:
@@ -117,7 +118,15 @@ class Formats:
     def writer(self) -> CallWriter:
         """What writes grammars of calls."""
         openers = [opener for one in self.calls for opener in one.openers]
-        return CallWriter(self.calls[0].form_for(self.special), self.special, openers)
+        return CallWriter(self._form, self.special, openers)
+
+    def write(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Return the text of calls, each a name and its arguments."""
+        return self._form.text(calls)
+
+    @property
+    def _form(self) -> CallForm:
+        return self.calls[0].form_for(self.special)
 
     def with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Return a conversation with the ids that calls of the history have in this format, and their results."""
@@ -209,13 +218,14 @@ def _special_markers(tokenizer: Vocabulary) -> dict[str, int]:
 
 
 def _in_vocabulary(known: Mapping[str, int]) -> tuple[Format, ...]:
-    """Return the formats whose calls begin with a special token of the vocabulary, and the widespread ones."""
-    found: list[Format] = [ToolCallTag()]
-    for one in FORMATS:
-        taken = {opener for form in found for opener in form.openers}
+    """Return the formats whose calls begin with a special token of the vocabulary, those with the most of their
+    markers there first, and the widespread ones."""
+    tag, found = ToolCallTag(), list[Format]()
+    for one in sorted(FORMATS, key=lambda form: len(set(form.closers) - known.keys())):
+        taken = {opener for form in (tag, *found) for opener in form.openers}
         if not one.always and set(one.openers) & known.keys() - taken:
             found.append(one)
-    return tuple(found)
+    return (*found, tag)
 
 
 # ── what the template renders ────────────────────────────────────────────────────────────────────────────────────
