@@ -5,10 +5,17 @@ from typing import Any
 
 import pytest
 
-from triptych.checkpoint.quantization import GroupQuantization, quantization_config, read_quantization
+from triptych.checkpoint.config_files import quantization_section
 from triptych.errors import CheckpointError
+from triptych.layers.stored.compressed_tensors import GroupQuantization, PackQuantized, quantization_config
+from triptych.layers.stored.format import StoredFormat
+from triptych.layers.stored.registry import read_format
 
 PACKED = ["model.layers.0.mlp.down_proj.weight_packed", "lm_head.weight"]
+
+
+def read_quantization(config: dict[str, Any], tensors: list[str]) -> StoredFormat | None:
+    return read_format(quantization_section(config), tensors)
 
 
 def section(**changes: Any) -> dict[str, Any]:
@@ -23,8 +30,8 @@ def section(**changes: Any) -> dict[str, Any]:
 def test_what_is_written_is_read(group: int, has_zeros: bool) -> None:
     quantization = GroupQuantization(group, has_zeros)
     written = quantization_config(quantization, ["lm_head"])
-    assert read_quantization({"quantization_config": written}, PACKED) == quantization
-    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == quantization
+    assert read_quantization({"quantization_config": written}, PACKED) == PackQuantized(quantization)
+    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == PackQuantized(quantization)
 
 
 def test_dense_weights() -> None:
@@ -33,9 +40,9 @@ def test_dense_weights() -> None:
 
 
 def test_config_and_tensors_that_contradict_each_other() -> None:
-    with pytest.raises(CheckpointError, match=r"has a quantization_config, .* has no tensor \*.weight_packed"):
+    with pytest.raises(CheckpointError, match=r"has a quantization_config .*, .* has no tensor \*.weight_packed"):
         read_quantization({"quantization_config": section()}, ["lm_head.weight"])
-    with pytest.raises(CheckpointError, match=r"has no quantization_config, .* has a tensor \*.weight_packed"):
+    with pytest.raises(CheckpointError, match=r"has no quantization_config, .* has a tensor .*down_proj.weight_packed"):
         read_quantization({}, PACKED)
 
 
@@ -81,7 +88,8 @@ def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_layers_of_different_groups_are_refused() -> None:
     both = section()
     both["config_groups"]["group_1"] = deepcopy(both["config_groups"]["group_0"])
-    assert read_quantization({"quantization_config": both}, PACKED) == GroupQuantization(64, has_zeros=True)
+    expected = PackQuantized(GroupQuantization(64, has_zeros=True))
+    assert read_quantization({"quantization_config": both}, PACKED) == expected
     both["config_groups"]["group_1"]["weights"]["group_size"] = 128
     with pytest.raises(CheckpointError, match="config_groups with different weights"):
         read_quantization({"quantization_config": both}, PACKED)
