@@ -9,6 +9,7 @@ from triptych.checkpoint.config_files import quantization_section
 from triptych.errors import CheckpointError
 from triptych.layers.stored.compressed_tensors import GroupQuantization, PackQuantized, quantization_config
 from triptych.layers.stored.format import StoredFormat
+from triptych.layers.stored.fp8 import Fp8
 from triptych.layers.stored.registry import read_format
 
 PACKED = ["model.layers.0.mlp.down_proj.weight_packed", "lm_head.weight"]
@@ -99,3 +100,46 @@ def test_layers_of_different_groups_are_refused() -> None:
 def test_a_section_that_is_no_object_is_refused(wrong: object) -> None:
     with pytest.raises(CheckpointError, match="quantization_config must be an object"):
         read_quantization({"quantization_config": wrong}, PACKED)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+
+
+def float_quantized(**changes: Any) -> dict[str, Any]:
+    group = {"weights": FLOAT8 | {"dynamic": False} | changes, "input_activations": {"num_bits": 8}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("found", "block"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 64], "activation_scheme": "static"}, (128, 64)),
+        ({"quant_method": "fp8", "weight_block_size": None, "fmt": "e4m3"}, None),
+        ({"quant_method": "fp8"}, None),
+        (float_quantized(), (128, 128)),
+        (float_quantized(strategy="channel", block_structure=None), None),
+    ],
+)
+def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> None:
+    stored = read_format(found, ["a.weight", "a.weight_scale_inv"])
+    assert isinstance(stored, Fp8)
+    assert stored.block == block
+    assert stored.kept_as is None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two .*, not \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size must be two positive"),
+        ({"quant_method": "fp8", "weight_block_size": [True, "a"]}, "weight_block_size must be two positive"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "fmt 'e3m4' is not served"),
+        (float_quantized(num_bits=4), "num_bits 4 is not served; served: 8"),
+        (float_quantized(symmetric=False), "symmetric False"),
+        (float_quantized(strategy="tensor_group"), "strategy 'tensor_group'"),
+        (float_quantized() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ],
+)
+def test_other_fp8_is_refused(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_format(found, ["a.weight_scale_inv"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.support.backbones import BACKBONES
@@ -27,6 +28,7 @@ from tests.support.forward import (
 from tests.support.quantized import Encode, quantized_pair, rounded, value, words
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
 from triptych.layers.stored.compressed_tensors import GroupQuantization, quantization_config
 
@@ -59,9 +61,34 @@ def packed(bits: int, group: int, *, symmetric: bool) -> Encode:
     return encode
 
 
+def fp8(block: tuple[int, int] | None, kind: str, *, per_output: bool = False, **extra: Tensor) -> Encode:
+    """Blocks of that many outputs and inputs, or one scale for the layer or for each output."""
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        height, width = block or ((1, weight.shape[1]) if per_output else weight.shape)
+        rows, columns = (torch.arange(size) // step for size, step in zip(weight.shape, (height, width), strict=True))
+        highest = torch.stack([weight[rows == row].abs().amax(0) for row in rows.unique()])
+        highest = torch.stack([highest[:, columns == column].amax(1) for column in columns.unique()], dim=1)
+        scales = (highest / 448).bfloat16().float()
+        spread = scales[rows][:, columns]
+        values = (weight / spread).to(torch.float8_e4m3fn)
+        stored = scales if block or per_output else scales.view(())
+        return {"weight": values, kind: stored, **extra}, values.float() * spread
+
+    return encode
+
+
 def but(encode: Encode, *names: str) -> Encode:
     """Leaves layers whose names end like that as they are."""
     return lambda name, weight: None if name.endswith(names) else encode(name, weight)
+
+
+def float_quantized(strategy: str, **weights: Any) -> dict[str, Any]:
+    """As compressed-tensors describes it."""
+    served = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": served, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
 FORMATS = {
@@ -70,6 +97,18 @@ FORMATS = {
     ),
     "pack-quantized, asymmetric": Stored(
         quantization_config(GroupQuantization(64, has_zeros=True), []), packed(4, 64, symmetric=False)
+    ),
+    "fp8, blocks": Stored(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 24]},
+        fp8((16, 24), "weight_scale_inv"),
+    ),
+    "fp8, tensors": Stored(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8(None, "weight_scale_inv", activation_scale=torch.tensor(0.5)),
+    ),
+    "float-quantized": Stored(float_quantized("channel"), fp8(None, "weight_scale", per_output=True)),
+    "float-quantized, blocks": Stored(
+        float_quantized("block", block_structure=[16, 24]), fp8((16, 24), "weight_scale")
     ),
 }
 
@@ -142,3 +181,31 @@ def test_layers_of_unlike_shards_are_multiplied_apart(tmp_path: Path, weights: s
     prompt = Prompt(torch.arange(3, 43), torch.arange(40.0).double().expand(3, -1), torch.arange(0), torch.zeros(0, 64))
     logits = [step(Pool(decoder), [(Running(prompt), 40)]) for decoder in loaded]
     assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tensor", "words"),
+    [
+        ("fp8, blocks", "weight_scale_inv", torch.ones(3, 4), r"weight_scale_inv' has shape \[3, 4\]"),
+        ("fp8, blocks", "weight_scale_inv", torch.full((4, 4), torch.inf), "weight_scale_inv has values that aren't"),
+        ("fp8, blocks", "weight_scale_inv", torch.ones(4, 4, dtype=torch.int32), "weight_scale_inv: is int32, not "),
+        ("fp8, blocks", "weight_scale_inv", None, "weight: is float8_e4m3fn, not bfloat16"),
+        ("fp8, blocks", "weight", torch.ones(64, 96), "weight: is float32, not float8_e4m3fn"),
+        ("fp8, blocks", "weight", torch.ones(64, 97).to(torch.float8_e4m3fn), r"has shape \[64, 97\]"),
+        ("fp8, blocks", "weight_zero_point", torch.ones(1), "no place for tensor"),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(
+    tmp_path: Path, name: str, kind: str, tensor: Tensor | None, words: str
+) -> None:
+    one = FORMATS[name]
+    stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    weights = load_file(stored / "model.safetensors")
+    weights.pop(f"{LAYER}.{kind}", None)
+    save_file(weights | ({} if tensor is None else {f"{LAYER}.{kind}": tensor}), stored / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU)
+    assert LAYER in str(error.value)

@@ -34,7 +34,7 @@ def quantized_pair(source: Path, to: Path, section: dict[str, Any], encode: Enco
         values[key] = weight if found is None else found[1]
     assert kept.keys() != values.keys()
     for folder, tensors in ((stored, kept), (dense, values)):
-        contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        contiguous = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
         save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": section}))

@@ -1,13 +1,13 @@
 """compressed-tensors' format ``pack-quantized`` (https://github.com/vllm-project/compressed-tensors) with 4 bits in
 groups, which ``triptych quantize`` writes, too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import LayerTensors, Section, require
+from triptych.layers.stored.format import LayerTensors, Section, config_groups, require
 
 if TYPE_CHECKING:
     import torch
@@ -47,14 +47,7 @@ class PackQuantized:
     def of(cls, section: Section) -> "PackQuantized":
         """Return the format that a config's section describes. Raises CheckpointError."""
         require(section, "kv_cache_scheme", (None,))
-        groups = section.get("config_groups")
-        if (
-            not isinstance(groups, Mapping)
-            or not groups
-            or not all(isinstance(one, Mapping) for one in groups.values())
-        ):
-            raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups must be objects by name, not {groups!r}")
-        found = {_parse_group(group) for group in groups.values()}
+        found = {_parse_group(group) for group in config_groups(section)}
         if len(found) > 1:
             raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups with different weights aren't served")
         return cls(found.pop())
@@ -85,12 +78,10 @@ class PackQuantized:
         return GroupedWeight(words, halves, zeros, inputs, group)
 
 
-def _parse_group(group: Mapping[str, Any]) -> GroupQuantization:
+def _parse_group(group: Section) -> GroupQuantization:
     for name in ("input_activations", "output_activations"):
         require(group, name, (None,))
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
-        raise CheckpointError(f"config.json: {QUANTIZATION}: weights must be an object, not {weights!r}")
+    weights = group["weights"]
     for name, served in (
         ("num_bits", (4,)),
         ("type", ("int",)),

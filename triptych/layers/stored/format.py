@@ -67,3 +67,15 @@ def require(section: Section, name: str, served: Sequence[object]) -> Any:
         options = ", ".join(map(repr, served))
         raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {value!r} is not served; served: {options}")
     return value
+
+
+def config_groups(section: Section) -> list[Section]:
+    """Return compressed-tensors' groups of layers, whose ``weights`` are objects. Raises CheckpointError unless all
+    are."""
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(one, Mapping) for one in groups.values()):
+        raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups must be objects by name, not {groups!r}")
+    for group in groups.values():
+        if not isinstance(weights := group.get("weights"), Mapping):
+            raise CheckpointError(f"config.json: {QUANTIZATION}: weights must be an object, not {weights!r}")
+    return list(groups.values())

@@ -2,15 +2,16 @@
 converted and packed. So no more is converted at a time than one layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triptych.layers.grouped_weight import GroupedWeight, concatenate_grouped
+from triptych.layers.grouped_weight import GroupedWeight, by_rows, concatenate_grouped
 from triptych.layers.linear import ConcatenatedLinear, Linear, WeightFormat
+from triptych.layers.stored.format import LayerTensors
 
 
 class StoredLinear(Protocol):
@@ -54,6 +55,56 @@ class DenseWeight:
     def dequantized(self) -> Tensor:
         """See ``StoredLinear``."""
         return self.weight
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A weight of numbers that groups of them scale, W[o, i] = (values[o, i] - zeros[r, c]) * scales[r, c], where r is
+    ``row_groups[o]`` and c is ``column_groups[i]``. It is dequantized when it becomes a layer."""
+
+    values: Tensor
+    """[out, in], of any dtype."""
+    scales: Tensor
+    """Floats [R, C]."""
+    zeros: Tensor | None
+    """Integers [R, C]; None: all are 0."""
+    row_groups: Tensor
+    """int64 [out]."""
+    column_groups: Tensor
+    """int64 [in]."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See ``StoredLinear``."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    def rows(self, part: slice | Tensor) -> "ScaledWeight":
+        """See ``StoredLinear``."""
+        return replace(self, values=self.values[part], row_groups=self.row_groups[part])
+
+    def columns(self, part: slice) -> "ScaledWeight":
+        """See ``StoredLinear``."""
+        return replace(self, values=self.values[:, part], column_groups=self.column_groups[part])
+
+    def dequantized(self) -> Tensor:
+        """See ``StoredLinear``; float32."""
+        return by_rows(self.shape, self.values.device, self._floats)
+
+    def _floats(self, rows: slice) -> Tensor:
+        groups, weight = self.row_groups[rows], self.values[rows].float()
+        if self.zeros is not None:
+            weight -= self.zeros[groups].float()[:, self.column_groups]
+        return weight.mul_(self.scales[groups].float()[:, self.column_groups])
+
+
+def finite(scales: Tensor, tensors: LayerTensors, kind: str) -> Tensor:
+    """Return a layer's scales, the tensor ``kind``, in float32. Raises CheckpointError, naming it, unless all are
+    finite."""
+    wide = scales.float()
+    if not wide.is_meta and not wide.isfinite().all():
+        raise tensors.wrong(f"{kind} has values that aren't finite")
+    return wide
 
 
 def linear_of(
