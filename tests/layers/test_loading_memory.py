@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.layers.test_stored_models import FORMATS, Stored
+from tests.support.stored_formats import FORMATS, Stored
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 2**20
@@ -58,7 +58,7 @@ def status(name):
 folder = sys.argv[1]
 adapter, checkpoint, device = TextAdapter(load_config(folder)), Checkpoint(folder), torch.device("cpu")
 torch.zeros(8).sum()
-Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
 before = status("VmRSS")
 decoder = adapter.load_decoder(checkpoint, WEIGHT_FORMATS["float16"], device)
 products = [module.product for module in decoder.modules() if isinstance(module, PackedLinear)]
