@@ -78,7 +78,7 @@ def test_other_weights_are_refused(changes: dict[str, Any], words: str) -> None:
         ({"config_groups": {}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": 7}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": {"weights": []}}}, "weights must be an object"),
-        ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, "input_activations"),
+        ({"config_groups": {"group_0": {"weights": {}, "input_activations": {"num_bits": 8}}}}, "input_activations"),
     ],
 )
 def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
