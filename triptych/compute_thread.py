@@ -8,13 +8,29 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from contextlib import suppress
+from typing import ParamSpec, Protocol, TypeVar
+
+from triptych.errors import InstanceBroken
+from triptych.job_faults import Culprit, culprit_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 START_TIMEOUT = 0.01
 """Maximum seconds that ``submit`` waits for a job to start; only reached on a machine with other load."""
+ANSWER_TIMEOUT = 1.0
+"""Seconds within which a device must answer after a job has failed."""
+
+
+class Device(Protocol):
+    """What jobs compute on."""
+
+    def begin_job(self) -> None:
+        """Called before every job, which fails with what this raises."""
+
+    def ask(self) -> None:
+        """Compute a little, and wait for the result. Raises whatever keeps the device from it; may never return."""
 
 
 def started_executor(threads: int, name: str) -> ThreadPoolExecutor:
@@ -30,12 +46,21 @@ class ComputeThread:
     """Runs jobs one at a time, in order. An instance with several stages submits one job at a time for each, so that
     they take turns on the same cores."""
 
-    def __init__(self, on_done: Callable[[], None]) -> None:
-        """``on_done`` is called on the compute thread after every job."""
+    device: Device | None = None
+    """Asked after each job that fails, unless it is known to be another's fault. None until there is one."""
+
+    def __init__(
+        self, on_done: Callable[[], None], on_broken: Callable[[InstanceBroken], None] = lambda _: None
+    ) -> None:
+        """``on_done`` is called on the compute thread after every job. ``on_broken`` is called on it when the device
+        doesn't answer, before the end of the job that has failed, which then raises the same."""
         self._worked: tuple[float, float | None] = 0.0, None
         """Run time of the jobs that have ended, and when the running one began. Replaced as a whole, since another
         thread reads it."""
+        self._asked: float | None = None
+        """Since when the device owes an answer."""
         self._on_done = on_done
+        self._on_broken = on_broken
         self._num_submitted = self._num_ended = 0  # each counted by one thread
         self._executor = started_executor(1, "compute")
 
@@ -56,7 +81,13 @@ class ComputeThread:
             self._worked = ended, began
             begun.set()
             try:
+                if self.device is not None:
+                    self.device.begin_job()
                 return job(*args, **kwargs)
+            except Exception as error:
+                if culprit_of(error) is Culprit.UNCLEAR:
+                    self._ask(error)
+                raise
             finally:
                 self._worked = ended + time.monotonic() - began, None
                 self._num_ended += 1
@@ -67,6 +98,37 @@ class ComputeThread:
             begun.wait(START_TIMEOUT)
         return future
 
+    def ask(self, error: BaseException) -> None:
+        """Ask the device after an error on another thread, once the queued jobs have ended. Waits for the answer for up
+        to ``ANSWER_TIMEOUT``. Raises InstanceBroken if the device can't answer."""
+        with suppress(TimeoutError):
+            self.submit(self._ask, error).result(ANSWER_TIMEOUT)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the device has owed an answer for longer than ``ANSWER_TIMEOUT``."""
+        asked = self._asked
+        return asked is not None and time.monotonic() - asked > ANSWER_TIMEOUT
+
     def close(self) -> None:
-        """Wait for the running job to finish, and drop the queued ones."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Drop the queued jobs, and wait for the running one to finish, unless the device is stuck."""
+        self._executor.shutdown(wait=not self.is_stuck, cancel_futures=True)
+
+    def _ask(self, error: BaseException) -> None:
+        if self.device is None:
+            return
+        self._asked = time.monotonic()
+        try:
+            self.device.ask()
+        except Exception as answer:  # noqa: BLE001 - whatever it is, the device doesn't compute
+            reason = f"the device doesn't answer after a failed job: {_first_line(answer)}"
+            broken = InstanceBroken(f"{reason} (the job: {_first_line(error)})")
+            self._on_broken(broken)
+            raise broken from error
+        finally:
+            self._asked = None
+
+
+def _first_line(error: BaseException) -> str:
+    """Return an error's first line: CUDA's have many."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

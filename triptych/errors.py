@@ -19,8 +19,8 @@
     │   └── BlockError, RegionError
     ├── StartError
     │   ├── CheckpointError, TopologyError, ConfigError
-    │   └── InstanceRefused, FrontendSilent, ChildFailed
-    └── BadAddress, BadMessage
+    │   └── InstanceRefused, InstanceBroken, FrontendSilent, ChildFailed
+    └── HelperFailed, BadAddress, BadMessage
 
 Each docstring first describes what happened, then what the client or the operator can do. ``triptych/api/errors.py``
 maps errors to HTTP statuses.
@@ -393,6 +393,15 @@ class InstanceRefused(StartError):
     exit_code = exit_codes.CONFIG
 
 
+class InstanceBroken(StartError):
+    """The instance can't do its work any more: its device doesn't answer, or one job after the other has failed.
+
+    A supervisor starts it again. If that repeats, check the device, and the instance's log for what failed first.
+    """
+
+    exit_code = exit_codes.BROKEN
+
+
 class FrontendSilent(StartError):
     """No frontend answers the instance or the operator.
 
@@ -411,6 +420,14 @@ class ChildFailed(StartError):
     def __init__(self, message: str, exit_code: int = exit_codes.FAILED) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class HelperFailed(TriptychError):
+    """A process or thread that helps an instance, such as one that decodes media, can't do its work.
+
+    The work is done elsewhere, or again. If it repeats, the instance's machine is most likely short of memory or
+    processes.
+    """
 
 
 class BadAddress(TriptychError):

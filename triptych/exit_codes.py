@@ -4,6 +4,9 @@ FAILED = 1
 """Any other failure: starting again may help."""
 USAGE = 2
 """The command line can't be parsed; argparse's own code."""
+BROKEN = 70
+"""An instance's device doesn't answer any more, or one of its jobs after the other failed (EX_SOFTWARE of sysexits.h):
+starting again helps, unless the device itself is broken."""
 NO_FRONTEND = 75
 """No answer from the frontend (EX_TEMPFAIL of sysexits.h): starting again may help."""
 CONFIG = 78

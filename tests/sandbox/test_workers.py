@@ -16,7 +16,7 @@ import pytest
 from tests.support import sandbox_handlers as handlers
 from tests.support.processes import is_gone
 from tests.support.sandbox_handlers import LIMITS
-from triptych.errors import DecodeFailed, InternalError, StartError, TruncatedMedia
+from triptych.errors import DecodeFailed, HelperFailed, InternalError, StartError, TruncatedMedia
 from triptych.sandbox import spawn as spawn_module
 from triptych.sandbox import workers as workers_module
 from triptych.sandbox.protocol import Bulk, ProtocolError, WorkerSpec
@@ -221,7 +221,7 @@ def test_workers_that_cannot_start() -> None:
     made = WorkerPool(WorkerSpec(f"{handlers.__name__}:broken", "", LIMITS), 1, DecodeFailed)
     with pytest.raises(StartError, match="can't start"):
         made.wait_until_ready()
-    with pytest.raises(InternalError, match="could not be started"):
+    with pytest.raises(HelperFailed, match="could not be started"):
         ask(made, "echo")
     made.close()
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from tests.support.disorder import LossyChannel
 from triptych.config import LeaseConfig
-from triptych.errors import BlockError, StartError, TriptychError
+from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
 from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -443,7 +443,8 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     harness.loop.on_advance = fail
     harness.instance.channel.wake()
     harness.end()
-    assert isinstance(harness.error, RuntimeError)
+    assert isinstance(harness.error, InstanceBroken)
+    assert "RuntimeError('a bug')" in str(harness.error)
     assert harness.loop.num_advances - before <= instances.MAX_FAILURES + 1, "it doesn't spin"
     assert any("exiting" in record.message for record in caplog.records if record.levelno == logging.ERROR)
     _until(lambda: harness.count(Deregister, 0.05) == instances.MAX_FAILURES)

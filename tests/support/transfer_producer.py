@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from triptych.config.injected_faults import InjectedFaults
 from triptych.messages.channel import Channel
 from triptych.messages.rows import Abort, Done, Grant, RowLayout
-from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
+from triptych.transfer.fabrics.faulty import FaultyFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
 from triptych.transfer.memory import SHARED_NAME, Bytes
 from triptych.transfer.sender import Sender
@@ -50,7 +51,7 @@ def left_soon(before: dict[str, int]) -> dict[str, int]:
     return now
 
 
-def produce(consumer: Address, count: int, faults: Faults) -> None:
+def produce(consumer: Address, count: int, faults: InjectedFaults) -> None:
     channel, fabric = Channel(), FaultyFabric(SharedMemoryFabric(), faults)
     before = left()
     sender = Sender({fabric.name: fabric}, channel.address, channel.send)
@@ -82,4 +83,4 @@ def produce(consumer: Address, count: int, faults: Faults) -> None:
 
 
 if __name__ == "__main__":
-    produce(Address(sys.argv[1]), int(sys.argv[2]), Faults.parse(sys.argv[3]))
+    produce(Address(sys.argv[1]), int(sys.argv[2]), InjectedFaults.parse(sys.argv[3]))

@@ -11,12 +11,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import RegionError
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.rows import Abort, Done, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.transfer.buffers import RowBuffer
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
-from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
+from triptych.transfer.fabrics.faulty import FaultyFabric
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.fabrics.mooncake import MooncakeFabric
 from triptych.transfer.fabrics.nixl import MODULES as NIXL_MODULES
@@ -74,7 +75,9 @@ class ControlledFabric:
     stopped process, or a network card that can't be stopped.
     """
 
-    def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float], times: float = math.inf) -> None:
+    def __init__(
+        self, fabric: Fabric, faults: InjectedFaults, clock: Callable[[], float], times: float = math.inf
+    ) -> None:
         self.name = fabric.name
         self.scope = fabric.scope
         self.checksums = True
@@ -160,7 +163,7 @@ class Wire:
         fabrics: tuple[Fabric, Fabric],
         num_blocks: int,
         block_rows: int,
-        faults: Faults | None = None,
+        faults: InjectedFaults | None = None,
         deadlines: Deadlines | None = None,
         *,
         grant_rows: int = 0,
@@ -189,7 +192,7 @@ class Wire:
         self.ended: list[tuple[TransferId, bool]] = []
         self.faulty: dict[Address, ControlledFabric] = {}
         self.all_faulty: list[ControlledFabric] = []
-        self._faults = faults or Faults()
+        self._faults = faults or InjectedFaults()
         self._deadlines = deadlines
         self.senders = {address: self._sender(address) for address in PRODUCERS}
         self.ghosts: list[Sender] = []
@@ -422,7 +425,7 @@ def wire(
     fabric: str,
     num_blocks: int,
     block_rows: int,
-    faults: Faults | None = None,
+    faults: InjectedFaults | None = None,
     deadlines: Deadlines | None = None,
     *,
     grant_rows: int = 0,

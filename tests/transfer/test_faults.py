@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
+from triptych.config.injected_faults import InjectedFaults
 from triptych.messages.rows import Abort, TransferSide
-from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.receiver import MAX_RESENDS
 from triptych.transfer.sender import MAX_ATTEMPTS
 from triptych.transfer.states import Deadlines, TransferState
@@ -41,10 +41,10 @@ def is_clean(w: Wire) -> None:
 # ── faults of one write ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def faults_of(name: str) -> Faults:
+def faults_of(name: str) -> InjectedFaults:
     """One fault, every time."""
     settings: dict[str, Any] = {name: 1.0}
-    return Faults(**settings)
+    return InjectedFaults(**settings)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_rows_that_stay_corrupt_fail_only_their_transfer(fabric: str, fault: str
 
 
 def test_no_row_after_corrupt_ones_counts_as_landed(fabric: str) -> None:
-    with wire(fabric, 2, 1, Faults(corrupt=1.0)) as w:
+    with wire(fabric, 2, 1, InjectedFaults(corrupt=1.0)) as w:
         item = w.expect(2, (0, 0))
         [taken] = w.buffer.take(0, 1)  # so that it is granted twice
         grant(w, item)
@@ -108,7 +108,7 @@ def test_no_row_after_corrupt_ones_counts_as_landed(fabric: str) -> None:
 
 
 def test_a_failing_write_is_retried_a_few_times(fabric: str) -> None:
-    with wire(fabric, 4, 2, Faults(half=1.0)) as w:
+    with wire(fabric, 4, 2, InjectedFaults(half=1.0)) as w:
         item = w.expect(3, (0, 0))
         w.land(item)
         assert [f.error for f in w.failures] == ["InternalError"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.transfer_scenario import Scenario
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, fabric_pair, wire
+from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
 from triptych.messages.rows import (
@@ -24,7 +25,6 @@ from triptych.messages.rows import (
     Wrote,
 )
 from triptych.transfer.buffers import RowBuffer
-from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.memory import SharedMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.states import TransferState
@@ -205,7 +205,8 @@ def test_with_faults_rows_are_intact_or_their_transfer_fails(
     rates: list[float],
     losses: bool,
 ) -> None:
-    faults = Faults(**dict(zip(Faults().probabilities, rates, strict=True)), seed=chance.randrange(2**32))
+    shares = dict(zip(InjectedFaults().probabilities, rates, strict=True))
+    faults = InjectedFaults(**shares, seed=chance.randrange(2**32))
     with wire(fabric, num_blocks, block_rows, faults, grant_rows=grant_rows) as w:
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.support.transfer_scenario import Scenario, no_memory
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, Item, Wire, wire
+from triptych.config.injected_faults import InjectedFaults
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
-from triptych.transfer.fabrics.faulty import Faults
 from triptych.transfer.incoming import MAX_IDLE_ATTEMPTS
 from triptych.transfer.memory import SharedMemory
 from triptych.transfer.states import Deadlines, TransferState
@@ -327,7 +327,8 @@ def test_with_losses_at_any_point_every_row_is_right_and_every_block_is_freed(
     cancels: bool,
     losses: bool,
 ) -> None:
-    faults = Faults(**dict(zip(Faults().probabilities, rates, strict=True)), seed=chance.randrange(2**32))
+    shares = dict(zip(InjectedFaults().probabilities, rates, strict=True))
+    faults = InjectedFaults(**shares, seed=chance.randrange(2**32))
     with wire(fabric, num_blocks, block_rows, faults, grant_rows=grant_rows) as w:
         for number, count in enumerate(rows):
             first_row = chance.choice([0, 0, chance.randrange(count)])

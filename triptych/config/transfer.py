@@ -25,5 +25,7 @@ class TransferConfig(Settings):
     mooncake_protocol: str = setting("tcp", "protocol of Mooncake: tcp or rdma", choices=("tcp", "rdma"))
     mooncake_devices: str = setting("", "network devices for Mooncake's rdma, separated by commas")
     inject_faults: str = setting(
-        "", "for tests: inject faults into a share of writes, as in drop=0.01,corrupt=0.05,delay=0.1"
+        "",
+        "for tests: inject faults into a share of writes, as in drop=0.01,corrupt=0.05,delay=0.1, or break the "
+        "device: at a share of jobs (device=0.001), or at SIGUSR1 alone (device=0)",
     )

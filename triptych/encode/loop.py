@@ -17,6 +17,7 @@ from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler, Requester
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
+from triptych.job_faults import Culprit, FailureRow, culprit_of
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import EncodeStats, InstanceStats
@@ -115,6 +116,9 @@ class EncodeLoop:
         )
         self._short_item_waits = False
         self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
+        self._retries: list[list[EncodePart]] = []
+        """Parts of batches that have failed."""
+        self._failures = FailureRow()
 
     context_length = 0
 
@@ -358,7 +362,7 @@ class EncodeLoop:
             if isinstance(error := future.exception(), MemoryError):
                 raise error  # which ends the instance: it would fail item after item, each only after a while
             if error:
-                self._fail(job, error)
+                self._fail(job, error, self._failures.failed(error, job.key))
                 continue
             for part in future.result():
                 self._on_preprocessed(job, part)
@@ -401,23 +405,43 @@ class EncodeLoop:
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_batch(self) -> None:
-        if self._batch is None and (parts := self._queue.next_batch()):
+        if self._batch is None and (parts := self._next_retry() or self._queue.next_batch()):
             now = time.time()
             for job in {job for part in parts for job, _ in part.waiters}:
                 job.encode_began = job.encode_began or now
             self._batch = parts, self._compute.submit(self.encoder, [part.input for part in parts])
 
+    def _next_retry(self) -> list[EncodePart]:
+        """Return the next half of a batch that has failed, without parts that no job needs any more; empty if there is
+        none."""
+        needed: list[EncodePart] = []
+        while self._retries and not needed:
+            for part in self._retries.pop(0):
+                if any(self._is_active(job) for job, _ in part.waiters):
+                    needed.append(part)
+                else:
+                    del self._parts[part.input.name]
+        return needed
+
     def _collect_batch(self) -> None:
         if self._batch is None or not self._batch[1].done():
             return
         parts, future = self._batch
+        if (error := future.exception()) is not None and culprit_of(error) is Culprit.DEVICE:
+            return  # the instance ends
         self._batch = None
+        if error is not None and len(parts) > 1:
+            log.warning("encoding %d parts failed (%r); trying the halves", len(parts), error)
+            self._retries[:0] = [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
+            return
         for part in parts:
             del self._parts[part.input.name]
-        if error := future.exception():
-            for job in {job for part in parts for job, _ in part.waiters}:
-                self._fail(job, error)
+        if error is not None:
+            culprit = self._failures.failed(error, parts[0].input.name)
+            for job in {job for job, _ in parts[0].waiters}:
+                self._fail(job, error, culprit)
             return
+        self._failures.succeeded()
         for part, rows in zip(parts, future.result(), strict=True):
             self._cache.put(part.input.name, rows)
             for job, number in part.waiters:
@@ -451,8 +475,9 @@ class EncodeLoop:
         for transfer, (frontend, attempt) in job.transfers.items():
             self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job), attempt))
 
-    def _fail(self, job: EncodeJob, error: BaseException) -> None:
-        """Fail a job. The frontend decides whether to retry; if it doesn't, the consumer closes the transfer."""
+    def _fail(self, job: EncodeJob, error: BaseException, culprit: Culprit = Culprit.ITEM) -> None:
+        """Fail a job. The culprit tells the frontend whether to have the request done elsewhere; in either case the
+        consumer closes the transfer."""
         if not self._is_active(job):
             return
         if not isinstance(error, TriptychError):
@@ -460,7 +485,7 @@ class EncodeLoop:
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
         for transfer, (frontend, attempt) in job.transfers.items():
-            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message, attempt))
+            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message, attempt, culprit))
 
 
 def _check(message: Encode, job: EncodeJob | None) -> None:

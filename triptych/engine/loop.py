@@ -34,6 +34,7 @@ from triptych.engine.state_slots import can_restart
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, InvalidRequest, TriptychError
+from triptych.job_faults import Culprit, FailureRow
 from triptych.layers.cache_spec import layers_of
 from triptych.layers.rope_config import LengthRule
 from triptych.messages.codec import Send
@@ -117,6 +118,7 @@ class EngineLoop:
         self.num_computed_tokens = 0
         self._active = ActiveRequests()
         self._pending_tokens: list[tuple[Address, Tokens]] = []
+        self._failures = FailureRow()
 
     @property
     def prefills(self) -> bool:
@@ -273,6 +275,7 @@ class EngineLoop:
         except TriptychError as error:
             if matching is not None:
                 matching.close()
+            self._failures.failed(error, message.request)
             self._send(message.reply_to, Failed.of(message.request, self._address, error))
             return
         request.prefilled_here, request.decoded_here = self.prefills, self.decodes
@@ -327,9 +330,9 @@ class EngineLoop:
             active.matching.close()
             active.matching = None
 
-    def _fail(self, active: ActiveRequest, error: TriptychError) -> None:
+    def _fail(self, active: ActiveRequest, error: TriptychError, culprit: Culprit | None = None) -> None:
         # before removal, which aborts transfers: the other side's failure would be less specific
-        self._send(active.reply_to, Failed.of(active.id, self._address, error))
+        self._send(active.reply_to, Failed.of(active.id, self._address, error, culprit))
         if active.outgoing_kv is None or not active.outgoing_kv.offered:
             self._remove(active)
             return
@@ -338,9 +341,9 @@ class EngineLoop:
         active.failed = True
         self._release(active)
 
-    def _fail_with(self, request: Request, error: TriptychError) -> None:
+    def _fail_with(self, request: Request, error: TriptychError, culprit: Culprit | None = None) -> None:
         if active := self._active_for(request):
-            self._fail(active, error)
+            self._fail(active, error, culprit)
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
@@ -491,17 +494,18 @@ class EngineLoop:
             self._kv_sink.provide_layers()
         if not done or (result := self._executor.collect()) is None:
             return
-        if result.output is None:
-            self._handle_failed(result.chunks)
+        if isinstance(result.output, BaseException):
+            self._handle_failed(result.chunks, result.output)
             return
         self._handle_output(result.chunks, result.output, result.began)
 
-    def _handle_failed(self, chunks: Sequence[Chunk]) -> None:
+    def _handle_failed(self, chunks: Sequence[Chunk], error: BaseException) -> None:
         """Fail the only request of a failed step. Of several, whose states have changed, compute each again by itself,
         up to where it failed. Those whose pages are being sent can't be; they fail unless their chunk is intact."""
+        culprit = self._failures.failed(error, chunks[0].request.content) if len(chunks) == 1 else Culprit.UNCLEAR
         for chunk in chunks:
             if len(chunks) == 1 or (chunk.request.sends_pages and not _is_intact(chunk)):
-                self._fail_with(chunk.request, InternalError("the model failed on this request"))
+                self._fail_with(chunk.request, InternalError("the model failed on this request"), culprit)
         if len(chunks) > 1:
             for chunk in chunks:
                 chunk.request.alone_until = chunk.start + chunk.length
@@ -510,6 +514,7 @@ class EngineLoop:
                     self._expect_rows(active)
 
     def _handle_output(self, chunks: Sequence[Chunk], output: StepOutput, began: float) -> None:
+        self._failures.succeeded()
         self.scheduler.mark_computed(computed_chunks(chunks, output))
         self.num_steps += 1
         self.num_computed_tokens += sum(chunk.length for chunk in chunks)

@@ -1,7 +1,7 @@
 """A request as the engine sees it: its tokens, and which of them are in the KV cache on which pages."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -85,6 +85,11 @@ class Request:
         self.media_spans = [span for item in self.items for span in item.placement.spans]
         self.atomic_spans = [span for span in self.media_spans if span.atomic]
         self.second_spans = [span for span in self.media_spans if span.second]
+
+    @property
+    def content(self) -> Hashable:
+        """Equal for requests whose prompts are."""
+        return hash((*self.tokens[: self.num_prompt], *(item.key for item in self.items)))
 
     @property
     def holds_pages(self) -> bool:

@@ -13,7 +13,7 @@ from triptych.engine.runner import Runner, StepOutput
 from triptych.engine.sampler import SamplingInput
 from triptych.engine.scheduler import Chunk
 from triptych.engine.step_batch import StepBatch
-from triptych.errors import StartError
+from triptych.job_faults import Culprit, culprit_of
 from triptych.layers.decoder import AfterLayer
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class StepResult:
     chunks: Sequence[Chunk]
     began: float
     """In seconds since the epoch."""
-    output: StepOutput | None
-    """None if the model failed on this chunk, the only one, or, where requests have states, on any of these."""
+    output: StepOutput | BaseException
+    """Why the model failed on this chunk, the only one, or, where requests have states, on any of these."""
 
 
 class StepExecutor:
@@ -81,7 +81,7 @@ class StepExecutor:
         """Return the result of a step that is done, unless its halves are to be retried."""
         assert self._running is not None
         error = self._running.future.exception()
-        if isinstance(error, StartError):
+        if error is not None and culprit_of(error) is Culprit.DEVICE:
             return None  # the instance ends: no further step begins, and the router moves its requests
         running, self._running = self._running, None
         if error is None:
@@ -89,13 +89,13 @@ class StepExecutor:
         chunks = running.step_batch.chunks
         if len(chunks) > 1 and self._runner.states is not None:
             log.warning("a step of %d requests failed (%r); computing each by itself", len(chunks), error)
-            return StepResult(chunks, running.began, None)  # states have changed: the halves can't be repeated
+            return StepResult(chunks, running.began, error)  # states have changed: the halves can't be repeated
         if len(chunks) > 1:
             log.warning("a step of %d requests failed (%r); trying its halves", len(chunks), error)
             self._retries.extendleft(reversed(running.step_batch.halves()))
             return None
         log.error("the step of request %s failed", chunks[0].request.id, exc_info=error)
-        return StepResult(chunks, running.began, None)
+        return StepResult(chunks, running.began, error)
 
 
 def computed_chunks(chunks: Sequence[Chunk], output: StepOutput) -> list[Chunk]:

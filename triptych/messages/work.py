@@ -6,6 +6,7 @@ from msgspec import Meta, Struct, field
 
 from triptych.config import MAX_FILE_MB
 from triptych.errors import ErrorKind
+from triptych.job_faults import Culprit, culprit_of
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats
@@ -257,16 +258,6 @@ MAX_TOP_K = 2**31 - 1
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
-class ReasoningBudget(Struct, frozen=True):
-    """How many tokens of reasoning an answer may begin with before it is ended."""
-
-    tokens: Count
-    end: list[int]
-    """The tokens that end it; the first by itself if the model chooses it."""
-    opening: list[int] = []
-    """The tokens before the reasoning, if there is any; empty if the prompt has them."""
-
-
 class SamplingParams(Struct, frozen=True):
     """How tokens are sampled, and when generation ends."""
 
@@ -289,7 +280,6 @@ class SamplingParams(Struct, frozen=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: str | None = None
     """In llguidance's dialect of Lark; the answer must match it."""
-    reasoning_budget: ReasoningBudget | None = None
 
 
 class PlacedItem(Struct, frozen=True):
@@ -450,6 +440,8 @@ class EncodeFailed(Struct, frozen=True, tag=True):
     message: str
     attempt: Count = 0
     """The attempt of ``Encode``, as in ``Encoded``."""
+    culprit: Culprit = Culprit.ITEM
+    """Whose fault it is. It decides whether the request ends, or is tried elsewhere."""
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -510,7 +502,7 @@ class Tokens(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Language instance → frontend: this request failed. Ignored from an instance that no longer works on it."""
+    """Language instance → frontend: this request failed here. Ignored from an instance that no longer works on it."""
 
     request: RequestId
     sender: Address
@@ -518,11 +510,14 @@ class Failed(Struct, frozen=True, tag=True):
     message: str
     param: str | None = None
     """The request's field at fault."""
+    culprit: Culprit = Culprit.REQUEST
+    """Whose fault it is, as in ``EncodeFailed``."""
 
     @classmethod
-    def of(cls, request: RequestId, sender: Address, error: BaseException) -> "Failed":
-        """Return the message that a request ended in this error."""
-        return cls(request, sender, ErrorKind.of(error), str(error), getattr(error, "param", None))
+    def of(cls, request: RequestId, sender: Address, error: BaseException, culprit: Culprit | None = None) -> "Failed":
+        """Return the message that a request ended in this error, whose culprit is by default what the error says."""
+        param = getattr(error, "param", None)
+        return cls(request, sender, ErrorKind.of(error), str(error), param, culprit or culprit_of(error))
 
 
 class Cancel(Struct, frozen=True, tag=True):

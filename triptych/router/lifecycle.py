@@ -12,6 +12,7 @@ import msgspec
 
 from triptych.config import AdmissionConfig
 from triptych.errors import InstanceLost, MediaNotServed, Overloaded, TriptychError, Unavailable
+from triptych.job_faults import Culprit
 from triptych.messages.codec import Message, Send
 from triptych.messages.work import (
     Cancel,
@@ -32,7 +33,7 @@ from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import POLICIES
 from triptych.router.prefix_placement import PrefixPlacement
-from triptych.router.request_state import MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
+from triptych.router.request_state import MAX_FAILURES, MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.router.stream import TokenReader, TokenStream
 from triptych.topology import Stage
@@ -356,6 +357,20 @@ class RequestLifecycle:
         self.encodes.release(state.id)
         self._enter(state, RequestPhase.QUEUED)
         self.admission.add(state)
+
+    def failed_at(self, instance: InstanceLease, state: RequestState, error: TriptychError, culprit: Culprit) -> None:
+        """Handle an instance's failure to do its part of a request: the request ends with the error if it is at fault,
+        or has failed too often; else it continues elsewhere, or there again."""
+        if not culprit.ends_request:
+            self._membership.avoid(instance, self._clock())
+            state.failures += 1
+            if state.failures < MAX_FAILURES:
+                log.warning("request %s failed at %s (culprit: %s): %s", state.id, instance.name, culprit, error)
+                self.requeue(state)
+                self.encodes.dispatch()
+                self.dispatch_queued()
+                return
+        self.fail(state, error)
 
     def instance_lost(self, state: RequestState, why: str) -> bool:
         """Count the loss of an instance that worked on a request. Fails the request and returns False if it may have

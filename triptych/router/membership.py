@@ -23,6 +23,10 @@ _DTYPE_SETTINGS = {
 _JOINED = (LaunchState.READY, LaunchState.DRAINING)
 """States of instances that have joined, or are about to leave."""
 
+AVOIDED_SECONDS = 2.0
+"""Seconds for which an instance that has failed, perhaps by its own fault, is given no work that others can take. It
+would look idle, and so attract all of it."""
+
 NO_CREDIT = Credit(0, 0, 0)
 
 
@@ -59,6 +63,8 @@ class InstanceLease:
     """Items that are probably in its encoder cache."""
     draining: bool = False
     """Whether it is about to leave and gets no new work."""
+    avoided_until: float | None = None
+    """Until when others are preferred, by the router's clock, because it has failed."""
     since: float = 0.0
     """When it registered."""
     lost_messages: bool = False
@@ -203,6 +209,18 @@ class Membership:
         lease.draining = True
         self._number += 1
 
+    def avoid(self, lease: InstanceLease, now: float) -> None:
+        """Prefer others for a while: an instance has failed, perhaps by its own fault."""
+        lease.avoided_until = now + AVOIDED_SECONDS
+        self._number += 1
+
+    def end_avoidance(self, now: float) -> None:
+        """Give instances work again that haven't failed for a while. Call a few times a second."""
+        for lease in self._leases.values():
+            if lease.avoided_until is not None and now >= lease.avoided_until:
+                lease.avoided_until = None
+                self._number += 1
+
     def set_next_role(self, lease: InstanceLease, role: Role | None) -> None:
         """Note the role that an instance is about to take; None if it keeps its own."""
         lease.next_role = role
@@ -329,7 +347,8 @@ def is_before(lease: InstanceLease, message: Register) -> bool:
 
 
 def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
-    """Return the instances that aren't draining. For requests in flight, falls back to draining ones: a longer drain is
-    better than a lost request."""
+    """Return the instances that aren't draining; of these, those that haven't failed lately, if there are any. For
+    requests in flight, falls back to draining ones: a longer drain is better than a lost request."""
     staying = [lease for lease in leases if lease.takes_work]
-    return staying or leases if begun else staying
+    reliable = [lease for lease in staying if lease.avoided_until is None]
+    return reliable or staying or (leases if begun else [])

@@ -15,6 +15,9 @@ from triptych.types import Address, RequestId, TransferId
 MAX_LOSSES = 3
 """Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
 
+MAX_FAILURES = 3
+"""Times that instances may fail with one request, when it isn't clear that the request is at fault."""
+
 
 class RequestPhase(enum.StrEnum):
     """Where a request is on its way. A request that is preempted, or whose instance is lost, goes back."""
@@ -93,6 +96,8 @@ class RequestState:
     num_dispatches: int = 0
     losses: int = 0
     """Instances that were lost while they worked on it, without another request that explains the loss."""
+    failures: int = 0
+    """Times that instances have failed with it, by a fault that may be theirs."""
     interrupted: bool = False
     """Whether an instance has left while it worked on it."""
     has_answered: bool = False

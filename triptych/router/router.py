@@ -284,7 +284,8 @@ class Router:
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         encode = self._encodes.get(message.transfer, message.attempt)
         if encode is not None and (state := self._requests.get(encode.task.request)):
-            self.lifecycle.fail(state, message.error.error(message.message, encode.task.item.param))
+            error = message.error.error(message.message, encode.task.item.param)
+            self.lifecycle.failed_at(encode.instance, state, error, message.culprit)
 
     def _on_tokens(self, message: Tokens) -> None:
         state = self._requests.current(message.request)
@@ -329,7 +330,8 @@ class Router:
     def _on_failed(self, message: Failed) -> None:
         state, sender = self._requests.current(message.request), self.membership.get(message.sender)
         if state is not None and sender is not None and state.works_on(sender):
-            self.lifecycle.fail(state, message.error.error(message.message, message.param))
+            error = message.error.error(message.message, message.param)
+            self.lifecycle.failed_at(sender, state, error, message.culprit)
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -503,6 +505,7 @@ class Router:
             # this process was stalled: heartbeats may be waiting unread in its inbox
             self.membership.refresh_all(now)
         self._ticked = now
+        self.membership.end_avoidance(now)
         for lease in self.membership.expired(now):
             why = f"sent no heartbeat for {self._lease.lease_expiry:g} s"
             log.warning("%s %s", lease.name, why)

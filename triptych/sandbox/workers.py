@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from triptych.errors import InternalError, RequestError, StartError
+from triptych.errors import HelperFailed, InternalError, RequestError, StartError
 from triptych.sandbox.protocol import (
     Answer,
     Bulk,
@@ -82,7 +82,8 @@ class WorkerPool:
         """Yield the results of one request as payload and sealed bulk. Each is computed when it is asked for.
 
         Raises what the handler raised, and ``failed`` when a worker takes too long, needs too much memory or dies, or
-        died of the same ``bulk`` before. Closing the iterator cancels the request.
+        died of the same ``bulk`` before. Raises HelperFailed when no worker can be started. Closing the iterator
+        cancels the request.
         """
         if self._crashed and _digest(request, bulk) in self._crashed:
             raise self._failed(_CRASHED)
@@ -249,7 +250,7 @@ class _Worker:
 
     def _start_again(self) -> None:
         """Wait for the process. It is started several times, since a kernel that is short of memory kills what starts.
-        Raises InternalError when it never becomes ready."""
+        Raises HelperFailed when it never becomes ready."""
         for attempt in range(START_ATTEMPTS):
             try:
                 return self._wait_until_ready()
@@ -257,7 +258,7 @@ class _Worker:
                 log.error("%s", error)
             if attempt + 1 < START_ATTEMPTS and not self._closing:
                 time.sleep(START_PAUSE * 2**attempt)
-        raise InternalError("a worker could not be started")
+        raise HelperFailed("a worker could not be started")
 
     def _wait_until_ready(self) -> None:
         """Wait for the process, which is restarted if it has died. Raises StartError if it dies before it is ready."""

@@ -7,15 +7,19 @@ from typing import TypeVar
 
 import torch
 
+from triptych.compute_thread import Device
 from triptych.config import InstanceSpec
+from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import StartError
 from triptych.layers.devices import check_ranks, use_device
 from triptych.layers.parallel import rank_device
+from triptych.layers.torch_device import TorchDevice
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
 from triptych.server.build_encoder import WorkerStarter, encode_loop_factory, record_towers
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
+from triptych.server.faulty_device import FaultyDevice
 from triptych.server.instance import Instance
 from triptych.server.load_progress import LoadProgress
 from triptych.server.model_bundle import ModelBundle
@@ -98,6 +102,7 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         make_encode_loop = encode_loop_factory(
             model, encoder, instance, spec.encode, sender, start_workers=start_workers
         )
+    instance.compute.device = _device(spec, model)
     return Components(
         instance=instance,
         check_device=lambda role: check_device(model, role, spec.num_ranks),
@@ -108,6 +113,13 @@ def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ran
         make_encode_loop=make_encode_loop,
         engine=engine,
     )
+
+
+def _device(spec: InstanceSpec, model: ModelBundle) -> Device:
+    """Return what the compute thread computes on. Raises ConfigError for faults that can't be injected."""
+    device = TorchDevice(rank_device(model.device, 0))
+    faults = InjectedFaults.parse(spec.transfer.inject_faults)
+    return device if faults.device is None else FaultyDevice(device, faults, f"{spec.name} {spec.incarnation}")
 
 
 def use_threads(number: int) -> None:

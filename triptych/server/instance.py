@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from triptych.compute_thread import ComputeThread
+from triptych.compute_thread import ANSWER_TIMEOUT, ComputeThread
 from triptych.config import LeaseConfig
-from triptych.errors import BlockError, StartError, TriptychError
+from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -105,7 +105,9 @@ class Instance:
         self.name = name
         self._incarnation = incarnation or time.time_ns() // 10**6
         self.role = role
-        self.compute = ComputeThread(channel.wake)
+        self.compute = ComputeThread(channel.wake, self.fail)
+        self.on_broken: Callable[[InstanceBroken], object] = lambda _: None
+        """Called once the instance has left because it is broken, before anything is closed: that may never return."""
         self.layouts = layouts
         self.channel = channel
         self._lease = lease
@@ -191,7 +193,8 @@ class Instance:
 
     def run(self) -> None:
         """Register, and serve until ``stop`` or the end of a drain. Raises StartError when no frontend takes the
-        instance, the failure given to ``fail``, and what a stage loop raised when resetting hasn't helped."""
+        instance, InstanceBroken when its device doesn't answer or its work keeps failing, and what was given to
+        ``fail``."""
         self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
         self.frontends.register()
         try:
@@ -199,11 +202,18 @@ class Instance:
                 self._run_once()
                 self.frontends.step()
                 self._stopping |= self.frontends.ended
+        except StartError as error:
+            self._hand_back()
+            self._failure = error
+            raise
         finally:
             self.pulse.not_ready = DRAINING
             # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
             # stop, or when its drain takes too long, isn't the cause
             self.frontends.leave(suspect=not self._stopping)
+            if isinstance(self._failure, InstanceBroken):
+                log.error("this instance is broken; exiting")
+                self.on_broken(self._failure)
             self.compute.close()
             for loop in self.loops:
                 loop.close()
@@ -217,6 +227,8 @@ class Instance:
         self._beat()
         if self._failure is not None:
             raise self._failure
+        if self.compute.is_stuck:
+            raise InstanceBroken(f"the device didn't answer within {ANSWER_TIMEOUT:g} s after a failed job")
         self._check_lease()
         for message in messages:
             self._handle(message)
@@ -244,16 +256,20 @@ class Instance:
             self._drain = Drain(now, self._lease.drain_timeout)
             if self._pending_role is not None:
                 self._keep_role("it is draining")
-            self.frontends.send(Draining(self.channel.address))
-            self.frontends.leaving = True
-            for loop in self.loops:
-                if isinstance(loop, HandsBack):
-                    for frontend, message in loop.hand_back().items():
-                        self.send(frontend, message)
+            self._hand_back()
         idle = not self.channel.pending and all(loop.idle for loop in self.loops)
         if self._drain.is_over(now, idle=idle) or not self.frontends.registered:  # no lease: nothing left to finish
             log.info("drained in %.2f s%s", now - self._drain.began, "" if idle else ", with work left")
             self._stopping = True
+
+    def _hand_back(self) -> None:
+        """Get nothing new from now on, and give what hasn't begun back to the frontends that own it."""
+        self.frontends.send(Draining(self.channel.address))
+        self.frontends.leaving = True
+        for loop in self.loops:
+            if isinstance(loop, HandsBack):
+                for frontend, message in loop.hand_back().items():
+                    self.send(frontend, message)
 
     def _stats(self) -> InstanceStats:
         stats = InstanceStats(busy_seconds=self.compute.busy_seconds, resident_bytes=resident_bytes())
@@ -270,12 +286,15 @@ class Instance:
         except MemoryError:
             log.error("this instance has no memory left; exiting")
             raise
-        except Exception:
+        except StartError:
+            raise
+        except Exception as error:
             log.exception("this instance failed; aborting the work in flight")
+            self.compute.ask(error)
             self._failures.append(time.monotonic())
             if len(self._failures) == MAX_FAILURES and self._failures[-1] - self._failures[0] < FAILURE_WINDOW:
-                log.error("this instance failed %d times within %g s; exiting", MAX_FAILURES, FAILURE_WINDOW)
-                raise
+                often = f"it failed {MAX_FAILURES} times within {FAILURE_WINDOW:g} s"
+                raise InstanceBroken(f"{often}; the last time: {error!r}") from error
             self._reset()
 
     def _check_lease(self) -> None:

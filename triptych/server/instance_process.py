@@ -1,17 +1,21 @@
 """Runs one instance in this process."""
 
 import contextlib
+import os
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import InstanceSpec
-from triptych.errors import BadAddress, StartError
+from triptych.errors import BadAddress, InstanceBroken, StartError
 from triptych.heap import gc_frozen, keep_freed_memory, share_heap
 from triptych.messages.channel import Channel
+from triptych.observe import logs
 from triptych.server.build import build_instance
+from triptych.server.faulty_device import FaultyDevice
 from triptych.server.health import HealthServer
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.pulse import Pulse
@@ -39,6 +43,9 @@ def run_instance(spec: InstanceSpec) -> None:
         torch.set_num_threads(1)  # from here on this thread runs the loop, and the compute thread has its own number
         signal.signal(signal.SIGTERM, lambda *_: instance.drain())
         signal.signal(signal.SIGINT, lambda *_: instance.stop())
+        if isinstance(device := instance.compute.device, FaultyDevice):
+            signal.signal(signal.SIGUSR1, lambda *_: device.break_now())
+        instance.on_broken = lambda error: _end_now(error, channel)
         with gc_frozen():
             keep_freed_memory()
             instance.run()
@@ -50,6 +57,14 @@ def _open_health(spec: InstanceSpec, pulse: Pulse, stack: contextlib.ExitStack) 
     health = HealthServer(spec.cluster.cluster_host, spec.lease.health_port, pulse)
     stack.callback(health.close)
     return health
+
+
+def _end_now(error: InstanceBroken, channel: Channel) -> NoReturn:
+    """End the process once its messages are sent. Nothing else is closed, since the device may never let go of it."""
+    _ignore_signals()
+    channel.close()
+    logs.fatal(str(error))
+    os._exit(error.exit_code)
 
 
 def _ignore_signals() -> None:

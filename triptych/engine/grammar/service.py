@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 
 from triptych.engine.grammar.compiler import STACK_BYTES, Compiler
 from triptych.engine.grammar.matching import Matching
-from triptych.errors import InternalError, RequestError
+from triptych.errors import HelperFailed, InternalError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class GrammarService:
 
     def start(self, text: str, end_tokens: frozenset[int], generated: Sequence[int] = ()) -> Matching:
         """Start matching a request whose answer begins with the tokens ``generated`` against a grammar in Lark. After
-        the grammar's end any of ``end_tokens`` may come. Raises InternalError if the threads can't be started."""
+        the grammar's end any of ``end_tokens`` may come. Raises HelperFailed if the threads can't be started."""
         if not self._threads:
             self._start_threads()
         matching = Matching(text, end_tokens, generated, changed=self._changed, on_accept=self._put)
@@ -76,7 +76,7 @@ class GrammarService:
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as error:
-            raise InternalError(f"grammars: {error}") from None
+            raise HelperFailed(f"grammars: {error}") from None
         finally:
             threading.stack_size(before)
 

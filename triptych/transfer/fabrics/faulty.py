@@ -3,61 +3,20 @@
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
 
-from triptych.errors import ConfigError, TransferError
+from triptych.config.injected_faults import InjectedFaults
+from triptych.errors import TransferError
 from triptych.messages.rows import RegionHandle
 from triptych.transfer.fabrics.base import Copy, Fabric, Write
 from triptych.transfer.memory import Memory
 
 
-@dataclass(frozen=True)
-class Faults:
-    """Probability of each fault per write. At most one fault is injected into a write."""
-
-    drop: float = 0.0
-    """Nothing is written, and the write reports that it is done."""
-    delay: float = 0.0
-    """The write completes ``seconds`` later."""
-    duplicate: float = 0.0
-    """Everything is written twice."""
-    reorder: float = 0.0
-    """The copies land one by one, in random order."""
-    corrupt: float = 0.0
-    """One byte is corrupted."""
-    half: float = 0.0
-    """Half of the bytes are written, then the write fails."""
-    seconds: float = 1.0
-    seed: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> "Faults":
-        """Parse ``drop=0.01,corrupt=0.05``. Raises ConfigError for anything else."""
-        known = {item.name: item.type for item in fields(cls)}
-        values: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            try:
-                if name not in known:
-                    raise ValueError
-                values[name] = int(value) if name == "seed" else float(value)
-            except ValueError:
-                raise ConfigError(
-                    f"--inject-faults {part!r}: write NAME=NUMBER, NAME one of {', '.join(known)}"
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
-
-    @property
-    def probabilities(self) -> dict[str, float]:
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("seconds", "seed")}
-
-
 class FaultyFabric:
     """Wraps a fabric and injects faults into its writes. ``injected`` counts the faults by name."""
 
-    def __init__(self, fabric: Fabric, faults: Faults, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fabric: Fabric, faults: InjectedFaults, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = fabric.name
         self.scope = fabric.scope
         self.checksums = True  # as over the network that it simulates

@@ -3,8 +3,9 @@
 import importlib.util
 
 from triptych.config import TransferConfig, is_loopback
+from triptych.config.injected_faults import InjectedFaults
 from triptych.transfer.fabrics.base import Fabric
-from triptych.transfer.fabrics.faulty import Faults, FaultyFabric
+from triptych.transfer.fabrics.faulty import FaultyFabric
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
 
@@ -13,9 +14,9 @@ def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
     """Open the fabrics of an instance, in order of preference. ``host`` is the address at which peers reach this
     process. Raises StartError when the fabric that the settings name isn't installed."""
     fabrics: list[Fabric] = [LocalFabric(), *(_open(name, config, host) for name in _names(config.fabric, host))]
-    if not config.inject_faults:
+    faults = InjectedFaults.parse(config.inject_faults)
+    if not any(faults.probabilities.values()):
         return fabrics
-    faults = Faults.parse(config.inject_faults)
     return [FaultyFabric(fabric, faults) for fabric in fabrics]
 
 
