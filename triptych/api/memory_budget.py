@@ -35,15 +35,15 @@ class MemoryBudget:
             nonlocal own
             if has_ended:
                 return  # tokens of choices that are being cancelled
-            before = _charged(own)
-            more = _charged(own + num_bytes) - before
+            more = _charged(own + num_bytes) - _charged(own)
             if more > 0:
                 if self.total + more > self._max_bytes:
                     raise Overloaded("the memory for requests in flight is used up", retry_after=1)
                 if self._by_client[client] + more > self._max_bytes // 2:
                     raise RateLimited("your requests in flight use all the memory that one client may use")
             own += num_bytes
-            self._add(client, more)
+            if more:
+                self._add(client, more)
 
         record.at_end(release)
         return charge

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,6 +12,11 @@ async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGene
     """Yield the items of all streams in the order in which they arrive, until every stream has ended.
 
     Raises what the first stream to fail raised. Closes all streams however it ends."""
+    if len(streams) == 1:  # without a task for each item
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
     waiting: dict[asyncio.Task[T], AsyncGenerator[T, None]] = {}
     try:
         for stream in streams:
