@@ -449,9 +449,9 @@ def page() -> str:
         "If its prompt is longer, `dynamic` takes the base of the service's whole context: name `max_tokens` for "
         "the one that fits.",
         "Neither is served in three axes (M-RoPE).",
-        "Quantized checkpoints are refused at the start, except for "
-        "[4-bit weights](operating.md#quantized-checkpoints) of compressed-tensors (`pack-quantized`), on CPUs.",
-        "gpt-oss is published in MXFP4 only, and DeepSeek-V3 and Kimi K2 in FP8, so copies in bf16 are needed.",
+        "Quantized checkpoints are served in [these formats](operating.md#quantized-checkpoints), of any family; "
+        "others are refused at the start.",
+        "gpt-oss is published in MXFP4 only, so a copy in bf16 is needed.",
         "",
         "## What is checked, and how",
         "",

@@ -203,6 +203,22 @@ def test_reasoning_is_separated_from_the_answer(thinker: Served) -> None:
     assert "completion_tokens_details" not in plain["usage"]
 
 
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("form", [{}, {"structured_outputs": {"choice": ["yes", "no"]}}], ids=["free", "choice"])
+def test_reasoning_is_ended_by_its_budget(thinker: Served, budget: int, form: dict[str, Any]) -> None:
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 30, "seed": 1, **form}
+    unlikely = {"logit_bias": {str(IDS["</think>"]): -100}}
+    limited = thinker.post(**(FREE | thinks | unlikely | {"thinking_token_budget": budget})).json()
+    assert limited["usage"]["completion_tokens_details"]["reasoning_tokens"] == budget + 1
+    message = limited["choices"][0]["message"]
+    assert bool(message["content"]) and "</think>" not in message["content"]
+    if form:
+        assert message["content"] in ("yes", "no")
+    endless = choice(thinker, **(thinks | unlikely | {"thinking_token_budget": -1}))
+    assert not endless["message"]["content"]
+    the_error(thinker.post(thinking_token_budget=-2), 400, "thinking_token_budget")
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -13,10 +13,10 @@ from tests.support.published_files import PHI4_LORAS, make_published_phi4, write
 from tests.support.tiny import PHI4, make_tiny
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.identity import model_identity
-from triptych.checkpoint.quantization import GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import WEIGHT_FORMATS
+from triptych.layers.stored.compressed_tensors import GroupQuantization
 from triptych.models.quantize import quantize_checkpoint
 from triptych.prompt.prompt import PromptBuilder
 

@@ -20,10 +20,10 @@ from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
 from tests.support.published_files import make_original_internvl, make_published_phi4
 from tests.support.tiny import HEARING, SHARED, make_tiny
-from triptych.checkpoint.quantization import GroupQuantization
 from triptych.cli import main
 from triptych.layers import devices, native
 from triptych.layers.specs import AttentionSpec
+from triptych.layers.stored.compressed_tensors import GroupQuantization
 from triptych.models.quantize import quantize_checkpoint
 from triptych.models.registry import identity_of
 
@@ -190,7 +190,7 @@ def test_tensors_of_a_quantized_checkpoint(
 
     assert tensors({}) == f"ok all {len(whole)} are read"
     assert "weight_packed' has shape" in tensors({packed: whole[packed][:-1].clone()})
-    assert "is torch.float32, not torch.int32" in tensors({packed: whole[packed].float()})
+    assert "is float32, not int32" in tensors({packed: whole[packed].float()})
     shape = packed.replace("packed", "shape")
     assert "weight_shape is [3, 5]" in tensors({shape: torch.tensor([3, 5])})
 

@@ -71,7 +71,7 @@ def test_a_prompt_of_32k_tokens_takes_the_estimated_memory(tmp_path: Path, dtype
     ],
 )
 def test_a_kv_cache_that_does_not_fit_is_refused_at_start(folder: Path, settings: list[str], named: list[str]) -> None:
-    with triptych("serve", folder, "--topology", "1EPD", "--port", "0", *settings) as service:
+    with triptych("serve", folder, "--topology", "1PD", "--port", "0", *settings) as service:
         assert service.end(60) == 1
         for words in named:
             assert words in service.text

@@ -16,6 +16,9 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.commands import FAST, one_line_error, picture_answer, stream_of, triptych, wait_for
 from triptych import exit_codes
 
+WITHOUT_ENCODER = ("--topology", "1PD")
+"""For tests that no encoder matters to: importing a tower's classes takes longer than all else in a start."""
+
 
 def test_serve_answers_and_sigterm_drains(folder: Path) -> None:
     with triptych("serve", folder, *FAST) as command:
@@ -67,7 +70,7 @@ def test_sigint_stops_at_once(folder: Path) -> None:
 
 
 def test_children_end_with_a_supervisor_that_is_killed(folder: Path) -> None:
-    with triptych("serve", folder, *FAST, "--topology", "1EPD") as command:
+    with triptych("serve", folder, *FAST, *WITHOUT_ENCODER) as command:
         command.wait_until_ready()
         assert command.descendants
         command.send(signal.SIGKILL)
@@ -101,7 +104,7 @@ def test_instances_join_one_by_one(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> None:
-    with triptych("serve", folder_without_a_key, *FAST) as command:
+    with triptych("serve", folder_without_a_key, *FAST, *WITHOUT_ENCODER) as command:
         message = one_line_error(command, exit_codes.CONFIG)
         assert MISSING_KEY in message
         assert "instance pd0" in message
@@ -109,7 +112,7 @@ def test_a_missing_key_is_named_on_the_terminal(folder_without_a_key: Path) -> N
 
 @pytest.mark.parametrize("when", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_during_the_start_leaves_nothing(folder: Path, when: signal.Signals) -> None:
-    with triptych("serve", folder, *FAST) as command:
+    with triptych("serve", folder, *FAST, *WITHOUT_ENCODER) as command:
         supervisor = psutil.Process(command.process.pid)
         wait_for(lambda: len(supervisor.children()) == 2, 20, command)
         command.descendants = supervisor.children(recursive=True)
@@ -130,5 +133,5 @@ def test_ports_that_are_in_use(folder: Path) -> None:
 
 
 def test_a_missing_shard_is_named(folder_without_a_shard: Path) -> None:
-    with triptych("serve", folder_without_a_shard) as command:
+    with triptych("serve", folder_without_a_shard, *WITHOUT_ENCODER) as command:
         assert "model-00001-of-00003.safetensors" in one_line_error(command, exit_codes.CONFIG)

@@ -13,7 +13,7 @@ from triptych.engine.sampler import SampledToken, SamplingInput, uniform
 from triptych.engine.sampling_batch import SamplingBatch, num_candidates
 from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.layers.pinned import to_cpu, to_device
-from triptych.messages.work import SamplingParams
+from triptych.messages.work import ReasoningBudget, SamplingParams
 
 
 def sampling(**settings: Any) -> SamplingParams:
@@ -346,3 +346,38 @@ def test_a_mask_does_not_hide_log_probabilities_that_are_not_finite(hidden: floa
     banned = row_input(sampling(temperature=0.0, min_tokens=2, logprobs=1), 1)
     [undrawn] = sampler.sample(logits, [SamplingInput(banned.sampling, banned.history, frozenset({3}))])
     assert isinstance(undrawn, NonFiniteLogits)
+
+
+OPEN, CLOSE, AFTER, OTHER = 40, 41, 42, 3
+BUDGETS = [
+    ((), [CLOSE, AFTER], 2, (OTHER,), None),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER), CLOSE),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER, CLOSE), AFTER),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER, CLOSE, AFTER), None),
+    ((), [CLOSE, AFTER], 2, (OTHER, CLOSE), None),
+    ((), [CLOSE], 0, (), CLOSE),
+    ((OPEN,), [CLOSE], 1, (OPEN,), None),
+    ((OPEN,), [CLOSE], 1, (OPEN, OTHER), CLOSE),
+    ((OPEN,), [CLOSE], 1, (OTHER, OTHER), None),
+    ((OPEN,), [CLOSE], 0, (), None),
+    ((OPEN,), [CLOSE], 0, (OPEN,), CLOSE),
+]
+
+
+@pytest.mark.parametrize(("opening", "end", "tokens", "output", "forced"), BUDGETS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_reasoning_ends_with_its_budget(
+    way: dict[str, Any],
+    opening: tuple[int, ...],
+    end: list[int],
+    tokens: int,
+    output: tuple[int, ...],
+    forced: int | None,
+) -> None:
+    """It ends by its history alone, so on another instance, too; the prompt's tokens don't count."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 50)
+    one = sampling(**way, reasoning_budget=ReasoningBudget(tokens, end, list(opening)))
+    found = sample(logits, [row_input(one, 0, prompt=(CLOSE, OPEN), output=output)])
+    free = sample(logits, [row_input(sampling(**way), 0, prompt=(CLOSE, OPEN), output=output)])
+    assert found == ([forced] if forced is not None else free)

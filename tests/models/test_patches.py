@@ -31,13 +31,14 @@ def planner(family: str, processor: dict[str, Any], **vision: Any) -> Planner:
 
 @pytest.mark.parametrize("family", PATCHES)
 @pytest.mark.parametrize("processor", [PREPROCESSOR, PREPROCESSOR | BOUNDS])
-def test_as_the_reference(family: str, processor: dict[str, Any]) -> None:
+@pytest.mark.parametrize("num_images", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_as_the_reference(family: str, processor: dict[str, Any], num_images: int) -> None:
     source = random.Random(0)
     config = TINY[family].config
     preprocess = resolve(family_of(config).preprocessor or "")(config, processor)
     known = ("min_pixels", "max_pixels", "patch_size", "image_mean", "image_std")
     reference = Qwen2VLImageProcessorPil(**{key: processor[key] for key in known})
-    for _ in range(20):
+    for _ in range(num_images):
         size = source.randint(1, 700), source.randint(4, 700)
         noise = np.random.default_rng(size).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         image, file = Image.fromarray(noise), io.BytesIO()

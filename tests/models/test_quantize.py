@@ -18,16 +18,17 @@ from tests.support.backbones import BACKBONES
 from tests.support.checkpoints import DENSE, edit_config, make_checkpoint
 from tests.support.forward import layers_of
 from tests.support.tiny import make_tiny
-from triptych.checkpoint.quantization import GroupQuantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.decoder import Decoder
 from triptych.layers.devices import weight_format
-from triptych.layers.grouped_weight import loaded_weight
-from triptych.layers.linear import PackedLinear
+from triptych.layers.linear import PackedLinear, PlainFormat
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.products import CompiledProduct, WeightKind
+from triptych.layers.stored.compressed_tensors import GroupQuantization
+from triptych.layers.stored.reader import StoredReader
+from triptych.layers.stored.registry import read_format
 from triptych.models.quantize import quantize_checkpoint
 from triptych.server.model_bundle import ModelBundle
 
@@ -137,15 +138,14 @@ def test_the_published_library_decodes_the_same_weights(tmp_path: Path, quantiza
     target, decoded = quantized(source, quantization), tmp_path / "decoded.safetensors"
     python = Path(VLLM).with_name("python")
     subprocess.run([python, "-c", DECOMPRESS, target, decoded], check=True, timeout=120)
-    theirs, stored = load_file(decoded), load_file(target / "model.safetensors")
+    theirs = load_file(decoded)
+    reader = StoredReader(Checkpoint(target), str, PlainFormat(torch.float32), torch.device("cpu"))
     originals = load_file(source / "model.safetensors")
     assert len(theirs) == 7 * WIDE.layers
     for name, weight in theirs.items():
-        own = {key.removeprefix(name.removesuffix("weight")): stored[key] for key in stored if key.startswith(name)}
         original = originals[name]
-        assert torch.equal(
-            weight, loaded_weight(own, (original.shape[0], original.shape[1]), quantization).dequantized()
-        )
+        loaded = reader.stored(name.removesuffix(".weight"), original.shape[0], original.shape[1])
+        assert torch.equal(weight, loaded.dequantized())
         assert (weight - original).norm() < 0.1 * original.norm()
 
 
@@ -189,14 +189,14 @@ def test_what_stays_as_it_is_is_listed(tmp_path: Path) -> None:
 
 
 def test_settings_that_contradict_the_checkpoint(folder: Path) -> None:
-    tensors = Checkpoint(folder).tensors
+    checkpoint = Checkpoint(folder)
+    tensors, stored = checkpoint.tensors, read_format(checkpoint.quantization, checkpoint.tensors)
     for quantization in ("none", "int4"):
-        weights = weight_format(EngineConfig(quantization=quantization), torch.device("cpu"), tensors)
+        weights = weight_format(EngineConfig(quantization=quantization), torch.device("cpu"), tensors, stored)
         assert weights.linear_dtype == "int4"
     with pytest.raises(ConfigError, match="--quantization int8: the checkpoint's weights are quantized already"):
         load(folder, "int8")
-    with pytest.raises(ConfigError, match="int4 is for CPUs only"):
-        weight_format(EngineConfig(), torch.device("cuda", 0), tensors)
+    assert weight_format(EngineConfig(), torch.device("cuda", 0), tensors, stored) == PlainFormat(torch.float32)
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
@@ -226,9 +226,9 @@ def test_a_layer_that_is_not_quantized_stays_so(folder: Path, tmp_path: Path) ->
     ("name", "value", "words"),
     [
         ("mlp.down_proj.weight_packed", torch.zeros(64, 15, dtype=torch.int32), r"shape \[64, 15\].* \[64, 16\]"),
-        ("mlp.down_proj.weight_packed", torch.zeros(64, 16), "weight_packed is torch.float32, not torch.int32"),
+        ("mlp.down_proj.weight_packed", torch.zeros(64, 16), "weight_packed: is float32, not int32"),
         ("mlp.down_proj.weight_scale", torch.zeros(64, 2), r"shape \[64, 2\]"),
-        ("mlp.down_proj.weight_scale", torch.zeros(64, 4, dtype=torch.int32), "weight_scale is torch.int32"),
+        ("mlp.down_proj.weight_scale", torch.zeros(64, 4, dtype=torch.int32), "weight_scale: is int32"),
         ("mlp.down_proj.weight_scale", torch.full((64, 4), torch.nan), "weight_scale has values"),
         ("mlp.down_proj.weight_scale", torch.full((64, 4), 1e6), "weight_scale has values"),
         ("mlp.down_proj.weight_shape", torch.tensor([64, 127]), r"weight_shape is \[64, 127\]"),
@@ -237,7 +237,7 @@ def test_a_layer_that_is_not_quantized_stays_so(folder: Path, tmp_path: Path) ->
         ("mlp.down_proj.weight_packed", None, "weight' is missing"),
         ("mlp.down_proj.weight_zero_point", torch.zeros(8, 4, dtype=torch.int32), "no place for tensor"),
         ("mlp.down_proj.weight_g_idx", torch.zeros(128, dtype=torch.int32), "no place for tensor"),
-        ("self_attn.k_proj.weight_packed", None, "k_proj.* isn't quantized, but others"),
+        ("self_attn.k_proj.weight_packed", None, "k_proj.weight' is missing"),
     ],
 )
 def test_damaged_tensors_are_refused_by_name(

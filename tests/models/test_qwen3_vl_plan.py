@@ -167,11 +167,12 @@ def reference() -> Qwen3VLModel:
     return model
 
 
-def test_positions_as_the_reference(reference: Any) -> None:
+@pytest.mark.parametrize("num_prompts", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_positions_as_the_reference(reference: Any, num_prompts: int) -> None:
     random_source = random.Random(0)
     small = {"size": {"shortest_edge": 1024, "longest_edge": 65536}}
     planner = Qwen3VLPlanner(CONFIG, PROCESSOR | small, small)
-    for _ in range(1000):
+    for _ in range(num_prompts):
         plans, placements, tokens = random_prompt(planner, random_source)
         ids = torch.tensor([tokens])
         expected, delta = reference.get_rope_index(

@@ -25,8 +25,11 @@ from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.service import Service
 from triptych.api.sse import DONE, event
+from triptych.errors import InvalidRequest
+from triptych.messages.work import ReasoningBudget
 from triptych.observe.timeline import Interval
 from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
+from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.prompt import PlannedPrompt
 
 
@@ -52,6 +55,7 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
             num_scoring=1,  # the answer has them once, for all choices
             grammar=grammar,
             param="messages",
+            reasoning_budget=_reasoning_budget(service, request.thinking_token_budget, prompt.reasoning),
         ),
         fields=request,
         context=context,
@@ -61,6 +65,19 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
         preceding=[_continued(service, request, prompt)] if request.continue_final_message else (),
     )
     return PreparedChat(generation, request)
+
+
+def _reasoning_budget(service: Service, tokens: int | None, reasoning: Reasoning) -> ReasoningBudget | None:
+    """Return the budget of an answer's reasoning; -1 is none. Raises InvalidRequest if no single token ends it: the
+    instance couldn't tell that it has ended."""
+    if tokens in (None, -1) or reasoning is Reasoning.NONE:
+        return None
+    tags, tokenizer = service.prompt_builder.formats.reasoning[0], service.tokenizer
+    if (close := tokenizer.id_of(tags.close)) is None:
+        field = "thinking_token_budget"
+        raise InvalidRequest(f"{field}: no single token ends this model's reasoning, so it can't be limited", field)
+    opening = [] if reasoning.is_open else tokenizer.encode(tags.open.strip())
+    return ReasoningBudget(tokens, [close, *(tokenizer.encode(tags.after) if tags.after else ())], opening)
 
 
 def _continued(service: Service, request: ChatCompletionRequest, prompt: PlannedPrompt) -> list[int]:

@@ -114,7 +114,6 @@ CHAT = REQUEST | Rules(
             }
         ),
         **_off("stream_reasoning reasoning_split", True),
-        **_off("thinking_token_budget", -1),
         **_off("verbosity", "medium"),
         **_off("modalities", ["text"]),
         **_off("echo", use=CONTINUE),

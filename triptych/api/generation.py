@@ -16,7 +16,7 @@ from triptych.api.merge_streams import merge_streams
 from triptych.api.prompt_logprobs import check_num_logprobs
 from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
-from triptych.messages.work import PromptLogprobs, SamplingParams, TokenLogprob, Tokens
+from triptych.messages.work import PromptLogprobs, ReasoningBudget, SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval, as_json
 from triptych.prompt.detokenize import Detokenizer
@@ -313,6 +313,7 @@ def make_sampling_params(
     num_scoring: int,
     grammar: str | None,
     param: str,
+    reasoning_budget: ReasoningBudget | None = None,
 ) -> list[SamplingParams]:
     """Return the sampling parameters of each choice; unset fields take the checkpoint's defaults, as in vLLM.
 
@@ -351,6 +352,7 @@ def make_sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        reasoning_budget=reasoning_budget,
     )
     return [
         msgspec.structs.replace(

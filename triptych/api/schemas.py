@@ -9,6 +9,7 @@ from triptych.api import field_table
 from triptych.api.fields import (
     ALLOWED,
     ARRAY,
+    MAX_TOKENS_LIMIT,
     NAMED,
     STRING,
     JsonObject,
@@ -390,6 +391,8 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_TOKENS_LIMIT)
+    """Tokens of reasoning after which it is ended; -1 is no limit."""
     include_reasoning: bool = True
     """Whether the answer has the reasoning, which is generated in any case."""
     separate_reasoning: bool = True

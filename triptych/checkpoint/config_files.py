@@ -22,6 +22,8 @@ LORA_SETTINGS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
 }
 """Settings in ``LORA_CONFIG``, each with the values that are served. A missing setting has the first of them."""
+QUANTIZATION = "quantization_config"
+"""The section of ``config.json`` that describes quantized weights."""
 TEXT_CONFIG_NAMES = ("llm_config", "language_config")
 """What original files of InternVL and of DeepSeek-OCR call ``text_config``."""
 
@@ -43,6 +45,14 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def quantization_section(config: Mapping[str, Any]) -> object:
+    """Return what a ``config.json`` says of quantized weights, or None."""
+    section = config.get(QUANTIZATION)
+    if section is None and isinstance(text := config.get("text_config"), Mapping):
+        section = text.get(QUANTIZATION)
+    return section
 
 
 def load_preprocessor_config(folder: Path | str) -> dict[str, Any]:

@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.quantization import SHAPE
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import ITEM_BYTES, TensorInfo
 
 META = torch.device("meta")
+FEW_VALUES = 2
+"""Integers of that many are shapes of quantized weights."""
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Names in configs, and in safetensors files."""
+
+STORED = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""By their names in safetensors files; floats of other widths have no values to tell them apart."""
 
 
 class Outline(Checkpoint):
@@ -56,12 +66,14 @@ class StoredOutline(Checkpoint):
         """The tensors that have been read."""
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return a tensor for each name on ``META``, int32 or float32. Single values, and shapes of quantized weights,
-        are as stored, since loaders read them."""
+        """Return a tensor for each name on ``META``, in its dtype. Single values, and shapes of quantized weights, are
+        as stored, since loaders read them."""
         found = {key: self.info(key) for key in keys}
         self.names_read.update(found)
-        small = super().read(key for key, one in found.items() if prod(one.shape) == 1 or key.endswith(SHAPE))
-        kinds = {key: torch.int32 if one.dtype == "I32" else torch.float32 for key, one in found.items()}
+        small = super().read(
+            key for key, one in found.items() if prod(one.shape) <= (1 if one.is_float else FEW_VALUES)
+        )
+        kinds = {key: STORED.get(one.dtype, torch.float32) for key, one in found.items()}
         return {key: torch.empty(one.shape, dtype=kinds[key], device=META) for key, one in found.items()} | small
 
 

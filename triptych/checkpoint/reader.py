@@ -8,8 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.quantization import GroupQuantization, read_quantization
+from triptych.checkpoint.config_files import load_config, quantization_section
 from triptych.checkpoint.safetensors_header import TensorInfo, read_folder
 from triptych.errors import CheckpointError
 
@@ -31,9 +30,9 @@ class Checkpoint:
         self.tensors = read_folder(self.folder)
 
     @cached_property
-    def quantization(self) -> GroupQuantization | None:
-        """How the weights are quantized, or None. Raises CheckpointError as ``read_quantization`` does."""
-        return read_quantization(load_config(self.folder), self.tensors)
+    def quantization(self) -> object:
+        """What the config says of quantized weights, or None. Raises CheckpointError as ``load_config`` does."""
+        return quantization_section(load_config(self.folder))
 
     def info(self, key: str) -> TensorInfo:
         """Return a tensor's dtype, shape and size. Raises CheckpointError, naming the key, if there is no such

@@ -42,6 +42,10 @@ class TensorInfo:
     stored_name: str = ""
     """Its name in the file, unless that is its key."""
 
+    @property
+    def is_float(self) -> bool:
+        return not self.dtype.startswith(("I", "U"))
+
 
 def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
     """Return every tensor of a checkpoint folder by name, without loading any. Those of LoRAs in folders of their own

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from triptych.checkpoint.config_files import load_config
-from triptych.checkpoint.quantization import described_quantization, read_quantization
+from triptych.checkpoint.config_files import load_config, quantization_section
 from triptych.checkpoint.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo, has_weights, read_folder
 from triptych.cli import flags
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
@@ -23,6 +22,8 @@ from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.state_spec import state_bytes
+from triptych.layers.stored.format import StoredFormat
+from triptych.layers.stored.registry import described_format, read_format
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, model_type_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
@@ -65,12 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint_config = load_config(config.model)
     family = family_of(checkpoint_config)
     adapter = resolve(family.adapter)(checkpoint_config)
+    section = quantization_section(checkpoint_config)
     if stored := has_weights(config.model):
         tensors = read_folder(config.model)
-        read_quantization(checkpoint_config, tensors)
+        quantized = read_format(section, tensors)
         stages, model = adapter.weight_bytes_by_stage(tensors), _identity(identity_of(config.model))
     else:
-        described_quantization(checkpoint_config)
+        quantized = described_format(section)
         tensors, stages = _outline(config.model, adapter, has_towers=family.takes_media)
         model = "the folder has no weights; sizes follow from config.json, for weights that aren't quantized"
     console = Console()
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         if stored
         else Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there"),
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
-        _tried("formats", lambda: _formats(config, tensors, has_towers=family.takes_media)),
+        _tried("formats", lambda: _formats(config, tensors, quantized, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
         *_checks(config, stages),
     ]
@@ -186,13 +188,17 @@ def _device(config: ServeConfig) -> str:
     return f"{device}, {memory}, PyTorch {torch.__version__}"
 
 
-def _formats(config: ServeConfig, tensors: Mapping[str, TensorInfo], *, has_towers: bool) -> str:
+def _formats(
+    config: ServeConfig, tensors: Mapping[str, TensorInfo], quantized: StoredFormat | None, *, has_towers: bool
+) -> str:
     from triptych.layers.devices import find_device, tower_format, weight_format
 
     device = find_device(config.engine.device)
-    decoder, towers = (choose(config.engine, device, tensors) for choose in (weight_format, tower_format))
+    decoder = weight_format(config.engine, device, tensors, quantized)
     shown = f"decoder {decoder.linear_dtype}, LM head {decoder.high_precision_dtype}"
-    return f"towers {towers.linear_dtype}, {shown}" if has_towers else shown
+    if has_towers:
+        shown = f"towers {tower_format(config.engine, device, tensors).linear_dtype}, {shown}"
+    return shown if quantized is None else f"{shown}; stored as {quantized.described}"
 
 
 def _kernels() -> str:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config
-from triptych.checkpoint.quantization import described_quantization
+from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quantization_section
 from triptych.checkpoint.safetensors_header import has_weights, read_folder
 from triptych.cli import sources
 from triptych.config import (
@@ -34,6 +33,7 @@ from triptych.config import (
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
+from triptych.layers.stored.registry import described_format
 from triptych.models.registry import family_of
 from triptych.topology import Topology
 
@@ -201,7 +201,8 @@ def model_folder(name: str, *, needs_weights: bool = True) -> Path:
         raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
     folder = folder.resolve()
     if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
-        described_quantization(load_config(folder))  # before anything is said of weights that wouldn't help
+        # before anything is said of weights that wouldn't help
+        described_format(quantization_section(load_config(folder)))
     if needs_weights or has_weights(folder):
         read_folder(folder)
     return folder

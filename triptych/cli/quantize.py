@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from triptych.checkpoint.quantization import GROUP_SIZES, GroupQuantization
 from triptych.cli import flags
+from triptych.layers.stored.compressed_tensors import GROUP_SIZES, GroupQuantization
 from triptych.server.worker_extra import check_installed
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.engine.grammar.bitmask import bitmask_tensor
+from triptych.engine.grammar.bitmask import bitmask_tensor, single_token_mask
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.history import History
 from triptych.layers.pinned import to_device
@@ -79,7 +79,7 @@ class SamplingBatch:
         """Rows whose log probabilities are requested; on the device: ``logprob_index``, int64 [A]."""
         self.max_logprobs = max((inputs[row].sampling.logprobs or 0 for row in self.logprob_rows), default=0)
         """Largest number of likeliest tokens that a row requests."""
-        masks, self.late_rows = _masks(inputs)
+        masks, self.late_rows = _masks(inputs, vocabulary)
         edits = [_logit_edits(entries(inputs)) for entries in (_seen, _generated, _biases)]
         parameters = [_make_random_rows(inputs, rows) if rows else None for rows in (free_rows, self.limited_rows)]
         logprob_index = [torch.tensor(self.logprob_rows)] if self.logprob_rows else []
@@ -89,15 +89,30 @@ class SamplingBatch:
         self.free, self.limited = (None if p is None else RandomRows(*islice(moved, 6)) for p in parameters)
         self.logprob_index = next(moved) if logprob_index else None
         self.masks = dict(zip(masks, moved, strict=True))
-        """Grammars' bitmasks by row. Rows whose mask wasn't available in time are in ``late_rows``."""
+        """Bitmasks of grammars and forced tokens by row. Rows whose mask wasn't available in time are in ``late_rows``."""
 
 
-def _masks(inputs: Sequence[SamplingInput]) -> tuple[dict[int, Tensor], list[int]]:
+def forced_token(sampling: SamplingParams, history: History) -> int | None:
+    """Return the token that must come next because the reasoning has used up its budget; None if any may."""
+    if (budget := sampling.reasoning_budget) is None:
+        return None
+    begin = history.num_prompt + len(budget.opening)
+    last = begin + budget.tokens
+    place = len(history.tokens) - last
+    if not 0 <= place < len(budget.end) or history.tokens[history.num_prompt : begin] != budget.opening:
+        return None
+    return None if budget.end[0] in history.tokens[begin:last] else budget.end[place]
+
+
+def _masks(inputs: Sequence[SamplingInput], vocabulary: int) -> tuple[dict[int, Tensor], list[int]]:
     """Return the masks available within MASK_TIMEOUT, by row, and the rows of the others."""
     masks: dict[int, Tensor] = {}
     late = []
     end = time.monotonic() + MASK_TIMEOUT
     for row, one in enumerate(inputs):
+        if (token := forced_token(one.sampling, one.history)) is not None:
+            masks[row] = single_token_mask(token, vocabulary)
+            continue
         if one.grammar is None:
             continue
         if (mask := one.grammar.mask(max(0.0, end - time.monotonic()))) is not None:
@@ -114,7 +129,8 @@ def make_random_rows(inputs: Sequence[SamplingInput], rows: Sequence[int], devic
 
 def num_candidates(sampling: SamplingParams) -> int:
     """Return how many of the largest logits the token is chosen from; 0 if others matter too."""
-    changed = sampling.logit_bias or sampling.min_tokens or sampling.grammar is not None
+    masked = sampling.grammar is not None or sampling.reasoning_budget is not None
+    changed = sampling.logit_bias or sampling.min_tokens or masked
     penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     if changed or penalties or sampling.logprobs is not None:
         return 0

@@ -14,12 +14,14 @@ from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.devices import attention_for
 from triptych.layers.layer_context import LayerContext
 from triptych.layers.linear import WeightFormat, frozen
+from triptych.layers.lora import LoraAddition
 from triptych.layers.parallel import SINGLE_RANK, Group, ShardedDimension
 from triptych.layers.per_layer import PerLayerEmbeddings
 from triptych.layers.rope import Rope
+from triptych.layers.second_weights import SecondAddition
 from triptych.layers.state_tensors import StateBatch
 from triptych.layers.token_choice import TokenChoice
-from triptych.layers.weights import HEAD, DecoderKeys, WeightReader
+from triptych.layers.weights import HEAD, Addition, DecoderKeys, WeightReader
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderKeys", "ForwardBatch"]
 
@@ -119,7 +121,10 @@ class Decoder(nn.Module):
         CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the device
         doesn't support or a group size that doesn't divide the decoder.
         """
-        reader = WeightReader(checkpoint, keys, weights, device, group, config.loras, config.second)
+        additions: list[Addition] = [LoraAddition(config.loras)] if config.loras else []
+        if config.second is not None:
+            additions.append(SecondAddition(config.second))
+        reader = WeightReader(checkpoint, keys, weights, device, group, additions=additions)
         with torch.inference_mode():
             decoder = cls(config, reader, backend or attention_for(device, weights.bf16_attention))
         reader.finish()

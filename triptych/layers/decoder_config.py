@@ -38,6 +38,8 @@ class TensorNames:
     """Ends of the names of tensors that checkpoints may hold and the decoder doesn't need."""
     ignored_modules: tuple[str, ...] = ()
     """Beginnings of such names."""
+    biased: tuple[str, ...] = ()
+    """Parts, as stored, that have biases in any case."""
     norm_offset: float = 0.0
     """What is added to the stored weights of norms."""
 
@@ -83,10 +85,9 @@ class SecondWeights:
     """Other weights of all linear layers but the head, for some tokens of media items. Norms have none."""
 
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """The fields of ``TensorNames`` for these weights, like ``renamed``."""
+    """The fields of ``TensorNames`` for these weights, like ``renamed`` and ``biased``."""
     renamed: tuple[tuple[str, str], ...] = ()
     biased: tuple[str, ...] = ()
-    """The parts of names, as stored, of the layers that have biases, whatever the decoder's own have."""
 
 
 @dataclass(frozen=True)

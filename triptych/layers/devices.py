@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import torch
 
-from triptych.checkpoint.quantization import is_packed
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.config import KV_CACHE_DTYPES, EngineConfig
 from triptych.errors import ConfigError, StartError
@@ -17,6 +16,7 @@ from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
 from triptych.layers.parallel import rank_device
+from triptych.layers.stored.format import StoredFormat
 from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -56,15 +56,25 @@ def check_ranks(device: torch.device, size: int) -> None:
         )
 
 
-def weight_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
-    """Return the decoder's weight format for the settings, a device and a checkpoint's tensors: the weights of a
-    quantized checkpoint stay as they are. Raises ConfigError for one that the device doesn't support."""
-    quantization = engine.quantization
-    if is_packed(tensors):
-        if quantization not in ("none", "int4"):
-            raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to int4")
-        quantization = "int4"
-    return _quantized("--quantization", quantization, _dtype_format(engine.dtype, device, tensors), device)
+def weight_format(
+    engine: EngineConfig,
+    device: torch.device,
+    tensors: Mapping[str, TensorInfo],
+    stored: StoredFormat | None = None,
+) -> WeightFormat:
+    """Return the decoder's weight format for the settings, a device and a checkpoint's tensors, whose quantized weights
+    are ``stored`` like that.
+
+    Those that can stay as they are do, on CPUs; others are dequantized when they are loaded. Raises ConfigError for a
+    format that the device or the checkpoint doesn't support.
+    """
+    plain, quantization = _dtype_format(engine.dtype, device, tensors), engine.quantization
+    kept = None if stored is None else stored.kept_as
+    if kept is None:
+        return _quantized("--quantization", quantization, plain, device)
+    if quantization not in ("none", kept):
+        raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to {kept}")
+    return plain.keeping(kept) if isinstance(plain, PackedFormat) else plain
 
 
 def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:
@@ -137,11 +147,11 @@ def stored_dtype(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _most_common(tensors: Mapping[str, TensorInfo]) -> str:
-    """Return the dtype of most of a checkpoint's bytes, as named in its files, besides integers, which are quantized
-    weights; empty if it has no tensors."""
+    """Return the dtype of most of a checkpoint's bytes, as named in its files, but for quantized weights; empty if it
+    has no others."""
     num_bytes = Counter[str]()
     for info in tensors.values():
-        if not info.dtype.startswith(("I", "U")):
+        if not info.dtype.startswith(("I", "U", "F8")):
             num_bytes[info.dtype] += info.num_bytes
     return max(num_bytes, key=num_bytes.__getitem__, default="")
 

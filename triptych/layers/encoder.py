@@ -9,13 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint, listed
+from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.decoder import Decoder, DecoderConfig
 from triptych.layers.linear import Linear, WeightFormat, frozen
 from triptych.layers.parallel import SINGLE_RANK, Group
+from triptych.layers.stored.linears import concatenate
+from triptych.layers.stored.reader import StoredReader
 from triptych.layers.tower_layer import gates_with_factors, use_our_modules
 
 if TYPE_CHECKING:  # importing transformers costs time and memory that a language instance saves
@@ -108,17 +110,14 @@ def load_module(
     """
     if device.type == "cpu":
         native.library()  # builds the kernels now, if necessary, rather than while the first item waits
-    dtype = weights.activations
-    module = _without_weights(module_class, config, dtype)
-    expected = module.state_dict()
-    if unknown := [key for name, key in keys.items() if name not in expected]:
-        raise CheckpointError(f"{checkpoint.folder}: {module_class.__name__} has no place for {listed(unknown)}")
-    stored = {name: keys.get(name, name) for name in expected}  # of a missing one, the error names the module's
-    tensors = checkpoint.read_shaped({stored[name]: weight.shape for name, weight in expected.items()})
-    read = {name: tensors[key] for name, key in stored.items()}
-    packed = _pack_linears(module, read, weights, device, replaced)
-    state = {name: tensor.to(device, dtype) for name, tensor in read.items() if name not in packed}
+    module = _without_weights(module_class, config, weights.activations)
+    # of a missing tensor, the error names the module's
+    reader = StoredReader(checkpoint, lambda name: keys.get(name, name), weights, device)
+    packed = _pack_linears(module, reader, replaced)
+    plain = {name: tensor for name, tensor in module.state_dict().items() if not name.startswith(packed)}
+    state = {name: reader.tensor(name, tensor.shape).to(device, weights.activations) for name, tensor in plain.items()}
     module.load_state_dict(state, assign=True, strict=False)
+    reader.check_all_read(keys.values(), module_class.__name__)
     if device.type != "meta":
         _materialise_buffers(module, device)
     use_our_modules(module, weights.bf16_attention, replaced)
@@ -137,15 +136,9 @@ def _without_weights(module_class: type[Module], config: "PreTrainedConfig", dty
         ) from error
 
 
-def _pack_linears(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-    weights: WeightFormat,
-    device: torch.device,
-    replaced: Collection[str],
-) -> set[str]:
+def _pack_linears(module: nn.Module, reader: StoredReader, replaced: Collection[str]) -> tuple[str, ...]:
     """Replace a module's linear layers by those of a weight format, gates and their factors by one layer. Returns the
-    names of their tensors. Raises as ``load_module`` does."""
+    beginnings of the names of what they hold now. Raises as ``load_module`` does."""
     linears = {
         name: one
         for name, one in module.named_modules()
@@ -156,21 +149,23 @@ def _pack_linears(
     for name, linear in linears.items():
         if name in gates.values():
             continue
-        weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
-        if name in gates:
-            weight = torch.cat((weight, tensors[f"{gates[name]}.weight"]))
-            bias = None if bias is None else torch.cat((bias, tensors[f"{gates[name]}.bias"]))
-        if isinstance(linear, nn.Conv3d) and not _is_projection(linear):
-            raise CheckpointError(f"{type(module).__name__}'s {name} is not a projection of patches")
+        parts = [name, gates[name]] if name in gates else [name]
+        vectors = {part: linears[part].bias for part in parts}
+        biases = [reader.tensor(f"{part}.bias", one.shape) for part, one in vectors.items() if one is not None]
+        bias = concatenate(biases) if biases else None
         if isinstance(linear, nn.Linear):
-            module.set_submodule(name, weights.linear(weight, bias, device))
-        else:
-            projection = weights.high_precision(weight.flatten(1), bias, device)
-            module.set_submodule(name, PatchProjection(projection, weights.activations, device))
+            stored = [reader.stored(part, *linears[part].weight.shape) for part in parts]
+            module.set_submodule(name, reader.linear(stored, bias))
+            continue
+        if not _is_projection(linear):
+            raise CheckpointError(f"{type(module).__name__}'s {name} is not a projection of patches")
+        weight = reader.tensor(f"{name}.weight", linear.weight.shape).flatten(1)
+        projection = reader.weights.high_precision(weight, bias, reader.device)
+        module.set_submodule(name, PatchProjection(projection, reader.weights.activations, reader.device))
     for name in gates.values():
         parent, _, child = name.rpartition(".")
         delattr(module.get_submodule(parent), child)
-    return {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
+    return tuple(f"{name}." for name in linears)
 
 
 def _is_projection(convolution: nn.Conv2d | nn.Conv3d) -> bool:

@@ -7,6 +7,7 @@ stacks, with gate and up in one tensor: [experts, out, in], as most modules of t
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from triptych.layers.linear import Linear
@@ -39,32 +40,41 @@ def _separate(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int
 
 
 def _stacked(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> tuple[list[Linear], list[Linear]]:
-    experts, width, part = spec.num_experts, spec.intermediate_size, ShardedDimension(spec.intermediate_size).part
+    experts, width = spec.num_experts, spec.intermediate_size
+    part = ShardedDimension(width).part(reader.group)
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     # One of the two may be square, which doesn't tell the layouts apart, but never both.
     found = reader.shape(gate_up), reader.shape(down)
     transposed = found == ((experts, hidden_size, 2 * width), (experts, width, hidden_size))
 
-    def weights(name: str, outputs: int, inputs: int) -> Tensor:
-        """Return [experts, out, in]."""
-        if transposed:
-            return reader.tensor(name, (experts, inputs, outputs)).transpose(1, 2)
-        return reader.tensor(name, (experts, outputs, inputs))
-
     def biases(name: str, outputs: int) -> list[Tensor | None]:
         return [*reader.tensor(f"{name}_bias", (experts, outputs))] if spec.has_biases else [None] * experts
 
-    def own_rows(tensor: Tensor) -> Tensor:
-        """Return this rank's gates of one expert, then its ups."""
-        pairs = tensor.unflatten(0, (-1, 2)).transpose(0, 1) if spec.alternating else tensor.unflatten(0, (2, -1))
-        return pairs[:, part(reader.group)].flatten(0, 1)
-
+    rows = _own_rows(spec, reader)
     gate_ups = [
-        reader.linear(own_rows(weight), None if bias is None else own_rows(bias))
-        for weight, bias in zip(weights(gate_up, 2 * width, hidden_size), biases(gate_up, 2 * width), strict=True)
+        reader.stored.linear([weight.rows(rows)], None if bias is None else bias[rows])
+        for weight, bias in zip(
+            reader.stored.stack(gate_up, (experts, 2 * width, hidden_size), transposed=transposed),
+            biases(gate_up, 2 * width),
+            strict=True,
+        )
     ]
     downs = [
-        reader.linear(weight[:, part(reader.group)], bias if reader.group.rank == 0 else None)
-        for weight, bias in zip(weights(down, hidden_size, width), biases(down, hidden_size), strict=True)
+        reader.stored.linear([weight.columns(part)], bias if reader.group.rank == 0 else None)
+        for weight, bias in zip(
+            reader.stored.stack(down, (experts, hidden_size, width), transposed=transposed),
+            biases(down, hidden_size),
+            strict=True,
+        )
     ]
     return gate_ups, downs
+
+
+def _own_rows(spec: MoESpec, reader: WeightReader) -> slice | Tensor:
+    """Return this rank's gates of one expert, then its ups, among the rows of a stack's gates and ups."""
+    width = spec.intermediate_size
+    if reader.group.size == 1 and not spec.alternating:
+        return slice(None)
+    pairs = torch.arange(2 * width).view((width, 2) if spec.alternating else (2, width))
+    by_kind = pairs.T if spec.alternating else pairs
+    return by_kind[:, ShardedDimension(width).part(reader.group)].flatten()

@@ -1,21 +1,18 @@
-"""4-bit weights in groups: their quantization, and how checkpoints store them."""
+"""4-bit weights in groups, and their quantization."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
 from triptych.errors import ConfigError
 from triptych.layers.products import AT_ONCE
 
 DEFAULT_GROUP = 32
 """Inputs per group of weights that are quantized when they are loaded. Larger groups save little memory and lose
 accuracy."""
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of scales in a checkpoint."""
 PER_WORD = 8
 """4-bit numbers in an int32."""
 MIDDLE = 8
@@ -71,70 +68,50 @@ class GroupedWeight:
 
     def dequantized(self) -> Tensor:
         """Return W in float32."""
+        return by_rows(self.shape, self.words.device, lambda rows: self.rows(rows)._floats())
+
+    def _floats(self) -> Tensor:
         out, groups = self.scales.shape
         padded = F.pad(self.words, (0, groups * self.group // PER_WORD - self.words.shape[1]))
-        whole = _unpacked(padded).view(out, groups, self.group).float()
+        whole = unpacked(padded).view(out, groups, self.group).float()
         whole -= MIDDLE if self.zeros is None else self.zeros.float().unsqueeze(2)
         return (whole * self.scales.float().unsqueeze(2)).flatten(1)[:, : self.inputs]
 
 
-def loaded_weight(
-    tensors: Mapping[str, Tensor], shape: tuple[int, int], quantization: GroupQuantization
-) -> GroupedWeight:
-    """Return the weight [out, in] of a checkpoint's tensors, by the last parts of their names; see
-    ``triptych.checkpoint.quantization``. Raises ValueError, naming one, for wrong dtypes and values."""
-    words, scales, zeros = tensors[PACKED], tensors[SCALE], tensors.get(ZEROS)
-    for kind, expected in ((PACKED, (torch.int32,)), (SCALE, FLOATS), (ZEROS, (torch.int32,))):
-        if kind in tensors and (found := tensors[kind].dtype) not in expected:
-            raise ValueError(f"{kind} is {found}, not {' or '.join(map(str, expected))}")
-    if tuple(tensors[SHAPE].tolist()) != shape:
-        raise ValueError(f"{SHAPE} is {tensors[SHAPE].tolist()}; the config makes it {list(shape)}")
-    halves = scales.half()
-    if not halves.is_meta and not halves.isfinite().all():
-        raise ValueError(f"{SCALE} has values that float16 doesn't represent")
-    if zeros is not None:
-        zeros = _unpacked(zeros.T)[:, : shape[0]].T.contiguous()
-    return GroupedWeight(words, halves, zeros, shape[1], quantization.group)
+def by_rows(shape: tuple[int, int], device: torch.device, decode: Callable[[slice], Tensor]) -> Tensor:
+    """Return a weight, float32 [out, in], whose rows ``decode`` returns: so few at a time that what it makes meanwhile
+    is small."""
+    weight = torch.empty(shape, device=device)
+    together = max(1, AT_ONCE // max(1, shape[1]))
+    for first in range(0, shape[0], together):
+        rows = slice(first, min(first + together, shape[0]))
+        weight[rows] = decode(rows)
+    return weight
 
 
-def stored_tensors(weight: GroupedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a weight as a checkpoint's tensors, from which ``loaded_weight`` makes it again, with scales in
-    ``dtype``."""
-    stored = {
-        PACKED: weight.words.contiguous(),
-        SCALE: weight.scales.to(dtype if dtype in FLOATS else torch.float32),
-        SHAPE: torch.tensor(weight.shape),
-    }
-    if weight.zeros is not None:
-        stored[ZEROS] = _packed(F.pad(weight.zeros.T, (0, -len(weight.zeros) % PER_WORD))).T.contiguous()
-    return stored
-
-
-def _packed(levels: Tensor) -> Tensor:
+def packed(levels: Tensor) -> Tensor:
     """uint8 [n, 8 k], 0 to 15 → int32 [n, k], the first in the lowest bits."""
     pairs = levels[:, ::2] | levels[:, 1::2] << 4
     return pairs.flatten().view(torch.int32).view(len(levels), levels.shape[1] // PER_WORD)
 
 
-def _unpacked(words: Tensor) -> Tensor:
+def unpacked(words: Tensor) -> Tensor:
     """int32 [n, k] → uint8 [n, 8 k], 0 to 15."""
     pairs = words.flatten().view(torch.uint8)
     return torch.stack((pairs & HIGHEST, pairs >> 4), dim=1).view(len(words), words.shape[1] * PER_WORD)
 
 
 def concatenate_grouped(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Concatenate the outputs of weights with the same inputs and groups, all of them with zero points or none."""
+    """Concatenate the outputs of weights with the same inputs and groups. If some have zero points, all get them."""
     first = weights[0]
     if len(weights) == 1:
         return first
-    zeros = [one.zeros for one in weights if one.zeros is not None]
-    return GroupedWeight(
-        torch.cat([one.words for one in weights]),
-        torch.cat([one.scales for one in weights]),
-        torch.cat(zeros) if zeros else None,
-        first.inputs,
-        first.group,
-    )
+    zeros = None
+    if any(one.zeros is not None for one in weights):
+        middle = torch.tensor(MIDDLE, dtype=torch.uint8, device=first.scales.device)
+        zeros = torch.cat([middle.expand(one.scales.shape) if one.zeros is None else one.zeros for one in weights])
+    words, scales = torch.cat([one.words for one in weights]), torch.cat([one.scales for one in weights])
+    return GroupedWeight(words, scales, zeros, first.inputs, first.group)
 
 
 def quantize_groups(weight: Tensor, group: int = DEFAULT_GROUP, *, has_zeros: bool = False) -> GroupedWeight:
@@ -154,7 +131,7 @@ def quantize_groups(weight: Tensor, group: int = DEFAULT_GROUP, *, has_zeros: bo
         some.flatten(1)[:, :num_inputs] = weight[rows]
         scale, zero = _best(some, _with_zeros(some) if has_zeros else _around_middle(some), levels)
         whole = _levels(some, scale, zero, levels).nan_to_num_(MIDDLE).to(torch.uint8)
-        words[rows] = _packed(whole.flatten(1))
+        words[rows] = packed(whole.flatten(1))
         scales[rows] = scale.squeeze(2)
         if zeros is not None:
             zeros[rows] = zero.squeeze(2).nan_to_num(MIDDLE).to(torch.uint8)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from triptych.errors import ConfigError
 from triptych.layers.float_product import bf16_product, float_product, half_product
-from triptych.layers.int4 import int4_product
+from triptych.layers.grouped_weight import GroupedWeight
+from triptych.layers.int4 import grouped_product, int4_product
 from triptych.layers.int8 import int8_product
 from triptych.layers.pointwise import layer_norm, rms_norm
 from triptych.layers.products import Product
@@ -50,6 +51,18 @@ class PackedLinear(Linear):
         if activations.dim() == 2:
             return self.product(activations)
         return self.product(activations.flatten(0, -2)).unflatten(0, activations.shape[:-1])
+
+
+class ConcatenatedLinear(Linear):
+    """Layers over the same inputs, whose outputs are concatenated. Their weights are of kinds that no kernel takes
+    together."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, activations: Tensor) -> Tensor:
+        return torch.cat([linear(activations) for linear in self.linears], dim=-1)
 
 
 class LMHead(nn.Module):
@@ -96,6 +109,9 @@ class WeightFormat(Protocol):
         """Make a layer that is never quantized: the projection to the vocabulary, where small differences decide which
         token is chosen, and a tower's projection of patches."""
 
+    def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+        """Make a layer from a checkpoint's 4-bit weight and bias [out]."""
+
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
 
@@ -125,6 +141,9 @@ class PlainFormat:
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight, bias, device)
 
+    def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(weight.dequantized(), bias, device)
+
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         return LMHead(self.high_precision(weight, None, device))
 
@@ -142,6 +161,11 @@ class PackedFormat:
     activations: torch.dtype = torch.float32
     bf16_attention: bool = False
 
+    def keeping(self, stored: str) -> "PackedFormat":
+        """Return this format for a checkpoint with quantized layers that stay as they are, in the format ``stored``;
+        others are stored in this one."""
+        return replace(self, linear_dtype=stored)
+
     def beside(self, plain: "PackedFormat") -> "PackedFormat":
         """Return this format with attention, and layers that it doesn't quantize, as in ``plain``."""
         return replace(
@@ -158,6 +182,10 @@ class PackedFormat:
     def high_precision(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(self.pack_high_precision(weight, bias))
+
+    def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedLinear(grouped_product(weight, bias))
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         _check_cpu(device)

@@ -3,10 +3,14 @@
 CogVLM (arXiv:2311.03079) calls them visual experts. Unlike a mixture's experts, they are chosen by a token's place.
 """
 
+from dataclasses import dataclass, replace
+
 from torch import Tensor
 
+from triptych.layers.decoder_config import SecondWeights
 from triptych.layers.linear import Linear
 from triptych.layers.token_choice import TokenChoice
+from triptych.layers.weights import ParallelLinear, WeightReader
 
 
 class SecondLinear(Linear):
@@ -33,3 +37,16 @@ class SecondLinear(Linear):
         outputs[choice.plain_rows] = own
         outputs[rows] = self.second(activations[rows])
         return outputs
+
+
+@dataclass(frozen=True)
+class SecondAddition:
+    """``Addition`` of second weights: the same layers by other names."""
+
+    second: SecondWeights
+
+    def added(self, linear: Linear, layer: ParallelLinear, reader: WeightReader) -> Linear:
+        """See ``Addition``."""
+        second = self.second
+        names = replace(reader.keys.names, fused=second.fused, renamed=second.renamed, biased=second.biased)
+        return SecondLinear(linear, reader.named(names).load(replace(layer, bias=False)))

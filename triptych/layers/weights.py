@@ -1,22 +1,20 @@
 """Builds a decoder's modules from a checkpoint's tensors, one at a time, and checks every name and shape."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.quantization import PACKED, SCALE, SHAPE, ZEROS, GroupQuantization
-from triptych.checkpoint.reader import Checkpoint, listed
-from triptych.errors import CheckpointError
-from triptych.layers.decoder_config import OWN_NAMES, LoraSpec, SecondWeights, TensorNames
-from triptych.layers.grouped_weight import PER_WORD, GroupedWeight, concatenate_grouped, loaded_weight
-from triptych.layers.int4 import grouped_product
-from triptych.layers.linear import Linear, LMHead, PackedLinear, PlainFormat, RMSNorm, WeightFormat
-from triptych.layers.lora import LoraLinear
+from triptych.checkpoint.reader import Checkpoint
+from triptych.layers.decoder_config import OWN_NAMES, TensorNames
+from triptych.layers.linear import Linear, LMHead, PlainFormat, RMSNorm, WeightFormat
 from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, ShardedDimension
-from triptych.layers.second_weights import SecondLinear
+from triptych.layers.stored.linears import StoredLinear, concatenate
+from triptych.layers.stored.reader import StoredReader
 
 HEAD = "head.weight"
 """The decoder's own name for the output projection."""
@@ -62,6 +60,40 @@ class DecoderKeys:
         return name.endswith(self.names.ignored) or name.startswith(self.names.ignored_modules)
 
 
+@dataclass(frozen=True)
+class ParallelLinear:
+    """Linear layers of a decoder that become one."""
+
+    outputs: Mapping[str, ShardedDimension | Segments]
+    """Their names and outputs; the one layer concatenates this rank's parts of them."""
+    inputs: ShardedDimension
+    """Each layer is over this rank's part of them."""
+    bias: bool = False
+    repeats_last: bool = False
+    """Whether the outputs of the last one come twice."""
+    is_summed: bool = False
+    """Whether the ranks' outputs are added up."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A stored layer, and this rank's part of it."""
+
+    name: str
+    size: int
+    """Outputs of the whole layer."""
+    rows: slice | Tensor
+    """Which of them are this rank's."""
+
+
+class Addition(Protocol):
+    """What some decoders' linear layers have beside their weights."""
+
+    def added(self, linear: Linear, layer: ParallelLinear, reader: "WeightReader") -> Linear:
+        """Return ``linear``, which ``reader`` has loaded for ``layer``, with the addition. Raises as the reader
+        does."""
+
+
 class WeightReader:
     """Reads a decoder's tensors or, if the ranks of ``group`` divide them, this rank's part.
 
@@ -69,50 +101,43 @@ class WeightReader:
     follows from the config.
     """
 
-    def __init__(  # noqa: PLR0917 (what a decoder is made of)
+    def __init__(
         self,
         checkpoint: Checkpoint,
         keys: DecoderKeys,
         weights: WeightFormat,
         device: torch.device,
         group: Group,
-        loras: Sequence[LoraSpec] = (),
-        second: SecondWeights | None = None,
+        *,
+        additions: Sequence[Addition] = (),
     ) -> None:
-        """``loras`` and ``second`` are those that the decoder's linear layers have."""
+        """``additions`` are those that the decoder's linear layers have."""
+        self.keys = keys
         self.weights = weights
         self.device = device
         self.group = group
+        self.stored = StoredReader(checkpoint, keys.key, weights, device)
         self._checkpoint = checkpoint
-        self._keys = keys
-        self._loras = loras
-        self._read: set[str] = set()
-        self._biased: tuple[str, ...] = ()
-        """Ends of the names of stored layers that have biases in any case."""
-        self._second = None if second is None else self._of_second(second)
+        self._additions = additions
 
-    def _of_second(self, second: SecondWeights) -> "WeightReader":
-        """Return a reader of the same layers' second weights."""
-        names = replace(self._keys.names, fused=second.fused, renamed=second.renamed)
-        keys = replace(self._keys, names=names)
-        reader = WeightReader(self._checkpoint, keys, self.weights, self.device, self.group)
-        reader._read, reader._biased = self._read, second.biased
-        return reader
+    def named(self, names: TensorNames) -> "WeightReader":
+        """Return a reader of the same layers by other names, without additions. What it reads counts as read here."""
+        other = copy(self)
+        other.keys, other._additions = replace(self.keys, names=names), ()
+        other.stored = self.stored.renamed(other.keys.key)
+        return other
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint."""
-        return tuple(self._checkpoint.info(self._keys.key(name)).shape)
+        return self.stored.shape(name)
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a tensor as stored in the checkpoint: on the CPU, memory-mapped."""
-        key = self._keys.key(name)
-        tensor = self._checkpoint.read_shaped({key: shape})[key]
-        self._read.add(key)
-        return tensor
+        return self.stored.tensor(name, shape)
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has the tensor ``name``."""
-        return self._keys.key(name) in self._checkpoint.tensors
+        return self.stored.has(name)
 
     def column_parallel(
         self,
@@ -124,117 +149,49 @@ class WeightReader:
     ) -> Linear:
         """Load the named layers, given with their outputs, as one that concatenates this rank's parts of them;
         ``repeats_last``: those of the last one come twice."""
-        stored = self._stored(layers)
-        if repeats_last:
-            stored.append(stored[-1])
-        bias = bias or stored[0][0].endswith(self._biased)
-        biases = [self.tensor(f"{name}.bias", (size,))[rows] for name, size, rows in stored] if bias else []
-        vector = concatenate(biases) if bias else None
-        if quantization := self._quantization_of([name for name, _, _ in stored]):
-            quantized = [
-                self._grouped(name, (size, in_features), quantization).rows(rows) for name, size, rows in stored
-            ]
-            linear = self._grouped_linear(concatenate_grouped(quantized), vector)
-        else:
-            weights = [self.tensor(f"{name}.weight", (size, in_features))[rows] for name, size, rows in stored]
-            linear = self.linear(concatenate(weights), vector)
-        linear = self._with_loras(linear, stored, slice(None), in_features)
-        if self._second is None:
-            return linear
-        return SecondLinear(linear, self._second.column_parallel(layers, in_features, repeats_last=repeats_last))
-
-    def _stored(self, layers: Mapping[str, ShardedDimension | Segments]) -> list[tuple[str, int, slice | Tensor]]:
-        """Return where layers are stored: the names of the stored layers, their outputs, and which are this rank's."""
-        fused = self._keys.fused_name(list(layers))
-        if fused is None:
-            return [(name, out.size, out.stored(self.group)) for name, out in layers.items()]
-        units = [out.units for out in layers.values() if isinstance(out, ShardedDimension)]
-        runs = min(units) if self._keys.names.fused_by_kv_head else 1
-        ends = list(accumulate(out.size // runs for out in layers.values()))
-        rows = []
-        for end, out in zip(ends, layers.values(), strict=True):
-            index, width = out.index(self.group), out.size // runs
-            rows.append(index // width * ends[-1] + end - width + index % width)
-        return [(fused, ends[-1] * runs, torch.cat(rows))]
-
-    def rows(self, name: str, outputs: ShardedDimension, in_features: int) -> Tensor:
-        """Return this rank's rows of a layer's weight [out, in], dequantized if it is quantized."""
-        shape, part = (outputs.size, in_features), outputs.part(self.group)
-        if quantization := self._quantization_of([name]):
-            return self._grouped(name, shape, quantization).rows(part).dequantized()
-        return self.tensor(f"{name}.weight", shape)[part]
+        return self.load(ParallelLinear(layers, ShardedDimension(1, in_features), bias, repeats_last))
 
     def row_parallel(self, name: str, out_features: int, inputs: ShardedDimension, bias: bool = False) -> Linear:
         """Load a layer over this rank's part of the inputs; the ranks' outputs still have to be summed."""
-        shape, part = (out_features, inputs.size), inputs.part(self.group)
-        bias = bias or name.endswith(self._biased)
-        vector = self.tensor(f"{name}.bias", (out_features,)) if bias else None
-        if self.group.rank != 0:
-            vector = None
-        if quantization := self._quantization_of([name]):
-            linear = self._grouped_linear(self._grouped(name, shape, quantization).columns(part), vector)
-        else:
-            linear = self.linear(self.tensor(f"{name}.weight", shape)[:, part], vector)
-        linear = self._with_loras(linear, [(name, out_features, slice(None))], part, inputs.size)
-        return (
-            linear
-            if self._second is None
-            else SecondLinear(linear, self._second.row_parallel(name, out_features, inputs))
-        )
+        return self.load(ParallelLinear({name: ShardedDimension(1, out_features)}, inputs, bias, is_summed=True))
 
-    def _with_loras(
-        self, linear: Linear, stored: Sequence[tuple[str, int, slice | Tensor]], inputs: slice, in_features: int
-    ) -> Linear:
-        """Return a layer with its LoRAs, which are never quantized; the layer itself if the model has none.
-        ``stored`` are its parts, and the outputs of each that are this rank's; so are ``inputs``."""
-        downs, ups = [], []
-        for lora in self._loras:
-            names = [name for name, _, _ in stored if name.endswith(lora.layers)]
-            if missing := [name for name, _, _ in stored if name not in names]:
-                raise CheckpointError(f"LoRA {lora.name!r} lacks {missing[0]!r}; a LoRA is served if it has all layers")
-            kinds = [{kind: f"{name}.lora_{kind}.{lora.name}.weight" for kind in "AB"} for name in names]
-            down = [self.tensor(one["A"], (lora.rank, in_features))[:, inputs] for one in kinds]
-            up = [
-                self.tensor(one["B"], (size, lora.rank))[rows].float() * lora.scale
-                for one, (_, size, rows) in zip(kinds, stored, strict=True)
-            ]
-            downs.append(self.weights.high_precision(concatenate(down), None, self.device))
-            ups.append(self.weights.high_precision(torch.block_diag(*up), None, self.device))
-        return LoraLinear(linear, downs, ups) if downs else linear
+    def load(self, layer: ParallelLinear) -> Linear:
+        """Load layers as one, with all additions."""
+        parts = self.parts(layer)
+        vector = None
+        if layer.bias or parts[0].name.endswith(self.keys.names.biased):
+            biases = [self.tensor(f"{one.name}.bias", (one.size,))[one.rows] for one in parts]
+            if not layer.is_summed or self.group.rank == 0:
+                vector = concatenate(biases)
+        linear = self.stored.linear([self._part(one, layer.inputs) for one in parts], vector)
+        for addition in self._additions:
+            linear = addition.added(linear, layer, self)
+        return linear
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Make a layer from dense weights. Of a quantized checkpoint, these need high precision."""
-        make = self.weights.high_precision if self._checkpoint.quantization else self.weights.linear
-        return make(weight, bias, self.device)
+    def _part(self, part: StoredPart, inputs: ShardedDimension) -> StoredLinear:
+        whole = self.stored.stored(part.name, part.size, inputs.size)
+        return whole.rows(part.rows).columns(inputs.part(self.group))
 
-    def _quantization_of(self, names: Collection[str]) -> GroupQuantization | None:
-        """Return how the named layers, which become one, are quantized, or None."""
-        keys = {name: self._keys.key(f"{name}.{PACKED}") for name in names}
-        missing = [name for name, key in keys.items() if key not in self._checkpoint.tensors]
-        if missing and len(missing) < len(keys):
-            raise CheckpointError(
-                f"{self._checkpoint.folder}: {self._keys.key(missing[0])!r} isn't quantized, but others of "
-                f"{', '.join(names)} are; they are served as one layer"
-            )
-        return None if missing else self._checkpoint.quantization
+    def parts(self, layer: ParallelLinear) -> list[StoredPart]:
+        """Return where layers that become one are stored."""
+        names = list(layer.outputs)
+        fused = self.keys.fused_name(names)
+        if fused is None:
+            found = [StoredPart(name, out.size, out.stored(self.group)) for name, out in layer.outputs.items()]
+            return [*found, found[-1]] if layer.repeats_last else found
+        dimensions = list(layer.outputs.values())
+        units = [out.units for out in dimensions if isinstance(out, ShardedDimension)]
+        runs = min(units) if self.keys.names.fused_by_kv_head else 1
+        ends = list(accumulate(out.size // runs for out in dimensions))
+        rows = []
+        for end, out in zip(ends, dimensions, strict=True):
+            index, width = out.index(self.group), out.size // runs
+            rows.append(index // width * ends[-1] + end - width + index % width)
+        return [StoredPart(fused, ends[-1] * runs, torch.cat(rows))]
 
-    def _grouped(self, name: str, shape: tuple[int, int], quantization: GroupQuantization) -> GroupedWeight:
-        """Return a quantized layer's weight [out, in]."""
-        (outputs, inputs), key = shape, self._keys.key(name)
-        groups = -(-inputs // quantization.group)
-        shapes = {PACKED: (outputs, -(-inputs // PER_WORD)), SCALE: (outputs, groups), SHAPE: (2,)}
-        if quantization.has_zeros:
-            shapes[ZEROS] = (-(-outputs // PER_WORD), groups)
-        tensors = {kind: self.tensor(f"{name}.{kind}", found) for kind, found in shapes.items()}
-        try:
-            return loaded_weight(tensors, shape, quantization)
-        except ValueError as error:
-            raise CheckpointError(f"{self._checkpoint.folder}: {key}: {error}") from error
-
-    def _grouped_linear(self, weight: GroupedWeight, bias: Tensor | None) -> Linear:
-        if self.device.type == "meta":  # there are no values to pack
-            return PlainFormat(torch.float32).linear(weight.dequantized(), bias, self.device)
-        return PackedLinear(grouped_product(weight, bias))
+    def rows(self, name: str, outputs: ShardedDimension, in_features: int) -> Tensor:
+        """Return this rank's rows of a layer's weight [out, in], dequantized if it is quantized."""
+        return self.stored.stored(name, outputs.size, in_features).rows(outputs.part(self.group)).dequantized()
 
     def all_reduced(self, module: nn.Module) -> nn.Module:
         """Wrap a module so that the ranks' outputs are summed."""
@@ -259,7 +216,7 @@ class WeightReader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """Load a norm's weight [size], in the activations' dtype."""
-        weight = self.tensor(f"{name}.weight", (size,)).float() + self._keys.names.norm_offset
+        weight = self.tensor(f"{name}.weight", (size,)).float() + self.keys.names.norm_offset
         return weight.to(self.device, self.weights.activations)
 
     def replicated(self, name: str, out_features: int, in_features: int) -> Linear:
@@ -273,15 +230,5 @@ class WeightReader:
     def finish(self) -> None:
         """Raise CheckpointError, naming one, if the checkpoint has decoder tensors that weren't read. Then config and
         weights disagree, or the model has unsupported parts."""
-        unread = [
-            key
-            for key in self._checkpoint.tensors
-            if self._keys.owns(key) and key not in self._read and not self._keys.ignores(key)
-        ]
-        if unread:
-            raise CheckpointError(f"{self._checkpoint.folder}: the decoder has no place for tensor {listed(unread)}")
-
-
-def concatenate(tensors: list[Tensor]) -> Tensor:
-    """Concatenate tensors; a single one is returned itself, memory-mapped."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        keys = [key for key in self._checkpoint.tensors if self.keys.owns(key) and not self.keys.ignores(key)]
+        self.stored.check_all_read(keys, "decoder")

@@ -258,6 +258,16 @@ MAX_TOP_K = 2**31 - 1
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
+class ReasoningBudget(Struct, frozen=True):
+    """How many tokens of reasoning an answer may begin with before it is ended."""
+
+    tokens: Count
+    end: list[int]
+    """The tokens that end it; the first by itself if the model chooses it."""
+    opening: list[int] = []
+    """The tokens before the reasoning, if there is any; empty if the prompt has them."""
+
+
 class SamplingParams(Struct, frozen=True):
     """How tokens are sampled, and when generation ends."""
 
@@ -280,6 +290,7 @@ class SamplingParams(Struct, frozen=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     grammar: str | None = None
     """In llguidance's dialect of Lark; the answer must match it."""
+    reasoning_budget: ReasoningBudget | None = None
 
 
 class PlacedItem(Struct, frozen=True):

@@ -14,13 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.checkpoint.config_files import load_config, lora_folders
-from triptych.checkpoint.quantization import SECTION, GroupQuantization, quantization_config, read_quantization
+from triptych.checkpoint.config_files import QUANTIZATION, load_config, lora_folders
 from triptych.checkpoint.reader import Checkpoint
 from triptych.checkpoint.safetensors_header import INDEX_FILE, TensorInfo
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.encoder import ModelAdapter
-from triptych.layers.grouped_weight import quantize_groups, stored_tensors
+from triptych.layers.grouped_weight import quantize_groups
+from triptych.layers.stored.compressed_tensors import GroupQuantization, quantization_config, stored_tensors
+from triptych.layers.stored.registry import read_format
 from triptych.models.registry import family_of, resolve
 
 _LAYER = re.compile(r".*\blayers\.\d+\..*_proj\.weight")
@@ -52,7 +53,7 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
     """
     config, checkpoint = load_config(source), Checkpoint(source)
     adapter: ModelAdapter = resolve(family_of(config).adapter)(config)
-    if read_quantization(config, checkpoint.tensors) is not None:
+    if read_format(checkpoint.quantization, checkpoint.tensors) is not None:
         raise CheckpointError(f"{source}: its weights are quantized already")
     if lora_folders(source):
         raise CheckpointError(
@@ -60,7 +61,7 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
             "--quantization int4"
         )
     layers = _layers(checkpoint, adapter, quantization)
-    config[SECTION] = quantization_config(quantization, _ignored(checkpoint, adapter, layers))
+    config[QUANTIZATION] = quantization_config(quantization, _ignored(checkpoint, adapter, layers))
     if target.exists():
         raise ConfigError(f"{target}: exists; the copy needs a folder of its own")
     try:

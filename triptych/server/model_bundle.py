@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
-from triptych.checkpoint.quantization import read_quantization
 from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig
 from triptych.engine.group import GroupCache, StateSize, make_cache
@@ -17,6 +16,7 @@ from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_for
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.layers.state_spec import StateSpec, record_bytes
+from triptych.layers.stored.registry import read_format
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import ModelConfig, Planner
@@ -35,9 +35,9 @@ class ModelBundle:
         processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
         self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
         self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
-        read_quantization(self.config, checkpoint.tensors)
+        stored = read_format(checkpoint.quantization, checkpoint.tensors)
         self.device = find_device(engine.device)
-        self.weights = weight_format(engine, self.device, checkpoint.tensors)
+        self.weights = weight_format(engine, self.device, checkpoint.tensors, stored)
         """The decoder's weight format."""
         self.tower_weights = tower_format(engine, self.device, checkpoint.tensors)
         self.kv_dtype = kv_dtype(engine, self.device, self.weights)

@@ -1,5 +1,6 @@
 """Applies a grammar's bitmask to logits in PyTorch, on any device."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -7,6 +8,13 @@ from torch import Tensor
 def bitmask_tensor(mask: bytes) -> Tensor:
     """Return a bitmask as an int32 tensor [words] in host memory."""
     return torch.frombuffer(bytearray(mask), dtype=torch.int32)
+
+
+def single_token_mask(token: int, vocabulary: int) -> Tensor:
+    """Return the bitmask that allows one token."""
+    words = np.zeros(-(-vocabulary // 32), np.uint32)
+    words[token // 32] = 1 << token % 32
+    return torch.from_numpy(words.view(np.int32))
 
 
 def constrain(logits: Tensor, bitmask: Tensor) -> None:

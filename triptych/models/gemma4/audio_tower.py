@@ -257,7 +257,8 @@ def _layer(reader: TowerWeights, config: Gemma4AudioConfig, name: str) -> Confor
 def _attention(reader: TowerWeights, config: Gemma4AudioConfig, name: str) -> WindowedAttention:
     hidden, head_dim = config.hidden_size, config.head_dim
     scales = F.softplus(reader.parameter(f"{name}.per_dim_scale", head_dim)).float() * (head_dim**-0.5 / math.log(2))
-    of_distances = reader.parameter(f"{name}.relative_k_proj.weight", hidden, hidden)
+    of_distances = reader.stored(f"{name}.relative_k_proj", hidden, hidden).dequantized()
+    of_distances = of_distances.to(reader.device, reader.weights.activations)
     waves = _waves(config).to(of_distances.device, of_distances.dtype)
     return WindowedAttention(
         clippable(reader, [f"{name}.{kind}_proj" for kind in "qkv"], hidden, hidden, clips=config.clips),

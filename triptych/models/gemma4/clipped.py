@@ -55,8 +55,8 @@ def clippable(
     ``orders`` [outputs] are those of the first layers' outputs, if they are others than stored. Raises CheckpointError
     as ``TowerWeights`` does, and for bounds that aren't in order.
     """
-    weights = [reader.tensor(f"{name}.linear.weight", outputs, inputs) for name in names]
-    weights[: len(orders)] = [weight[order] for weight, order in zip(weights, orders, strict=False)]
+    weights = [reader.stored(f"{name}.linear", outputs, inputs) for name in names]
+    weights[: len(orders)] = [weight.rows(order) for weight, order in zip(weights, orders, strict=False)]
     if not clips:
         return reader.linear_of(weights)
     bounds = [[_bounds(reader, f"{name}.{end}") for end in ("input", "output")] for name in names]

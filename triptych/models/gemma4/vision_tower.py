@@ -108,7 +108,7 @@ def load_vision_tower(
     """Load the tower, and the projector of that name, which makes embeddings of ``width``. Raises CheckpointError as
     ``TowerWeights`` does."""
     hidden, side = config.hidden_size, config.patch_size
-    projection = reader.tensor(f"{VISION}.patch_embedder.input_proj.weight", hidden, side**2 * CHANNELS)
+    projection = reader.stored(f"{VISION}.patch_embedder.input_proj", hidden, side**2 * CHANNELS).dequantized()
     by_channel = projection.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(1)  # as patches are here
     standard = None
     if config.standardizes:

@@ -160,8 +160,8 @@ def _inputs(reader: TowerWeights, vision: MoonConfig, name: str) -> Linear:
     """Load the layer of queries, keys and values. In the files, a rotated pair of values is side by side; our kernels
     have its halves in the two halves of a head."""
     hidden = vision.hidden_size
-    weight, bias = reader.tensor(f"{name}.weight", 3 * hidden, hidden), reader.tensor(f"{name}.bias", 3 * hidden)
+    weight, bias = reader.stored(name, 3 * hidden, hidden), reader.tensor(f"{name}.bias", 3 * hidden)
     size = (2, vision.num_heads, vision.head_dim // 2, 2)
     order = torch.arange(2 * hidden).view(size).transpose(2, 3).flatten()
-    order = torch.cat((order, torch.arange(2 * hidden, 3 * hidden))).to(weight.device)
-    return reader.weights.linear(weight[order], bias[order], reader.device)
+    order = torch.cat((order, torch.arange(2 * hidden, 3 * hidden)))
+    return reader.linear_of([weight.rows(order)], bias[order])

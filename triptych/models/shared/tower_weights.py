@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from triptych.checkpoint.reader import Checkpoint, listed
+from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
 from triptych.layers.pointwise import Activation
-from triptych.layers.weights import concatenate
+from triptych.layers.stored.linears import StoredLinear, concatenate
+from triptych.layers.stored.reader import StoredReader
 
 ACTIVATIONS = {
     "gelu": Activation.GELU,
@@ -45,16 +46,17 @@ class TowerWeights:
             native.library()
         self.weights = weights
         self.device = device
-        self._checkpoint = checkpoint
+        # of a missing tensor, the error names the tower's own
+        self._stored = StoredReader(checkpoint, lambda name: keys.get(name, name), weights, device)
         self._keys = keys
-        self._read: set[str] = set()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as stored: on the CPU, memory-mapped."""
-        key = self._keys.get(name, name)  # of a missing one, the error names the tower's own
-        tensor = self._checkpoint.read_shaped({key: shape})[key]
-        self._read.add(name)
-        return tensor
+        return self._stored.tensor(name, shape)
+
+    def stored(self, name: str, outputs: int, inputs: int) -> StoredLinear:
+        """Return the weight of a linear layer, in whatever format it is stored."""
+        return self._stored.stored(name, outputs, inputs)
 
     def parameter(self, name: str, *shape: int) -> Tensor:
         """Return a tensor on the device, in the activations' dtype."""
@@ -74,35 +76,32 @@ class TowerWeights:
     def linear(self, names: Sequence[str], outputs: int, inputs: int, bias: bool | Sequence[bool] = True) -> Linear:
         """Load layers of ``outputs`` each as one that concatenates their outputs; ``bias`` says of all, or of each,
         whether they have biases."""
-        weight = concatenate([self.tensor(f"{name}.weight", outputs, inputs) for name in names])
+        parts = [self.stored(name, outputs, inputs) for name in names]
         having = [bias] * len(names) if isinstance(bias, bool) else bias
         biases = [
-            self.tensor(f"{name}.bias", outputs) if has_bias else weight.new_zeros(outputs)
+            self.tensor(f"{name}.bias", outputs) if has_bias else torch.zeros(outputs, device=self.device)
             for name, has_bias in zip(names, having, strict=True)
             if any(having)
         ]
-        return self.weights.linear(weight, concatenate(biases) if bias else None, self.device)
+        return self.linear_of(parts, concatenate(biases) if biases else None)
 
     def paired_attention(self, names: Sequence[str], num_heads: int, width: int) -> Linear:
         """Load the query, key and value layers [width, width] of attention that rotates a head's values 0 and 1, 2 and
         3, … as pairs. In the result, i and i + head_dim / 2 of queries and keys are a pair: products don't change."""
-        weights = [self.tensor(f"{name}.weight", width, width) for name in names]
+        parts = [self.stored(name, width, width) for name in names]
         biases = [self.tensor(f"{name}.bias", width) for name in names]
-        for tensors in (weights, biases):
-            for number, tensor in enumerate(tensors[:2]):
-                pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
-                tensors[number] = pairs.transpose(1, 2).flatten(0, 2)
-        return self.weights.linear(concatenate(weights), concatenate(biases), self.device)
+        pairs = torch.arange(width).view(num_heads, -1, 2).transpose(1, 2).flatten()
+        turned = [part.rows(pairs) for part in parts[:2]], [bias[pairs] for bias in biases[:2]]
+        return self.linear_of([*turned[0], *parts[2:]], concatenate([*turned[1], *biases[2:]]))
 
-    def linear_of(self, weights: Sequence[Tensor]) -> Linear:
-        """Return layers without biases, whose weights [out, in] have been read, as one that concatenates their
-        outputs."""
-        return self.weights.linear(concatenate(list(weights)), None, self.device)
+    def linear_of(self, parts: Sequence[StoredLinear], bias: Tensor | None = None) -> Linear:
+        """Return layers, whose weights have been read, as one that concatenates their outputs."""
+        return self._stored.linear(parts, bias)
 
     def scaled_linear(self, name: str, scales: str, outputs: int, inputs: int) -> Linear:
         """Load a layer whose outputs are multiplied by factors, the tensor ``scales``, as one with scaled weights."""
         factors = self.tensor(scales, outputs).float()
-        weight = self.tensor(f"{name}.weight", outputs, inputs).float() * factors[:, None]
+        weight = self.stored(name, outputs, inputs).dequantized().float() * factors[:, None]
         return self.weights.linear(weight, self.tensor(f"{name}.bias", outputs).float() * factors, self.device)
 
     def patch_projection(self, name: str, outputs: int, patch_size: int, bias: bool = False) -> Linear:
@@ -119,14 +118,11 @@ class TowerWeights:
 
     def flat_projection(self, name: str, outputs: int, patch_size: int) -> Linear:
         """Load a layer over flattened patches, without bias."""
-        weight = self.tensor(f"{name}.weight", outputs, 3 * patch_size**2)
+        weight = self.stored(name, outputs, 3 * patch_size**2).dequantized()
         return self.weights.high_precision(weight, None, self.device)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """Raise CheckpointError, which names one and counts them, if there are tensors that weren't read, but for those
         whose names start with one of ``ignored``."""
-        unread = [
-            key for name, key in self._keys.items() if name not in self._read and not name.startswith(tuple(ignored))
-        ]
-        if unread:
-            raise CheckpointError(f"{self._checkpoint.folder}: the tower has no place for {listed(unread)}")
+        keys = [key for name, key in self._keys.items() if not name.startswith(tuple(ignored))]
+        self._stored.check_all_read(keys, "tower")

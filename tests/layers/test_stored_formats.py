@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 
-from triptych.checkpoint.quantization import GroupQuantization, quantization_config, read_quantization
+from triptych.checkpoint.config_files import quantization_section
 from triptych.errors import CheckpointError
+from triptych.layers.stored.compressed_tensors import GroupQuantization, PackQuantized, quantization_config
+from triptych.layers.stored.format import StoredFormat
+from triptych.layers.stored.fp8 import Fp8
+from triptych.layers.stored.registry import read_format
 
 PACKED = ["model.layers.0.mlp.down_proj.weight_packed", "lm_head.weight"]
+
+
+def read_quantization(config: dict[str, Any], tensors: list[str]) -> StoredFormat | None:
+    return read_format(quantization_section(config), tensors)
 
 
 def section(**changes: Any) -> dict[str, Any]:
@@ -23,8 +31,8 @@ def section(**changes: Any) -> dict[str, Any]:
 def test_what_is_written_is_read(group: int, has_zeros: bool) -> None:
     quantization = GroupQuantization(group, has_zeros)
     written = quantization_config(quantization, ["lm_head"])
-    assert read_quantization({"quantization_config": written}, PACKED) == quantization
-    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == quantization
+    assert read_quantization({"quantization_config": written}, PACKED) == PackQuantized(quantization)
+    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == PackQuantized(quantization)
 
 
 def test_dense_weights() -> None:
@@ -33,9 +41,9 @@ def test_dense_weights() -> None:
 
 
 def test_config_and_tensors_that_contradict_each_other() -> None:
-    with pytest.raises(CheckpointError, match=r"has a quantization_config, .* has no tensor \*.weight_packed"):
+    with pytest.raises(CheckpointError, match=r"has a quantization_config .*, .* has no tensor \*.weight_packed"):
         read_quantization({"quantization_config": section()}, ["lm_head.weight"])
-    with pytest.raises(CheckpointError, match=r"has no quantization_config, .* has a tensor \*.weight_packed"):
+    with pytest.raises(CheckpointError, match=r"has no quantization_config, .* has a tensor .*down_proj.weight_packed"):
         read_quantization({}, PACKED)
 
 
@@ -70,7 +78,7 @@ def test_other_weights_are_refused(changes: dict[str, Any], words: str) -> None:
         ({"config_groups": {}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": 7}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": {"weights": []}}}, "weights must be an object"),
-        ({"config_groups": {"group_0": {"input_activations": {"num_bits": 8}}}}, "input_activations"),
+        ({"config_groups": {"group_0": {"weights": {}, "input_activations": {"num_bits": 8}}}}, "input_activations"),
     ],
 )
 def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -81,7 +89,8 @@ def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_layers_of_different_groups_are_refused() -> None:
     both = section()
     both["config_groups"]["group_1"] = deepcopy(both["config_groups"]["group_0"])
-    assert read_quantization({"quantization_config": both}, PACKED) == GroupQuantization(64, has_zeros=True)
+    expected = PackQuantized(GroupQuantization(64, has_zeros=True))
+    assert read_quantization({"quantization_config": both}, PACKED) == expected
     both["config_groups"]["group_1"]["weights"]["group_size"] = 128
     with pytest.raises(CheckpointError, match="config_groups with different weights"):
         read_quantization({"quantization_config": both}, PACKED)
@@ -91,3 +100,46 @@ def test_layers_of_different_groups_are_refused() -> None:
 def test_a_section_that_is_no_object_is_refused(wrong: object) -> None:
     with pytest.raises(CheckpointError, match="quantization_config must be an object"):
         read_quantization({"quantization_config": wrong}, PACKED)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+
+
+def float_quantized(**changes: Any) -> dict[str, Any]:
+    group = {"weights": FLOAT8 | {"dynamic": False} | changes, "input_activations": {"num_bits": 8}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("found", "block"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 64], "activation_scheme": "static"}, (128, 64)),
+        ({"quant_method": "fp8", "weight_block_size": None, "fmt": "e4m3"}, None),
+        ({"quant_method": "fp8"}, None),
+        (float_quantized(), (128, 128)),
+        (float_quantized(strategy="channel", block_structure=None), None),
+    ],
+)
+def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> None:
+    stored = read_format(found, ["a.weight", "a.weight_scale_inv"])
+    assert isinstance(stored, Fp8)
+    assert stored.block == block
+    assert stored.kept_as is None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two .*, not \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size must be two positive"),
+        ({"quant_method": "fp8", "weight_block_size": [True, "a"]}, "weight_block_size must be two positive"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "fmt 'e3m4' is not served"),
+        (float_quantized(num_bits=4), "num_bits 4 is not served; served: 8"),
+        (float_quantized(symmetric=False), "symmetric False"),
+        (float_quantized(strategy="tensor_group"), "strategy 'tensor_group'"),
+        (float_quantized() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+    ],
+)
+def test_other_fp8_is_refused(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_format(found, ["a.weight_scale_inv"])

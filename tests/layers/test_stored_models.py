@@ -1,0 +1,133 @@
+"""Quantized checkpoints in each format, in decoders, experts and towers: they are what their dequantized weights are,
+in transformers, too."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.support.backbones import BACKBONES
+from tests.support.checkpoints import load_adapter, load_reference
+from tests.support.forward import (
+    Pool,
+    Prompt,
+    Running,
+    assert_close,
+    assert_rows,
+    layers_of,
+    make_prompt,
+    random_input,
+    reference_logits,
+    step,
+)
+from tests.support.quantized import quantized_pair
+from tests.support.stored_formats import FORMATS, but
+from tests.support.tiny import make_tiny
+from triptych.checkpoint.reader import Checkpoint
+from triptych.errors import CheckpointError
+from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
+
+CPU = torch.device("cpu")
+FP32 = PlainFormat(torch.float32)
+
+
+def modules(encoder: Any) -> Iterator[nn.Module]:
+    """The modules of an encoder's towers."""
+    for tower in getattr(encoder, "towers", {"": encoder}).values():
+        yield tower if isinstance(tower, nn.Module) else tower.module
+
+
+def assert_same_weights(ours: nn.Module, dense: nn.Module) -> None:
+    expected = dense.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, weight in ours.state_dict().items():
+        assert weight.shape == expected[name].shape
+        assert not weight.numel() or (weight - expected[name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_moe", "kimi_vl", "internvl", "gemma4+gemma4_vision", "phi3"])
+def test_decoders_experts_and_towers(tmp_path: Path, name: str, family: str) -> None:
+    """Towers of transformers' modules and of our own, reordered ones, separate experts, fused layers."""
+    one = FORMATS[name]
+    source = make_tiny(tmp_path / "source", BACKBONES.get(family, family))
+    stored, dense = quantized_pair(source, tmp_path, one.section, one.encode)
+    adapter = load_adapter(dense)
+    decoders = [adapter.load_decoder(Checkpoint(folder), FP32, CPU) for folder in (stored, dense)]
+    assert_same_weights(*decoders)
+    if adapter.encoder_keys(Checkpoint(dense).tensors):
+        ours, expected = (adapter.load_encoder(Checkpoint(folder), FP32, CPU) for folder in (stored, dense))
+        for one_tower, other in zip(modules(ours), modules(expected), strict=True):
+            assert_same_weights(one_tower, other)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_equal_those_of_the_dequantized_model_in_transformers(tmp_path: Path, name: str) -> None:
+    one, image = FORMATS[name], random_input((1, 4, 6), patch_values=3 * 2 * 14 * 14)
+    stored, dense = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    adapter, checkpoint, reference = load_adapter(stored), Checkpoint(stored), load_reference(dense)
+    [rows] = adapter.load_encoder(checkpoint, FP32, CPU).encode([image])
+    [expected_rows] = load_adapter(dense).load_encoder(Checkpoint(dense), FP32, CPU).encode([image])
+    assert_rows(rows, expected_rows)
+    prompt = make_prompt(reference, list(b"hello"), [image], [rows], adapter.embedding_width)
+    pool = Pool(adapter.load_decoder(checkpoint, FP32, CPU))
+    ours = step(pool, [(Running(prompt), len(prompt.tokens))])
+    expected = reference_logits(reference, prompt, [image])
+    assert_close(ours, expected, 1e-4 * expected.abs().max().item())
+    assert len(set(expected.argmax(-1).tolist())) > 5
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16"])
+def test_layers_of_unlike_shards_are_multiplied_apart(tmp_path: Path, weights: str) -> None:
+    one = FORMATS["pack-quantized"]
+    encode = but(one.encode, "k_proj", "layers.1.mlp.up_proj")
+    source = make_tiny(tmp_path / "source", "qwen2_5_vl")
+    stored, dense = quantized_pair(source, tmp_path, one.section, encode)
+    adapter = load_adapter(stored)
+    whole, mixed = (
+        layers_of(adapter.load_decoder(Checkpoint(folder), form, CPU))[1]
+        for folder, form in ((dense, FP32), (stored, WEIGHT_FORMATS[weights]))
+    )
+    tokens = torch.randn(5, 64)
+    for ours, expected in ((mixed.mixer.qkv, whole.mixer.qkv), (mixed.mlp.gate_up, whole.mlp.gate_up)):
+        assert isinstance(ours, ConcatenatedLinear)
+        assert all(isinstance(part, PackedLinear) for part in ours.linears)
+        values = expected(tokens)
+        assert (ours(tokens) - values).norm() < 0.02 * values.norm()
+        assert ours(tokens).shape == values.shape
+    loaded = [adapter.load_decoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], CPU) for folder in (stored, dense)]
+    prompt = Prompt(torch.arange(3, 43), torch.arange(40.0).double().expand(3, -1), torch.arange(0), torch.zeros(0, 64))
+    logits = [step(Pool(decoder), [(Running(prompt), 40)]) for decoder in loaded]
+    assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tensor", "words"),
+    [
+        ("fp8, blocks", "weight_scale_inv", torch.ones(3, 4), r"weight_scale_inv' has shape \[3, 4\]"),
+        ("fp8, blocks", "weight_scale_inv", torch.full((4, 4), torch.inf), "weight_scale_inv has values that aren't"),
+        ("fp8, blocks", "weight_scale_inv", torch.ones(4, 4, dtype=torch.int32), "weight_scale_inv: is int32, not "),
+        ("fp8, blocks", "weight_scale_inv", None, "weight: is float8_e4m3fn, not bfloat16"),
+        ("fp8, blocks", "weight", torch.ones(64, 96), "weight: is float32, not float8_e4m3fn"),
+        ("fp8, blocks", "weight", torch.ones(64, 97).to(torch.float8_e4m3fn), r"has shape \[64, 97\]"),
+        ("fp8, blocks", "weight_zero_point", torch.ones(1), "no place for tensor"),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(
+    tmp_path: Path, name: str, kind: str, tensor: Tensor | None, words: str
+) -> None:
+    one = FORMATS[name]
+    stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    weights = load_file(stored / "model.safetensors")
+    weights.pop(f"{LAYER}.{kind}", None)
+    save_file(weights | ({} if tensor is None else {f"{LAYER}.{kind}": tensor}), stored / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU)
+    assert LAYER in str(error.value)

@@ -1,0 +1,81 @@
+"""What a format of quantized checkpoints has to say. A format is a file of this folder and a line in ``registry.py``.
+
+A module ``M`` is quantized if the checkpoint has one of its format's tensors, such as ``M.weight_packed``. Lists of
+names in configs don't decide that: they differ between the libraries that write them. No torch is imported before a
+layer is read, because the supervisor and ``triptych doctor`` ask what a config means.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from triptych.checkpoint.config_files import QUANTIZATION
+from triptych.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from triptych.layers.stored.linears import StoredLinear
+
+Section = Mapping[str, Any]
+
+
+class LayerTensors(Protocol):
+    """A linear layer's tensors in a checkpoint, by the last parts of their names."""
+
+    def has(self, kind: str) -> bool:
+        """Return whether there is such a tensor."""
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Return a tensor's shape. Raises CheckpointError, naming it, if it is missing."""
+
+    def read(self, kind: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> "Tensor":
+        """Return a tensor, memory-mapped. Raises CheckpointError, naming it, for one that is missing, has another shape
+        or is of none of ``dtypes``, named as in PyTorch; empty: it may be of any."""
+
+    def wrong(self, problem: str) -> CheckpointError:
+        """Return an error that names the layer."""
+
+
+class StoredFormat(Protocol):
+    """How a checkpoint stores the weights of quantized linear layers."""
+
+    markers: ClassVar[tuple[str, ...]]
+    """Last parts of the names of tensors that only quantized layers have, one of them for each."""
+    kept_as: ClassVar[str | None]
+    """The weight format (``triptych.config.QUANTIZATIONS``) in which CPUs keep the weights, or None: they are
+    dequantized when they are loaded."""
+
+    @property
+    def described(self) -> str:
+        """The format in words, for people."""
+
+    @classmethod
+    def of(cls, section: Section) -> "StoredFormat":
+        """Return the format that a config's section describes. Raises CheckpointError for settings that aren't
+        served."""
+
+    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
+        """Return a quantized layer's weight of ``shape``, (out, in). Raises CheckpointError, naming the tensor, if one
+        is missing, misshapen, or has values that aren't served."""
+
+
+def require(section: Section, name: str, served: Sequence[object]) -> Any:
+    """Return a setting of the config's section. Raises CheckpointError, naming it, if it has none of the values that
+    are served."""
+    value = section.get(name)
+    if not any(type(value) is type(one) and value == one for one in served):
+        options = ", ".join(map(repr, served))
+        raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {value!r} is not served; served: {options}")
+    return value
+
+
+def config_groups(section: Section) -> list[Section]:
+    """Return compressed-tensors' groups of layers, whose ``weights`` are objects. Raises CheckpointError unless all
+    are."""
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(one, Mapping) for one in groups.values()):
+        raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups must be objects by name, not {groups!r}")
+    for group in groups.values():
+        if not isinstance(weights := group.get("weights"), Mapping):
+            raise CheckpointError(f"config.json: {QUANTIZATION}: weights must be an object, not {weights!r}")
+    return list(groups.values())
