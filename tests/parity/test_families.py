@@ -140,7 +140,7 @@ def test_first_token_logits(models: dict[str, Model], family: str) -> None:
         assert (logits - model.reference.first_logits(prompt, case.images)).abs().max() < 1e-4, case.name
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1P1D"])
+@pytest.mark.parametrize("topology", [pytest.param("1EPD", marks=pytest.mark.slow), "1E1P1D"])
 def test_original_files_of_internvl(models: dict[str, Model], tmp_path: Path, topology: str) -> None:
     """The same model by other names answers alike."""
     model = models["internvl"]
