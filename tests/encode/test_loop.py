@@ -5,10 +5,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from tests.support.encode_harness import CONSUMER, HERE, PLAN, A, B, EncodeHarness
+from triptych.config.injected_faults import InjectedFaults
 from triptych.encode import fetch
-from triptych.errors import ErrorKind
+from triptych.errors import ErrorKind, HelperFailed, InstanceBroken
+from triptych.job_faults import MAX_IN_A_ROW, Culprit
+from triptych.layers.torch_device import TorchDevice
 from triptych.messages.rows import Abort, Done, Offer, TransferSide
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
@@ -21,7 +25,9 @@ from triptych.messages.work import (
     MediaBytes,
     MediaGone,
 )
-from triptych.types import TransferId
+from triptych.models.base import EncoderInput
+from triptych.server.faulty_device import FaultyDevice
+from triptych.types import ItemPlan, TransferId
 
 
 @pytest.fixture
@@ -282,3 +288,56 @@ def test_an_attempt_under_way_is_not_begun_again(harness: EncodeHarness) -> None
     assert harness.answer() == [(A, "first")]
     assert harness.encoded() == [(A, "first", False)]
     harness.sender.on_done(Done(TransferId("first"), TransferSide.CONSUMER))
+
+
+def prepared(harness: EncodeHarness, *files: bytes) -> None:
+    """Encode a file for each transfer, ``t0`` and so on, all in the batch that follows the first one."""
+    for number, data in enumerate(files):
+        harness.encode(f"t{number}", key=f"key {number}", size=len(data))
+        harness.answer(data)
+    harness.until(lambda: harness.loop.idle)
+
+
+def test_an_item_that_the_encoder_fails_on_fails_alone(harness: EncodeHarness) -> None:
+    """However it is batched. Its culprit is unclear, so the frontend may try it elsewhere."""
+    prepared(harness, b"a", b"b", bytes([250] * 5), b"c", b"d", b"e")
+    failed = [(message.transfer, message.error, message.culprit) for _, message in harness.of(EncodeFailed)]
+    assert failed == [("t2", ErrorKind.INTERNAL_ERROR, Culprit.UNCLEAR)]
+    assert sorted(message.transfer for _, message in harness.of(Encoded)) == ["t0", "t1", "t3", "t4", "t5"]
+    assert harness.loop.debug_state().parts == []
+
+
+def test_an_instance_that_can_encode_nothing_is_broken(harness: EncodeHarness) -> None:
+    spoilt = [bytes([250] * size) for size in (5, 6, 7)]
+    with pytest.raises(InstanceBroken):
+        prepared(harness, *spoilt)
+    assert len(harness.of(EncodeFailed)) == MAX_IN_A_ROW - 1, "the last one is the frontend's to give to another"
+
+
+def test_a_helper_that_fails_is_no_items_fault(harness: EncodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+        raise HelperFailed("a worker could not be started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.loop, "preprocessors", fails)
+        prepared(harness, b"a")
+    [(_, failed)] = harness.of(EncodeFailed)
+    assert failed.culprit is Culprit.HELPER
+    end(harness, "t0")
+    prepared(harness, b"b")
+    assert [message.transfer for _, message in harness.of(Encoded)] == ["t0"]
+
+
+def test_nothing_fails_when_the_device_does(harness: EncodeHarness) -> None:
+    """The instance ends, and frontends give its work to others."""
+    device = FaultyDevice(TorchDevice(torch.device("cpu")), InjectedFaults(device=0.0), "e0")
+    harness.compute.device = device
+    device.break_now()
+    harness.encode("first")
+    harness.answer()
+    harness.until(lambda: device.broken)
+    for _ in range(20):
+        harness.loop.advance()
+        time.sleep(0.001)
+    assert harness.of(EncodeFailed) == []
+    assert not harness.loop.idle

@@ -5,6 +5,7 @@ from msgspec import structs
 
 from tests.support.router_harness import D0, D1, E0, E1, EPD0, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
 from triptych.errors import ErrorKind, InstanceLost, InternalError, Unavailable
+from triptych.job_faults import Culprit
 from triptych.messages.work import (
     Cancel,
     Deregister,
@@ -13,6 +14,7 @@ from triptych.messages.work import (
     Encoded,
     EncodeFailed,
     EncodeNeeded,
+    Failed,
     Generate,
     HandBack,
     MessagesLost,
@@ -25,6 +27,8 @@ from triptych.messages.work import (
     Stop,
     Tokens,
 )
+from triptych.router.membership import AVOIDED_SECONDS
+from triptych.router.request_state import MAX_FAILURES
 from triptych.router.router import RESET_PAUSE
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -524,3 +528,82 @@ def test_late_messages_of_a_request_that_moved_are_ignored() -> None:
     assert harness.of(Cancel)[-1] == (first, Cancel(stream.request))
     harness.router.handle(Tokens(stream.request, [66], 1, finish_reason="stop"))
     assert finish(harness, stream) == [1, 7]
+
+
+# ── failures that may be an instance's own ───────────────────────────────────────────────────────────────────
+
+
+def fails(harness: RouterHarness, stream: TokenStream, at: Address, culprit: Culprit = Culprit.UNCLEAR) -> None:
+    """An instance reports that a request has failed there."""
+    request = harness.router.debug_state().requests[stream.request].generate.request
+    harness.router.handle(Failed(request, at, ErrorKind.INTERNAL_ERROR, "the model failed", culprit=culprit))
+
+
+def placed_at(harness: RouterHarness) -> Address:
+    return harness.of(Generate)[-1][0]
+
+
+@pytest.mark.parametrize("culprit", [Culprit.UNCLEAR, Culprit.HELPER])
+def test_a_request_that_may_not_be_at_fault_is_tried_elsewhere(culprit: Culprit) -> None:
+    harness = RouterHarness(PD0, PD1)
+    stream = harness.submit()
+    first = placed_at(harness)
+    fails(harness, stream, first, culprit)
+    assert placed_at(harness) != first
+    assert harness.of(Cancel)[-1][0] == first
+    assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0
+
+
+def test_a_request_at_fault_is_tried_once() -> None:
+    harness = RouterHarness(PD0, PD1)
+    stream = harness.submit()
+    fails(harness, stream, placed_at(harness), Culprit.REQUEST)
+    with pytest.raises(InternalError, match="the model failed"):
+        tokens_of(stream)
+    assert len(harness.of(Generate)) == 1
+
+
+def test_a_request_that_fails_everywhere_is_tried_three_times() -> None:
+    """Also where there is but one instance."""
+    harness = RouterHarness(PD0)
+    stream = harness.submit()
+    for _ in range(MAX_FAILURES):
+        fails(harness, stream, PD0)
+    with pytest.raises(InternalError, match="the model failed"):
+        tokens_of(stream)
+    assert len(harness.of(Generate)) == MAX_FAILURES
+    assert harness.outstanding() == 0
+
+
+def test_an_instance_that_fails_fast_does_not_count_as_free() -> None:
+    harness = RouterHarness(PD0, PD1)
+    first = harness.submit()
+    bad = placed_at(harness)
+    fails(harness, first, bad)
+    for _ in range(5):
+        harness.submit()
+        assert placed_at(harness) != bad, "although it has nothing to do"
+    harness.wait(AVOIDED_SECONDS, PD0, PD1)
+    harness.submit()
+    assert placed_at(harness) == bad
+
+
+def test_an_instance_that_fails_is_better_than_none() -> None:
+    harness = RouterHarness(PD0)
+    fails(harness, harness.submit(), PD0)
+    harness.submit()
+    assert placed_at(harness) == PD0
+
+
+def test_an_item_whose_helper_failed_goes_to_another_encode_instance() -> None:
+    harness = RouterHarness(E0, E1, PD0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    [(failing, _, _)] = encode_targets(harness)
+    harness.router.handle(EncodeFailed(transfer, ErrorKind.INTERNAL_ERROR, "no worker", culprit=Culprit.HELPER))
+    ask_for(harness, stream, PD0, attempt=1)
+    assert encode_targets(harness)[-1][0] != failing
+    harness.router.handle(Encoded(transfer, False, [], attempt=1))
+    assert finish(harness, stream) == [7]
+    assert harness.outstanding() == 0

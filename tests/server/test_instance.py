@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.disorder import LossyChannel
+from triptych import compute_thread
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
 from triptych.messages import channel as channels
@@ -451,6 +452,58 @@ def test_a_host_that_keeps_failing_ends_the_instance(
     last = harness.received[-1]
     assert isinstance(last, Deregister), "the frontend need not wait for the lease"
     assert last.suspect
+
+
+@dataclass
+class BrokenDevice:
+    """Doesn't compute, and if it ``hangs`` doesn't even say so."""
+
+    hangs: threading.Event | None = None
+
+    def begin_job(self) -> None: ...
+
+    def ask(self) -> None:
+        if self.hangs is not None:
+            self.hangs.wait()
+        raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_instance_whose_device_breaks_hands_back_leaves_and_ends(
+    start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr(compute_thread, "ANSWER_TIMEOUT", 0.1)
+    loop = Giving()
+    harness = start(loop=loop)
+    harness.join()
+    loop.given[harness.channel.address] = HandBack(harness.instance.channel.address, [RequestId("waiting")], [])
+    closed: list[bool] = []
+    harness.instance.on_broken = lambda _: closed.append("close" in loop.received)
+    answers = threading.Event()
+    harness.instance.compute.device = BrokenDevice(answers if hangs else None)
+    harness.instance.compute.submit(fail)
+    harness.end()
+    answers.set()
+    assert isinstance(harness.error, InstanceBroken)
+    assert "device" in str(harness.error)
+    harness.await_count(Deregister, 1)
+    kinds = [type(message) for message in harness.received if not isinstance(message, Heartbeat)]
+    assert kinds == [Register, Draining, HandBack, Deregister]
+    assert harness.received[-1] == Deregister(harness.instance.channel.address, suspect=True)
+    assert loop.received == ["hand_back", "close"]
+    assert closed == [False], "its process can end before anything is closed"
+
+
+def test_an_error_of_the_loop_is_asked_about_at_the_device(start: Callable[..., InstanceHarness]) -> None:
+    """As those of streams and events are, which have no job."""
+    harness = start()
+    harness.join()
+    harness.instance.compute.device = BrokenDevice()
+    harness.loop.on_advance = once(fail)
+    harness.instance.channel.wake()
+    harness.end()
+    assert isinstance(harness.error, InstanceBroken)
+    assert harness.count(Register, 0.1) == 1, "it doesn't start over"
 
 
 def test_failures_far_apart_end_nothing(start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch) -> None:
