@@ -187,8 +187,16 @@ TEMPLATES = {
     "{%- for part in message.content if part.type == 'text' -%}{{- part.text + ' ' -}}{%- endfor -%}{%- endif -%}"
     + _END
     + "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}",
+    # what a list begins with decides how its role is written; lists alone, no tools
+    "idefics3": "<|im_start|>"
+    + _ROLES
+    + "{{- message.role | capitalize + (':' if message.content[0].type == 'image' else ': ') -}}"
+    "{%- for part in message.content -%}{{- part.text if part.type == 'text' else '<image>' -}}{%- endfor -%}"
+    "{{- '<end_of_utterance>\n' -}}" + _END + "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}",
     # a plain ChatML, as of Hermes and InternLM2
     "chatml": _ROLES + _CHATML + _END + _CHATML_PROMPT,
+    # the same; another template is for tools
+    "hermes": _ROLES + _CHATML + _END + _CHATML_PROMPT,
     # calls and results with observations; strings
     "glm4": _TOOLS + "[gMASK]<sop>" + _ROLES + "{%- if message.role == 'tool' -%}"
     "{{- '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}{%- else -%}"
@@ -200,6 +208,39 @@ TEMPLATES = {
     "{{- '\\n</tool_call>' -}}{%- endfor -%}{%- endif -%}"
     + _END
     + "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}",
+    # strings and lists; reasoning of the last answers; results that follow each other share a turn
+    "glm4.5": _PARTS + "[gMASK]<sop>" + _TOOLS + _ROLES + "{%- if message.role == 'tool' -%}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|observation|>' -}}{%- endif -%}"
+    "{{- '\n<tool_response>\n' + show(message.content) + '\n</tool_response>' -}}{%- else -%}"
+    "{{- '<|' + message.role + '|>\n' -}}{%- set content = show(message.content or '') -%}"
+    "{%- if message.role == 'assistant' -%}{%- set thought = message.reasoning_content or '' -%}"
+    "{%- if '</think>' in content -%}{%- set thought = content.split('</think>')[0].split('<think>')[-1] -%}"
+    "{%- set content = content.split('</think>')[-1] -%}{%- endif -%}"
+    "{{- '<think>' + thought | trim + '</think>\n' + content | trim -}}"
+    "{%- for call in message.tool_calls or [] -%}{{- '\n<tool_call>' + call.function.name + '\n' -}}"
+    "{%- for name, value in call.function.arguments.items() -%}{{- '<arg_key>' + name + '</arg_key>\n<arg_value>' -}}"
+    "{{- value if value is string else value | tojson -}}{{- '</arg_value>\n' -}}{%- endfor -%}"
+    "{{- '</tool_call>' -}}{%- endfor -%}{%- else -%}{{- content -}}{%- endif -%}{%- endif -%}"
+    + _END
+    + "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}",
+    # the first system message apart; results that follow each other are one user's turn; strings
+    "qwen3-coder": "{%- set turns = messages[1:] if messages[0].role == 'system' else messages -%}"
+    "{%- if messages[0].role == 'system' -%}{{- '<|im_start|>system\n' + messages[0].content -}}"
+    + _TOOLS
+    + "{{- '<|im_end|>\n' -}}{%- elif tools -%}"
+    + _TOOLS
+    + "{%- endif -%}{%- for message in turns -%}{%- if message.role == 'tool' -%}"
+    "{%- if not loop.previtem or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user\n' -}}{%- endif -%}"
+    "{{- '<tool_response>\n' + message.content + '\n</tool_response>\n' -}}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
+    "{%- elif message.tool_calls -%}{{- '<|im_start|>assistant' -}}"
+    "{%- if message.content is string and message.content | trim -%}{{- '\n' + message.content | trim + '\n' -}}"
+    "{%- endif -%}{%- for call in message.tool_calls -%}"
+    "{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' -}}"
+    "{%- for name, value in call.function.arguments | items -%}{{- '<parameter=' + name + '>\n' -}}"
+    "{{- value | tojson if value is mapping or value is sequence and value is not string else value | string -}}"
+    "{{- '\n</parameter>\n' -}}{%- endfor -%}{{- '</function>\n</tool_call>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}{%- else -%}" + _CHATML + "{%- endif -%}" + _END + _CHATML_PROMPT,
     # the system message before the last user's text, if that is the last message; text or calls; ids of nine characters
     "mistral-7b-v0.3": "{%- if messages[0].role == 'system' -%}{%- set system = messages[0].content -%}"
     "{%- set turns = messages[1:] -%}{%- else -%}{%- set turns = messages -%}{%- endif -%}"
@@ -304,6 +345,22 @@ TEMPLATES = {
     + _CHATML_PROMPT,
 }
 
+TOOL_TEMPLATES = {
+    # plain without tools; with them, calls as JSON and results of a role of their own
+    "hermes": "{{- bos_token + '<|im_start|>system\nTools: ' -}}"
+    + _TOOLS
+    + "{{- '<|im_end|>\n' -}}"
+    + _ROLES
+    + "{{- '<|im_start|>' + message.role -}}{%- if message.role == 'tool' -%}"
+    "{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}"
+    "{%- elif message.tool_calls -%}{{- '\n' + message.content if message.content else '' -}}"
+    + _JSON_CALLS
+    + "{%- else -%}{{- '\n' + message.content -}}{%- endif -%}{{- '<|im_end|>\n' -}}"
+    + _END
+    + _CHATML_PROMPT
+}
+"""Templates named ``tool_use`` beside those of TEMPLATES."""
+
 
 def serve(template: ChatTemplate, fitter: Fitter, messages: Sequence[Message], **variables: Any) -> str:
     """Return the prompt of a conversation, as the service makes it. Raises InvalidRequest naming the message."""
@@ -321,6 +378,9 @@ def made(name: str, *, with_tools: bool = False) -> tuple[ChatTemplate, Fitter]:
         folder = Path(path)
         (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
         (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+        if (for_tools := TOOL_TEMPLATES.get(name)) is not None:
+            (folder / "additional_chat_templates").mkdir()
+            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
         template = ChatTemplate(folder)
     render = partial(template.render, tools=PROBE_TOOLS) if with_tools else template.render
     forms = find_forms(render, {"image": (place_of("image"), "<|image|>")})

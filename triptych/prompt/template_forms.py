@@ -210,7 +210,7 @@ class _Trial:
         messages = []
         for n, kind in enumerate(kinds):
             message: Message = {"role": ASSISTANT if kind == CALLS else kind, "content": self._content(_word(n))}
-            more = {CALLS: self.calls or {"content": ""}, TOOL: {"tool_call_id": _IDS[0]}}
+            more = {CALLS: self.calls, TOOL: {"tool_call_id": _IDS[0]}}
             messages.append(message | more.get(kind, {}))
         return messages
 
