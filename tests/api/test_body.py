@@ -332,12 +332,29 @@ def test_a_frontend_that_stood_still_does_not_blame_its_clients(
     service: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 2.0)
-    monkeypatch.setattr(http_module, "STALL", 0.2)
     with connected(service) as connection:
         service.post(max_tokens=1)  # the connection has been accepted by now
         service.loop.call_soon_threadsafe(time.sleep, 3.0)
         time.sleep(0.1)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("limit", ["IDLE_TIMEOUT", "BODY_TIMEOUT", "RATE_SECONDS"])
+def test_a_frontend_that_stood_still_does_not_blame_a_body(
+    service: Served, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(body_module, limit, 1.5)
+    body = json.dumps(service.body(max_tokens=1)).encode()
+    with connected(service) as connection:
+        connection.sendall(
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        )
+        connection.sendall(body[:20])
+        time.sleep(0.2)
+        service.loop.call_soon_threadsafe(time.sleep, 2.5)
+        time.sleep(2.0)
+        connection.sendall(body[20:])
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 

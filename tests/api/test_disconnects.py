@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.serving import CHAT, SOON, Gate, Served, image, image_part, served, text_part, wait_for
 from triptych.api.half_close import FIRST_PROBE, PROCESSING, SLOWEST_CHECK
+from triptych.running_time import running_time
 
 LONG = {"max_tokens": 3000}
 
@@ -52,7 +53,7 @@ def test_a_disconnect_while_a_stage_works_releases_everything(service: Served, p
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_while_streaming_releases_everything(service: Served, stream: bool) -> None:
-    sent_at = time.monotonic()
+    sent_at = running_time()
     with asking(service, service.body([image_part()], stream=stream, **LONG)) as connection:
         if stream:
             received = b""
@@ -199,7 +200,7 @@ def test_a_disconnect_after_a_closed_side_is_detected(service: Served, stream: b
     service.steps.delay = 0.01
     if not started:
         service.steps.close()
-    sent_at = time.monotonic()
+    sent_at = running_time()
     with asking(service, service.body("Gone", stream=stream, **LONG)) as connection:
         connection.shutdown(socket.SHUT_WR)
         if started:

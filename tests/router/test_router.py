@@ -40,6 +40,7 @@ from triptych.messages.work import (
 )  # fmt: skip
 from triptych.observe.timeline import Interval
 from triptych.router.stream import TokenStream
+from triptych.running_time import RunningClock
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -334,7 +335,8 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
 
 def test_a_suspended_frontend_renews_all_leases() -> None:
     harness = RouterHarness(E0, PD0)
-    stream = harness.submit()
+    harness.clock = RunningClock(lambda: harness.now)
+    stream = harness.submit(timeout=20.0)
     harness.wait(1, E0, PD0)
     harness.now += 30
     harness.router.tick()

@@ -1,7 +1,6 @@
 """An instance's own HTTP port: what probes see, and what other clients may send."""
 
 import socket
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -9,6 +8,7 @@ import pytest
 
 from triptych.errors import StartError
 from triptych.messages.stats import EncodeStats, InstanceStats
+from triptych.running_time import running_time
 from triptych.server import health as health_module
 from triptych.server.health import MAX_CONNECTIONS, MAX_HEAD, HealthServer
 from triptych.server.pulse import Pulse
@@ -41,7 +41,7 @@ def answer(server: HealthServer, sent: bytes) -> bytes:
 def test_probes_tell_loading_ready_and_stuck_apart(server: HealthServer) -> None:
     assert (get(server, "/health").status_code, get(server, "/ready").text) == (200, "loading the model\n")
     assert get(server, "/ready").status_code == 503
-    server.pulse.ticked, server.pulse.not_ready = time.monotonic(), ""
+    server.pulse.ticked, server.pulse.not_ready = running_time(), ""
     assert (get(server, "/health").text, get(server, "/ready").status_code) == ("ok\n", 200)
     server.pulse.ticked -= server.pulse.max_silence + 1
     assert get(server, "/health").status_code == get(server, "/ready").status_code == 503

@@ -16,6 +16,7 @@ from triptych.api.app import create_app
 from triptych.api.security import add_security
 from triptych.config import FrontendConfig, ServeConfig
 from triptych.observe.pipeline import ALONE, FrontendNames
+from triptych.running_time import RunningLoop
 from triptych.server.frontend import Frontend
 from triptych.server.http_socket import listen
 
@@ -72,7 +73,7 @@ def alone(
     """A frontend that serves the model of that folder as soon as instances join, which none does. A ``supervised`` one
     has its socket from a supervisor, and leaves it to the next frontend. ``among`` are the names
     that the supervisor gave."""
-    loop = asyncio.new_event_loop()
+    loop = RunningLoop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = FrontendConfig.of(**{"port": 0} | settings)

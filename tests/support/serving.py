@@ -17,6 +17,7 @@ from tests.support.image_cases import picture, png
 from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
+from triptych.running_time import RunningLoop
 from triptych.server.instance import Instance
 
 CHAT = "/v1/chat/completions"
@@ -138,7 +139,7 @@ def served(
                 host.encoder = encoder.guard(host.encoder)
                 host.preprocess_slice = preprocessor.guard(host.preprocess_slice)  # type: ignore[method-assign]
 
-    loop = asyncio.new_event_loop()
+    loop = RunningLoop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     # tests tell clients apart by this header

@@ -47,6 +47,7 @@ from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import TIMELINE_HEADER
+from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +275,7 @@ async def _read_request(request: Request, service: Service) -> tuple[bytes, Requ
     return body.text, RequestContext(
         record=record,
         scope=scope_of(request.headers),
-        deadline=time.monotonic() + _timeout(request, service),
+        deadline=running_time() + _timeout(request, service),
         media=service.media.for_request(body.inline, charge, record.client),
         hold=charge,
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",

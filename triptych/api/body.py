@@ -79,8 +79,7 @@ async def read_body(request: Request, max_bytes: int, charge: Callable[[int], No
                     raise too_large
                 now = clock()
                 if now > look:
-                    # a later look means that this process stood still
-                    if now < look + IDLE_TIMEOUT and len(body) - seen < LEAST_RATE * RATE_SECONDS:
+                    if len(body) - seen < LEAST_RATE * RATE_SECONDS:
                         raise TimeoutError
                     look, seen = now + RATE_SECONDS, len(body)
                 timer.reschedule(min(deadline, now + IDLE_TIMEOUT))

@@ -24,6 +24,7 @@ from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.stream import TokenStream
+from triptych.running_time import running_time
 
 N = TypeVar("N")
 
@@ -43,7 +44,7 @@ class RequestContext:
     scope: str
     """Digest of the client's API key. Cached media are visible only to requests of the same scope."""
     deadline: float
-    """When the request expires, by ``time.monotonic``."""
+    """When the request expires, by ``running_time``."""
     media: RequestMedia
     """Source of the request's media."""
     hold: Callable[[int], object] = lambda _: None
@@ -53,7 +54,7 @@ class RequestContext:
 
     def with_timeout(self, timeout: float | None) -> "RequestContext":
         """Return this context with a deadline at most ``timeout`` seconds from now."""
-        return self if timeout is None else replace(self, deadline=min(self.deadline, time.monotonic() + timeout))
+        return self if timeout is None else replace(self, deadline=min(self.deadline, running_time() + timeout))
 
     @asynccontextmanager
     async def within_deadline(self) -> AsyncGenerator[None, None]:
@@ -67,7 +68,7 @@ class RequestContext:
     @property
     def remaining(self) -> float:
         """Seconds until the deadline. Raises DeadlineExceeded when it has passed."""
-        if (remaining := self.deadline - time.monotonic()) <= 0:
+        if (remaining := self.deadline - running_time()) <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was dispatched")
         return remaining
 

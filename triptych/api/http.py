@@ -13,8 +13,6 @@ MAX_HEAD = 32 * 2**10
 """Maximum bytes of a request line and all headers."""
 HEAD_TIMEOUT = 10.0
 """Time limit for a request's head, counted from the connection, or from its first byte on a reused connection."""
-STALL = 1.0
-"""Seconds by which a timer is late if this process stood still."""
 _STEP = 4096
 
 
@@ -102,14 +100,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(400, "this is not HTTP/1.1")
 
     def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._head_is_late, self.loop.time() + HEAD_TIMEOUT)
-
-    def _head_is_late(self, due: float) -> None:
-        """Refuse the request, unless this process stood still meanwhile: what has come is read only after this."""
-        if self.loop.time() > due + STALL:
-            self._expect_head()
-        else:
-            self._refuse(408, "the request's head took too long")
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self._refuse, 408, "the request's head took too long")
 
     def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:

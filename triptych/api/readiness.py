@@ -5,7 +5,6 @@ import logging
 import random
 import secrets
 import struct
-import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -15,6 +14,7 @@ from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import Message, PromptBuilder
 from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.router import Router
+from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Readiness:
         router: Router,
         builder: PromptBuilder,
         eos_token_ids: Sequence[int],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         self._router = router
         self._builder = builder

@@ -19,6 +19,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta
 
+from triptych.running_time import running_time
 from triptych.user_cache import user_cache
 
 log = logging.getLogger(__name__)
@@ -106,13 +107,13 @@ class DigestStore:
 
 def _lock(descriptor: int) -> None:
     """Take the lock. Raises OSError for a file system without locks, and TimeoutError."""
-    deadline, has_logged = time.monotonic() + MAX_WAIT, False
+    deadline, has_logged = running_time() + MAX_WAIT, False
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
-        if time.monotonic() > deadline:
+        if running_time() > deadline:
             raise TimeoutError(f"another process has hashed for {MAX_WAIT} s")
         if not has_logged:
             log.info("another process is hashing weights; waiting for it")

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from triptych import running_time
 from triptych.cli import flags
 from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.gentle_load import Tally, keep_asking
@@ -76,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     topology = Topology.parse(arguments.topology)
     if shows_page:
         opens = is_on_desktop() if arguments.open is None else arguments.open
-        return asyncio.run(_show_page(config, topology, arguments.verbose, opens=opens))
-    return asyncio.run(_run(config, topology, count, arguments.verbose))
+        return running_time.run(_show_page(config, topology, arguments.verbose, opens=opens))
+    return running_time.run(_run(config, topology, count, arguments.verbose))
 
 
 async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, opens: bool) -> int:

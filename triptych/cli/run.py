@@ -1,13 +1,13 @@
 """``triptych run``: answers one question about some files on the terminal, and shows where the time went."""
 
 import argparse
-import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from triptych import running_time
 from triptych.cli import flags
 from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.starting import started
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
     body = request_body(name, files, question, **settings)
-    return asyncio.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
+    return running_time.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
 
 
 async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:

@@ -10,6 +10,7 @@ import signal
 from dataclasses import asdict, replace
 from typing import Any
 
+from triptych import running_time
 from triptych.cli import flags
 from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.cli.seeing import seeing_note
@@ -99,11 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--frontends is for a whole service; start each frontend of its own with --role frontend")
     if arguments.role == FRONTEND:
         logs.rename(FRONTEND)
-        return asyncio.run(_serve_frontend(config))
+        return running_time.run(_serve_frontend(config))
     if arguments.role is None:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
         config.engine.tensor_parallel_size.check(topology.roles)
-        return asyncio.run(_serve(config, topology, arguments) if arguments.on else _supervise(config, topology))
+        return running_time.run(_serve(config, topology, arguments) if arguments.on else _supervise(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 

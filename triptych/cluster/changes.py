@@ -3,7 +3,6 @@ operator."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +18,7 @@ from triptych.messages.operations import (
     ChangeRefused,
     StartChange,
 )
+from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Changes:
             log.warning("%s", plan.warning)
             self._answer(message.reply_to, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
         while True:
-            now = time.monotonic()
+            now = running_time()
             step = policy.next({name: self._cluster.replacing(name) for name in plan.names}, now)
             before = self._text
             match step:

@@ -3,7 +3,6 @@ trusted (docs/decisions/0010-trust.md); clients of the HTTP port are not."""
 
 import contextlib
 import socket
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -27,6 +26,7 @@ from triptych.messages.operations import (
     Status,
     StopService,
 )
+from triptych.running_time import running_time
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -136,11 +136,11 @@ class ControlClient:
 
     def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
         """Return the next message of these kinds. Raises FrontendSilent with ``silence`` when none comes in time."""
-        deadline = time.monotonic() + timeout
+        deadline = running_time() + timeout
         while True:
             while self._received:
                 if isinstance(message := self._received.popleft(), answers):
                     return message
-            if (left := deadline - time.monotonic()) <= 0:
+            if (left := deadline - running_time()) <= 0:
                 raise FrontendSilent(silence)
             self._received.extend(self._channel.receive(left))

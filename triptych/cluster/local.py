@@ -16,6 +16,7 @@ from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState, SparePlace
+from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class LocalCluster:
         launcher: Launcher,
         max_restarts: float = float("inf"),
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``."""
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()

@@ -38,7 +38,7 @@ class EncodeJob:
     transfers: dict[TransferId, Requester] = field(default_factory=dict)
     """The transfers that need its rows."""
     deadline: float = 0.0
-    """By ``time.monotonic``: after it, no transfer needs the rows any more."""
+    """By ``running_time``: after it, no transfer needs the rows any more."""
     part_names: list[str] = field(default_factory=list)
     """Names of the parts that are preprocessed, in order."""
     rows: dict[int, EmbeddingRows] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from triptych.messages.stats import EncodeStats, InstanceStats
 from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
 from triptych.models.base import EncoderInput, Preprocessor
 from triptych.observe.timeline import Interval
+from triptych.running_time import running_time
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
 from triptych.types import Address, ItemPlan, TransferId
@@ -131,7 +132,7 @@ class EncodeLoop:
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
-        while silent := self.fetcher.advance(time.monotonic()):  # other frontends may have to be asked in their place
+        while silent := self.fetcher.advance(running_time()):  # other frontends may have to be asked in their place
             for frontend in silent:
                 log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
                 self._leave_all_of(frontend, suspect=True)
@@ -234,7 +235,7 @@ class EncodeLoop:
             self.fetcher.add(job)
         # an earlier attempt may still be ending
         job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
-        job.deadline = max(job.deadline, time.monotonic() + message.timeout)
+        job.deadline = max(job.deadline, running_time() + message.timeout)
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
 
@@ -255,7 +256,7 @@ class EncodeLoop:
     def _on_media_bytes(self, message: MediaBytes) -> None:
         """Take a piece of a file. The item waits for preprocessing once the file is whole."""
         try:
-            fetched = self.fetcher.receive(message, time.monotonic())
+            fetched = self.fetcher.receive(message, running_time())
         except InternalError as error:
             job = self.fetcher.job_of(message.transfer)
             assert job is not None, "pieces of other files are dropped"
@@ -289,7 +290,7 @@ class EncodeLoop:
         if not job.transfers:
             self._drop(job)
         else:
-            self.fetcher.change_source(job, time.monotonic())
+            self.fetcher.change_source(job, running_time())
 
     def _drop(self, job: EncodeJob) -> None:
         """End a job and cancel its work that hasn't started, so that active items don't wait behind it."""
@@ -305,7 +306,7 @@ class EncodeLoop:
 
     def _fail_expired(self) -> None:
         """Fail jobs past their deadline, so that others don't wait behind them."""
-        now = time.monotonic()
+        now = running_time()
         for job in [job for job in self._jobs.values() if job.deadline < now]:
             self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
 

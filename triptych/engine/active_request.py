@@ -127,7 +127,7 @@ class ActiveRequest:
     """The request as the scheduler sees it."""
     generate: Generate
     deadline: float
-    """On the clock of ``time.monotonic``."""
+    """By ``running_time``."""
     num_given: int
     """Tokens that it came with: the prompt, and the answer so far."""
     timings: Timings = field(default_factory=Timings)

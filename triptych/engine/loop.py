@@ -50,6 +50,7 @@ from triptych.messages.work import (
     TokenLogprob,
     Tokens,
 )
+from triptych.running_time import running_time
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address
@@ -282,7 +283,7 @@ class EngineLoop:
         active = ActiveRequest(
             request,
             message,
-            deadline=time.monotonic() + message.timeout,
+            deadline=running_time() + message.timeout,
             num_given=len(request.tokens),
             prefill=prefill,
             outgoing_kv=outgoing_kv,
@@ -347,7 +348,7 @@ class EngineLoop:
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
-        for active in self._active.overdue(time.monotonic()):
+        for active in self._active.overdue(running_time()):
             self._fail(active, DeadlineExceeded("the request's deadline has passed"))
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,7 @@ from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
 from triptych.messages.links import Arrival, Link, Links, decode_header
 from triptych.messages.work import MessagesLost
+from triptych.running_time import MAX_WAIT, running_time
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -172,14 +173,14 @@ class Channel:
 
     def receive(self, timeout: float | None) -> list[Message]:
         """Return the messages received; waits up to ``timeout`` seconds (None: forever) for one or for ``wake``."""
-        ends = None if timeout is None else time.monotonic() + timeout
+        ends = None if timeout is None else running_time() + timeout
         while timeout != 0 and not self._to_self:
-            woken = self._wait(timeout)
+            woken = self._wait(timeout if timeout is None else min(timeout, MAX_WAIT))
             messages = self.drain()
             if messages or woken:
                 return messages
             if ends is not None:
-                timeout = max(0.0, ends - time.monotonic())  # what came was a ping, or no message
+                timeout = max(0.0, ends - running_time())  # what came was a ping, or no message
         return self.drain()
 
     def drain(self) -> list[Message]:

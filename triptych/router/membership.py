@@ -249,11 +249,6 @@ class Membership:
             if one.role is not None and not has_joined:
                 yield one
 
-    def refresh_all(self, now: float) -> None:
-        """Count every instance as seen now."""
-        for lease in self:
-            lease.last_seen = now
-
     def incompatibility(self, message: Register, identity: ModelIdentity) -> str:
         """Return why an instance can't join; empty if it can.
 

@@ -29,6 +29,7 @@ from triptych.router.router import Router
 from triptych.router.stage_metrics import saturation
 from triptych.router.stats_history import MEMORY
 from triptych.router.verdict import verdict
+from triptych.running_time import STILL_SECONDS
 from triptych.topology import Stage, Topology
 
 COUNT_EVERY = 1.0
@@ -75,11 +76,13 @@ class PipelineView:
         self._model = model
         self._among = among
         self._began = time.time()
+        self._ticks = time.monotonic()
+        """When it began, by the monotonic clock: times don't change when the system's clock is set."""
         self._epoch = self._began - router.clock()
-        """When the router's clock was 0. Fixed, so that times don't change when the system's clock is set."""
+        """When the router's clock was 0, or would have been without the pauses that it doesn't count."""
         self._views: dict[InstanceLease, tuple[_Made, InstanceView]] = {}
         """What is shown of the instances that have joined."""
-        self._marks = RequestMarks(router.membership, router.lifecycle, self._epoch)
+        self._marks = RequestMarks(router.membership, router.lifecycle, lambda: self._epoch)
         self._instances = _Part[list[InstanceView]]()
         self._service = _Part[ServiceView]()
         self._stages = _Part[list[StageView]]()
@@ -100,6 +103,9 @@ class PipelineView:
     def snapshot(self) -> Pipeline:
         """Return the service as it is now."""
         router, now = self._router, self._router.clock()
+        paused = self._began + time.monotonic() - self._ticks - (self._epoch + now)
+        if paused > STILL_SECONDS:
+            self._epoch += paused
         members, work, counted, events, judged = self._versions(now)
         instances = self._instances.at(members, lambda: self._look_at_instances(now))
         service = self._service.at(work, self._look_at_service)

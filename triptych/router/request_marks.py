@@ -1,5 +1,7 @@
 """Marks of the requests in flight, as snapshots show them. Only requests that have changed are looked at."""
 
+from collections.abc import Callable
+
 from triptych.observe.pipeline import RequestMark
 from triptych.router.launcher_view import STAGE_NAMES
 from triptych.router.lifecycle import RequestLifecycle
@@ -15,8 +17,8 @@ MAX_MARKS = 200
 class RequestMarks:
     """The marks of the oldest requests of clients, in the order of their arrival."""
 
-    def __init__(self, membership: Membership, lifecycle: RequestLifecycle, epoch: float) -> None:
-        """``epoch`` is when the router's clock was 0, in seconds since the epoch."""
+    def __init__(self, membership: Membership, lifecycle: RequestLifecycle, epoch: Callable[[], float]) -> None:
+        """``epoch`` returns when the router's clock was 0, in seconds since the epoch."""
         self._membership = membership
         self._lifecycle = lifecycle
         self._epoch = epoch
@@ -69,7 +71,7 @@ class RequestMarks:
             id=state.http_id,
             phase=state.phase,
             instances=instances_of(self._lifecycle, state),
-            entered=round(self._epoch + state.entered, 3),
+            entered=round(self._epoch() + state.entered, 3),
             num_items=len(state.prompt.items),
             queue=self._queue(state),
         )

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +59,7 @@ from triptych.router.membership import InstanceLease, Membership, has_new_role, 
 from triptych.router.request_state import RequestPhase, blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
+from triptych.running_time import running_time
 from triptych.topology import Stage
 from triptych.types import Address, RequestId
 
@@ -83,7 +83,7 @@ class Router:
         admission: AdmissionConfig,
         lease: LeaseConfig,
         expects_encoders: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
         address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
@@ -103,7 +103,6 @@ class Router:
         self._identity = identity
         self._lease = lease
         self.clock = clock
-        self._ticked = clock()
         self.last_token = float("-inf")
         """When an instance last produced a token, by the router's clock."""
         self.last_encoded = float("-inf")
@@ -501,10 +500,6 @@ class Router:
         """Expire leases and requests whose time has run out, and dispatch what has got room meanwhile, as by a larger
         credit. Call a few times a second."""
         now = self.clock()
-        if now - self._ticked > self._lease.lease_expiry / 2:
-            # this process was stalled: heartbeats may be waiting unread in its inbox
-            self.membership.refresh_all(now)
-        self._ticked = now
         self.membership.end_avoidance(now)
         for lease in self.membership.expired(now):
             why = f"sent no heartbeat for {self._lease.lease_expiry:g} s"

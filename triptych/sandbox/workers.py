@@ -1,5 +1,6 @@
 """Pool of sandboxed worker processes: requests in, results out; crashes and exceeded limits become errors."""
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from triptych.errors import HelperFailed, InternalError, RequestError, StartError
+from triptych.running_time import MAX_WAIT, running_time
 from triptych.sandbox.protocol import (
     Answer,
     Bulk,
@@ -237,8 +239,7 @@ class _Worker:
         raise ProtocolError("a worker imports again and again")
 
     def _receive(self, seconds: float) -> tuple[Answer, Bulk | None]:
-        self._connection.settimeout(seconds)
-        data, bulk = receive(self._connection)
+        data, bulk = self._next_message(seconds)
         try:
             if not data:
                 raise EOFError
@@ -247,6 +248,14 @@ class _Worker:
             if bulk is not None:
                 bulk.close()
             raise
+
+    def _next_message(self, seconds: float) -> tuple[bytes, Bulk | None]:
+        ends = running_time() + seconds
+        while (left := ends - running_time()) > 0:
+            self._connection.settimeout(min(left, MAX_WAIT))
+            with contextlib.suppress(TimeoutError):
+                return receive(self._connection)
+        raise TimeoutError
 
     def _start_again(self) -> None:
         """Wait for the process. It is started several times, since a kernel that is short of memory kills what starts.

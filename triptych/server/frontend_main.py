@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from triptych import exit_codes
+from triptych import exit_codes, running_time
 from triptych.config import FrontendSpec
 from triptych.errors import StartError
 from triptych.heap import gc_frozen
@@ -66,7 +66,7 @@ def main() -> None:
                 among=FrontendNames(spec.name, spec.control, spec.own_ports),
             )
 
-        asyncio.run(serve_frontend(make, lambda _: log.info("serving")))
+        running_time.run(serve_frontend(make, lambda _: log.info("serving")))
     except StartError as error:
         logs.fatal(str(error))
         sys.exit(error.exit_code)

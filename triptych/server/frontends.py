@@ -1,7 +1,6 @@
 """An instance's frontends: it registers with each, and holds a lease with each. They know nothing of each other."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
 )
+from triptych.running_time import running_time
 from triptych.server.credits import divide
 from triptych.server.frontend_lease import FrontendLease
 from triptych.server.name_lookup import NameLookup
@@ -74,7 +74,7 @@ class Frontends:
         *,
         registration: Callable[[], Register],
         give_up: Callable[[Address], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         """``joins`` are the frontends' control addresses (HOST:PORT). ``registration`` returns the instance's
         registration. ``give_up`` is called with the address of a frontend whose work is to be dropped."""
@@ -92,7 +92,6 @@ class Frontends:
         self._unheard: set[Address] = set()
         """Senders of lost messages that may be frontends which hold no lease yet."""
         self._alone_since: float | None = None
-        self._stepped = 0.0
 
     @property
     def handlers(self) -> Mapping[type[Any], Callable[[Any], object]]:
@@ -141,17 +140,14 @@ class Frontends:
         for one in self._all:
             one.lease.register_now()
             one.remind_at = now + REMINDER_INTERVAL
-        self._alone_since = self._stepped = now
+        self._alone_since = now
         self._register_where_due(now)
 
     def step(self) -> None:
         """Give up silent frontends, and register where no lease is held. Raises FrontendSilent when no frontend has
         held a lease for as long as a start may take, and InstanceRefused when none is left that may."""
         now = self._clock()
-        pause, self._stepped = now - self._stepped, now
         for one in self._held:
-            if pause > self._config.heartbeat * 2:
-                one.lease.heard += pause  # this process stood still, and has asked nothing meanwhile
             if one.lease.is_silent(now):
                 log.warning(
                     "the frontend at %s is silent for %g s; giving up its work", one.lease.join, one.lease.expiry

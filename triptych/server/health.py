@@ -17,6 +17,7 @@ from triptych.errors import StartError
 from triptych.messages.work import Capacity
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.router.membership import InstanceLease
+from triptych.running_time import RunningLoop
 from triptych.server.pulse import Pulse
 from triptych.types import Address
 
@@ -50,7 +51,7 @@ class HealthServer:
         ProcessCollector(registry=self._registry)
         self._registry.register(InstanceCollector(_Self(self)))
         self._num_open = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop = RunningLoop()
         self._ending = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
         self._thread.start()

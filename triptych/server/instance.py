@@ -35,6 +35,7 @@ from triptych.messages.work import (
     Stop,
 )
 from triptych.observe.machine import resident_bytes
+from triptych.running_time import running_time
 from triptych.server.drain import QUIET_SECONDS, Drain
 from triptych.server.frontends import Frontends
 from triptych.server.pulse import DRAINING, MAX_SILENCE, NO_LEASE, Pulse
@@ -73,7 +74,7 @@ class LoopBuilder(Protocol):
 
 @dataclass(frozen=True)
 class _PendingRole:
-    """A role to take once the instance is idle. Times are those of ``time.monotonic``."""
+    """A role to take once the instance is idle. Times are those of ``running_time``."""
 
     role: Role
     frontend: Address
@@ -245,12 +246,12 @@ class Instance:
             self._check_idle()
 
     def _beat(self) -> None:
-        self.pulse.ticked, self.pulse.role = time.monotonic(), self.role
+        self.pulse.ticked, self.pulse.role = running_time(), self.role
         self.pulse.not_ready = DRAINING if self._drain else "" if self.frontends.registered else NO_LEASE
 
     def _continue_drain(self) -> None:
         """Begin the drain, or end the instance once it is over."""
-        now = time.monotonic()
+        now = running_time()
         if self._drain is None:
             log.info("draining: finishing the work in flight, for at most %g s", self._lease.drain_timeout)
             self._drain = Drain(now, self._lease.drain_timeout)
@@ -328,16 +329,16 @@ class Instance:
         if (pending := self._pending_role) is None:
             return
         if self.channel.pending or not all(loop.idle for loop in self.loops):
-            if time.monotonic() > pending.deadline:
+            if running_time() > pending.deadline:
                 self._keep_role(f"it was not done with its work within {pending.deadline - pending.began:g} s")
             return
-        before, began = self.role, time.monotonic()
+        before, began = self.role, running_time()
         try:
             self.take_role(pending.role)
         except (TriptychError, OSError, MemoryError) as error:
             self._keep_role(str(error))
             return
-        now = time.monotonic()
+        now = running_time()
         log.info(
             "role changed from %s to %s; drained in %.3f s, changed in %.3f s",
             before,
@@ -409,7 +410,7 @@ class Instance:
             log.warning("the role doesn't become %s: %s", message.role, error)
             self.send(message.frontend, RoleKept(self.channel.address, str(error)))
         else:
-            now = time.monotonic()
+            now = running_time()
             self._pending_role = _PendingRole(message.role, message.frontend, now, now + message.timeout)
             log.info("draining to change its role to %s", message.role)
         if self._pending_role is not None:

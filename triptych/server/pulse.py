@@ -1,9 +1,9 @@
 """What an instance's own HTTP port tells of it."""
 
-import time
 from dataclasses import dataclass, field
 
 from triptych.messages.stats import InstanceStats
+from triptych.running_time import running_time
 from triptych.topology import Role
 
 LOADING = "loading the model"
@@ -20,7 +20,7 @@ class Pulse:
     name: str
     role: Role
     ticked: float | None = None
-    """When the loop last turned, by ``time.monotonic``; None while the model is loaded, before there is a loop."""
+    """When the loop last turned, by ``running_time``; None while the model is loaded, before there is a loop."""
     not_ready: str = LOADING
     """Why the instance isn't ready; empty if it is."""
     stats: InstanceStats = field(default_factory=InstanceStats)
@@ -29,7 +29,7 @@ class Pulse:
 
     def why_unhealthy(self) -> str:
         """Return why the process should be started again; empty if it shouldn't."""
-        silent = 0.0 if self.ticked is None else time.monotonic() - self.ticked
+        silent = 0.0 if self.ticked is None else running_time() - self.ticked
         return f"no turn of the loop for {silent:.1f} s" if silent > self.max_silence else ""
 
     def why_not_ready(self) -> str:

@@ -18,7 +18,6 @@ A resumable transfer outlives its producer: rows that have landed stay, and anot
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from triptych.errors import ErrorKind, Unavailable
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
+from triptych.running_time import running_time
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
 from triptych.transfer.granting import Granter
@@ -76,7 +76,7 @@ class Receiver:
         grant_rows: int = 0,
         check_always: bool = False,
         deadlines: Deadlines | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         """``grant_rows`` limits the size of one grant, and so the number of rows that land at once; 0 means no limit.
         ``check_always`` requests checksums over every fabric, not only over those that cross hosts."""

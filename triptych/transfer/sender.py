@@ -12,6 +12,7 @@ from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
 from triptych.messages.rows import Abort, Done, FabricId, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import SenderCounters
+from triptych.running_time import running_time
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.memory import Bytes
@@ -38,7 +39,7 @@ class Sender:
         send: Send,
         *,
         deadlines: Deadlines | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = running_time,
     ) -> None:
         self.counters = SenderCounters()
         self._fabrics = fabrics

@@ -26,6 +26,7 @@ from triptych.config import InstanceSpec
 from triptych.errors import ConfigError, StartError
 from triptych.models.registry import identity_of
 from triptych.observe import logs
+from triptych.running_time import RunningLoop, running_time
 
 POLL_SECONDS = 10.0
 """Seconds that a question for news waits for some."""
@@ -147,9 +148,9 @@ class InstanceThread:
     def __init__(self, example: bytes) -> None:
         self.instance: HostedInstance | None = None
         """The one that was begun last."""
-        self.asked = time.monotonic()
+        self.asked = running_time()
         """When the last question came, or an instance has ended; infinite while the node is checked."""
-        self.loop = asyncio.new_event_loop()
+        self.loop = RunningLoop()
         self._launcher = LocalLauncher()
         threading.Thread(target=self.loop.run_until_complete, args=[self._run(example)], daemon=True).start()
 
@@ -165,13 +166,13 @@ class InstanceThread:
     async def _run(self, example: bytes) -> None:
         with contextlib.suppress(StartError, OSError):  # each instance that fails for it says so
             self._launcher.prepare(ChildSpec.of_instance(InstanceSpec.from_bytes(example)))
-        while self.is_busy or time.monotonic() - self.asked < REMEMBERED_SECONDS:
+        while self.is_busy or running_time() - self.asked < REMEMBERED_SECONDS:
             await asyncio.sleep(LOOK_SECONDS)
         os._exit(0)
 
     async def _run_instance(self, instance: HostedInstance) -> None:
         await instance.run(self._launcher)
-        self.asked = time.monotonic()
+        self.asked = running_time()
 
 
 class HostActor:
@@ -190,7 +191,7 @@ class HostActor:
 
     def begin(self, key: str, assignment: bytes) -> None:
         """Start an instance, unless that was asked for before. The one before it must have ended."""
-        self._thread.asked = time.monotonic()
+        self._thread.asked = running_time()
         with self._lock:
             if self._key == key:
                 return
@@ -203,7 +204,7 @@ class HostActor:
     def news(self, key: str, seen: int, pid: int) -> bytes:
         """Return ``News`` of an instance once something differs from what the supervisor knows: ``seen`` lines of
         output, and the process ``pid``; or after ``POLL_SECONDS``."""
-        self._thread.asked = time.monotonic()
+        self._thread.asked = running_time()
         return msgspec.msgpack.encode(self._instance(key).news(seen, pid))
 
     def send(self, key: str, number: int) -> None:
@@ -212,7 +213,7 @@ class HostActor:
 
     def node(self, *, after: float) -> str:
         """Return the address of the node, after that many seconds. Without any question, the actor ends."""
-        self._thread.asked = time.monotonic()
+        self._thread.asked = running_time()
         time.sleep(after)
         return self._node
 
@@ -223,7 +224,7 @@ class HostActor:
         try:
             return unfit_for(self._example)
         finally:
-            self._thread.asked = time.monotonic()
+            self._thread.asked = running_time()
 
     def _instance(self, key: str) -> HostedInstance:
         if self._thread.instance is None or self._key != key:
