@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
+from triptych.chaos.bench import Bench
 from triptych.chaos.faults import FAULTS, Fault
-from triptych.chaos.measure import Bench, run_faults
+from triptych.chaos.measure import run_faults
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 
 BY_DEFAULT = ("kill-e",)

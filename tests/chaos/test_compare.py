@@ -9,16 +9,18 @@ from xml.etree import ElementTree
 import pytest
 
 from triptych.chaos import report
-from triptych.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder, nothing, signals
-from triptych.chaos.load import End, Kind, Outcome, Question
+from triptych.chaos.acts import NOTHING, signals
+from triptych.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder
+from triptych.chaos.load import End, Outcome
 from triptych.chaos.measure import compare
+from triptych.chaos.questions import Kind, Question
 from triptych.chaos.target import Held, Mark
 from triptych.config import ServeConfig
 from triptych.load_test.client import percentile
 from triptych.load_test.pictures import picture
 from triptych.topology import Topology
 
-FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", nothing, {Kind.PICTURE: 3.0})
+FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", NOTHING, {Kind.PICTURE: 3.0})
 
 
 def outcome(number: int, seconds: float = 1.0, **fields: Any) -> Outcome:
@@ -84,7 +86,7 @@ def test_what_is_held_is_compared_by_name() -> None:
 
 def test_faults_are_well_formed() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    assert signals(signal.SIGKILL, "e0") is not nothing
+    assert signals(signal.SIGKILL, "e0") is not NOTHING
     for fault in FAULTS:
         assert Topology.parse(fault.topology)
         assert ServeConfig(model=Path("model")).having(fault.settings)

@@ -34,6 +34,8 @@ def test_the_list_names_every_fault(capsys: pytest.CaptureFixture[str], monkeypa
         (["--only", "kill-x"], "--only kill-x is no fault: triptych chaos --list shows them"),
         (["--requests", "3"], "--requests 3 is too small: at least 4"),
         (["--repeat", "0"], "--repeat 0 is too small: at least 1"),
+        (["--walk", "1", "--seconds", "2"], "--seconds 2 is too short: at least 5"),
+        (["--topology", "1E1PD"], "--topology is for --walk: each fault of the list has one of its own"),
         (["--report", "/dev/null/chaos.md"], "--report /dev/null/chaos.md can't be written: Not a directory"),
     ],
 )

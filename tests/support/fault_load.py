@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.support.namespaces import Host
-from triptych.chaos.faults import Fault, nothing
-from triptych.chaos.load import Client, End, Kind, Outcome, Question, send
+from triptych.chaos.acts import NOTHING
+from triptych.chaos.faults import Fault
+from triptych.chaos.load import Client, End, Outcome, send
 from triptych.chaos.measure import FaultResult, compare
+from triptych.chaos.questions import Kind, Question
 
 CLIENTS = {Kind.PICTURE: 3, Kind.TEXT: 2}
 """Each asks its questions one after the other, again and again."""
@@ -19,7 +21,7 @@ QUESTIONS = 3
 """Questions of each client."""
 PAUSE = 0.2
 """Seconds between two questions of a client: what starts meanwhile needs the cores, too."""
-NONE_IS_LOST = Fault("ray", "on Ray", "", nothing, {})
+NONE_IS_LOST = Fault("ray", "on Ray", "", NOTHING, {})
 
 
 @dataclass

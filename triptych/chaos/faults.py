@@ -1,19 +1,15 @@
 """The faults: what each does to a service, with which load, and what must hold."""
 
-import asyncio
 import random
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from triptych.chaos.load import End, Kind, Outcome, Question
-from triptych.chaos.target import Target
+from triptych.chaos.acts import NOTHING, STOPPED_SECONDS, Act, in_a_row, rolls_out, signals, stands_still
+from triptych.chaos.load import End, Outcome
+from triptych.chaos.questions import Kind, Question
 
-STOPPED_SECONDS = 10.0
-"""Seconds for which a process stands still."""
-BETWEEN_SECONDS = 1.0
-"""Seconds between two faults in a row."""
 PER_LOSS = 3.0
 """Seconds that the loss of an instance may add to the 99th percentile."""
 PER_DRAIN = 1.0
@@ -24,9 +20,6 @@ NUM_REQUESTS = 64
 """Requests at once."""
 ROUNDS = 2
 """Questions that each client asks, one after the other: the second ones arrive during or after the fault."""
-
-Act = Callable[[Target], Awaitable[None]]
-"""Does the fault, while requests are under way."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +78,7 @@ class Fault:
     """For the report's table."""
     topology: str
     act: Act
+    """Is done while requests are under way."""
     limits: Mapping[Kind, float]
     """Seconds that may be added to the 99th percentile, by kind of question. A kind without a limit isn't compared."""
     load: Workload = field(default_factory=Workload)
@@ -105,50 +99,6 @@ class Fault:
             return [self]
         moments = [self.at, *(index / times for index in range(1, times))]
         return [replace(self, name=f"{self.name}-{index + 1}", at=at) for index, at in enumerate(moments)]
-
-
-def signals(number: signal.Signals, *names: str) -> Act:
-    """Send a signal to each of these processes, at the same moment."""
-
-    async def act(target: Target) -> None:
-        for name in names:
-            target.send(name, number)
-
-    return act
-
-
-def in_a_row(number: signal.Signals, *names: str, seconds: float = BETWEEN_SECONDS) -> Act:
-    """Send a signal to these processes, one after the other."""
-
-    async def act(target: Target) -> None:
-        for index, name in enumerate(names):
-            if index:
-                await asyncio.sleep(seconds)
-            target.send(name, number)
-
-    return act
-
-
-def stands_still(name: str, seconds: float = STOPPED_SECONDS) -> Act:
-    """Stop a process for some time."""
-
-    async def act(target: Target) -> None:
-        target.send(name, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            target.send(name, signal.SIGCONT)
-
-    return act
-
-
-async def roll_out(target: Target) -> None:
-    """Replace all processes, one by one."""
-    await target.roll_out()
-
-
-async def nothing(_: Target) -> None:
-    """The load itself is the fault."""
 
 
 def _limit(seconds: float) -> Mapping[Kind, float]:
@@ -198,7 +148,7 @@ def _of_two_frontends() -> list[Fault]:
               _limit(PER_LOSS), settings=TWO_FRONTENDS),
         Fault("stop-one-frontend", f"SIGSTOP of one of two frontends for {STOPPED_SECONDS:g} s", "1E1PD",
               stands_still(name), _limit(STOPPED_SECONDS + PER_LOSS), settings=TWO_FRONTENDS),
-        Fault("rollout-frontends", "rolling restart of all processes, two frontends among them", "1E1PD", roll_out,
+        Fault("rollout-frontends", "rolling restart of all processes, two frontends among them", "1E1PD", rolls_out(),
               _limit(PER_DRAIN), lasts=True, settings=TWO_FRONTENDS),
     ]  # fmt: skip
 
@@ -207,7 +157,7 @@ FAULTS: Sequence[Fault] = (
     *_of_each_role(),
     *_several(),
     *_of_two_frontends(),
-    Fault("rollout", "rolling restart of all processes", "2E1P1D", roll_out, _limit(PER_DRAIN), lasts=True),
+    Fault("rollout", "rolling restart of all processes", "2E1P1D", rolls_out(), _limit(PER_DRAIN), lasts=True),
     Fault(
         "kill-frontend", "kill -9 of the frontend: its connections end, and their clients ask again", "1E1PD",
         signals(signal.SIGKILL, "frontend"), _limit(PER_LOSS), retries=True,
@@ -225,9 +175,9 @@ FAULTS: Sequence[Fault] = (
         signals(signal.SIGKILL, "e0"), {Kind.TEXT: PER_DRAIN, Kind.PICTURE: PER_RESTART},
         Workload(pictures=NUM_REQUESTS, texts=NUM_REQUESTS), may_fail=may_lack_encoder,
     ),
-    Fault("burst", "200 pictures at once on one E", "1E1PD", nothing, {}, Workload(pictures=200, concurrency=200)),
+    Fault("burst", "200 pictures at once on one E", "1E1PD", NOTHING, {}, Workload(pictures=200, concurrency=200)),
     Fault(
-        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", nothing, {},
+        "disconnects", "1,000 clients disconnect at random phases", "1E1PD", NOTHING, {},
         Workload(NUM_REQUESTS, leaving=1000),
     ),
 )  # fmt: skip

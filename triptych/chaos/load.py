@@ -1,31 +1,22 @@
 """Sends questions to a service over HTTP, many at once, and records what came when."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import httpx
 
-from triptych.load_test.client import ErrorAnswer, chunks, text_of
-from triptych.load_test.pictures import picture
-from triptych.load_test.questions import chat_body, content
+from triptych.chaos.questions import Question
+from triptych.load_test.client import ErrorAnswer, chunks, said
 
-QUESTION = "What is in the picture?"
-MAX_TOKENS = 32
 HUNG_SECONDS = 120.0
 """Seconds without an end after which a request counts as hung."""
 RETRIES = 20
 RETRY_SECONDS = 0.1
 """Seconds between two attempts of a client whose connection ended."""
-
-
-class Kind(StrEnum):
-    """What a question is about."""
-
-    PICTURE = "picture"
-    TEXT = "text"
 
 
 class End(StrEnum):
@@ -42,22 +33,6 @@ class End(StrEnum):
     """The client disconnected, as it was meant to."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One request, without the salt that keeps runs from reusing each other's cached work."""
-
-    number: int
-    kind: Kind
-    leaves_after: float | None = None
-    """Seconds after which its client disconnects; None if it waits for the answer."""
-
-    def body(self, model: str, salt: str) -> bytes:
-        """Return the request's JSON. Every answer has the same length."""
-        if self.kind is Kind.PICTURE:
-            return chat_body(model, content([picture(self.number)], QUESTION), MAX_TOKENS, salt)
-        return chat_body(model, f"What comes after the number {self.number}?", MAX_TOKENS, salt)
-
-
 @dataclass
 class Outcome:
     """What a client got. Times are seconds since the run began."""
@@ -71,6 +46,8 @@ class Outcome:
     """Seconds between two pieces of the answer, at most."""
     error: str = ""
     """The error's code, or what the client noticed."""
+    status: int = 0
+    """The HTTP status of an error."""
     text: str = ""
     broken: int = 0
     """Earlier attempts whose connection broke."""
@@ -90,13 +67,14 @@ class Client:
     """Requests at once; each further one is sent when an earlier one ends."""
     retries: bool = False
     """Whether a client whose connection ends asks again."""
+    hung_seconds: float = HUNG_SECONDS
+    """Seconds without an end after which a request counts as hung."""
 
 
 @dataclass
 class _Run:
     client: httpx.AsyncClient
     settings: Client
-    salt: str
     began: float
 
     @property
@@ -106,25 +84,34 @@ class _Run:
 
 async def send(client: Client, questions: Sequence[Question], salt: str, began: float | None = None) -> list[Outcome]:
     """Send all questions and return their outcomes, in the same order. ``salt`` must differ from that of earlier runs,
-    so that nothing that they left in a cache is used. ``began`` is when the run began by ``time.monotonic``, now if it
-    is None."""
+    so that nothing that they left in a cache is used. ``began`` is as in ``asking``."""
     slots = asyncio.Semaphore(client.concurrency)
     bodies = [question.body(client.model, salt) for question in questions]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=client.url, trust_env=False, timeout=None, limits=limits) as http:
-        run = _Run(http, client, salt, time.monotonic() if began is None else began)
+    async with asking(client, began) as ask:
 
         async def one(question: Question, body: bytes) -> Outcome:
             async with slots:
-                return await _ask(run, question, body)
+                return await ask(question, body)
 
         return await asyncio.gather(*map(one, questions, bodies))
+
+
+@contextlib.asynccontextmanager
+async def asking(
+    client: Client, began: float | None = None
+) -> AsyncIterator[Callable[[Question, bytes], Awaitable[Outcome]]]:
+    """Yield what sends one question with its body, on a connection of its own. ``began`` is when the run began by
+    ``time.monotonic``, now if it is None."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=client.url, trust_env=False, timeout=None, limits=limits) as http:
+        run = _Run(http, client, time.monotonic() if began is None else began)
+        yield lambda question, body: _ask(run, question, body)
 
 
 async def _ask(run: _Run, question: Question, body: bytes) -> Outcome:
     outcome = Outcome(question, run.now)
     try:
-        async with asyncio.timeout(question.leaves_after or HUNG_SECONDS):
+        async with asyncio.timeout(question.leaves_after or run.settings.hung_seconds):
             await _attempts(run, outcome, body)
     except TimeoutError:
         outcome.end = End.HUNG if question.leaves_after is None else End.LEFT
@@ -151,7 +138,7 @@ async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
     last = run.now
     try:
         async for chunk in chunks(run.client, body):
-            if text := text_of(chunk):
+            if text := said(chunk):
                 now = run.now
                 if outcome.first_token is None:
                     outcome.first_token = now
@@ -160,6 +147,6 @@ async def _attempt(run: _Run, outcome: Outcome, body: bytes) -> None:
                 last = now
                 outcome.text += text
     except ErrorAnswer as error:
-        outcome.end, outcome.error = End.ERROR, error.code
+        outcome.end, outcome.error, outcome.status = End.ERROR, error.code, error.status
         return
     outcome.end, outcome.error = End.WHOLE, ""

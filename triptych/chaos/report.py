@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from triptych.chaos.load import Kind
 from triptych.chaos.measure import FaultResult
 from triptych.chaos.plot import latency_plot
+from triptych.chaos.questions import Kind
 from triptych.load_test.client import percentile
 
 HEADINGS = (

@@ -2,10 +2,12 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,15 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.chaos import report
+from triptych.chaos.another_model import make_another
+from triptych.chaos.bench import Bench
+from triptych.chaos.disks import small_disks
 from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
-from triptych.chaos.measure import Bench, FaultResult, run_faults
+from triptych.chaos.measure import FaultResult, run_faults
+from triptych.chaos.walk import TOPOLOGIES, Ground, plan_walk
+from triptych.chaos.walking import run_walk, walk_lines
 from triptych.cli import flags
+from triptych.config import ServeConfig
 from triptych.errors import ConfigError
 from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 from triptych.server.worker_extra import check_installed
+from triptych.topology import Topology
 
 MIN_REQUESTS = 4
+WALK_SECONDS, MIN_SECONDS = 180.0, 5.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="times that each fault is run, each time at another moment of the load (default: 1)",
     )
+    parser.add_argument(
+        "--walk",
+        type=int,
+        metavar="SEED",
+        help="instead of the faults one by one, do the acts of a plan that this number decides: faults and acts of "
+        "an operator, several at a time (default: the faults)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=WALK_SECONDS, help=f"length of a walk (default: {WALK_SECONDS:g})"
+    )
+    parser.add_argument(
+        "--topology", help=f"instances of a walk (default: one of {', '.join(TOPOLOGIES)}, decided by SEED)"
+    )
     parser.add_argument("--list", action="store_true", help="list the faults and run none")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the services")
     flags.add_settings(parser)
@@ -68,12 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--requests {arguments.requests} is too small: at least {MIN_REQUESTS}")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat {arguments.repeat} is too small: at least 1")
+    if arguments.seconds < MIN_SECONDS:
+        raise ConfigError(f"--seconds {arguments.seconds:g} is too short: at least {MIN_SECONDS:g}")
+    if arguments.topology and arguments.walk is None:
+        raise ConfigError("--topology is for --walk: each fault of the list has one of its own")
     check_installed("chaos")
     faults = [again for fault in faults for again in fault.repeated(arguments.repeat)]
     config = flags.serve_config(arguments)
     pin_to_cores(config.engine.cpus.cores)
     name = flags.model_name(arguments, config)
     config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "control_port": 0, "own_port": 0}))
+    if arguments.walk is not None:
+        return _walk(arguments, config, name, console)
     _write([], arguments.report)  # rather refused now than after minutes
     kept: list[str] = []
     bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
@@ -85,13 +115,47 @@ def run(arguments: argparse.Namespace) -> int:
         results.append(result)
         _write(results, arguments.report)  # each time, so an interrupted command leaves what it has
         if result.failures:
-            _keep_log(arguments.report, result.fault, kept)
+            _keep_log(arguments.report, result.fault.name, kept)
         kept.clear()
 
     with logs.quiet(logging.ERROR, unless=arguments.verbose):
         asyncio.run(run_faults(bench, faults, done))
     console.print(f"wrote {arguments.report}", markup=False)
     return 1 if any(result.failures for result in results) else 0
+
+
+def _walk(arguments: argparse.Namespace, config: ServeConfig, name: str, console: Console) -> int:
+    """Do a walk, and show its plan and what it showed."""
+    seed, seconds = arguments.walk, arguments.seconds
+    topology = Topology.parse(arguments.topology or TOPOLOGIES[seed % len(TOPOLOGIES)])
+    kept: list[str] = []
+
+    def say(line: str) -> None:
+        kept.append(line)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = folder / "disk"
+        disk.mkdir()
+        disks = (disk, SHARED_MEMORY)
+        if why := stack.enter_context(small_disks(*disks)):
+            say(f"no disk is filled: {why}")
+        ground = Ground(topology, config.model, make_another(config.model, folder / "other"), disks)
+        steps = plan_walk(seed, ground, seconds)
+        say(f"walk {seed} on {topology} for {seconds:g} s: {len(steps)} steps")
+        for step in steps:
+            say(str(step))
+        config = config.having({"enable_log_requests": True, "request_log_file": str(disk / "requests.log")})
+        stack.enter_context(logs.quiet(logging.ERROR, unless=arguments.verbose))
+        bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
+        result = asyncio.run(run_walk(bench, steps, ground, seconds, say))
+    for line in walk_lines(result):
+        say(line)
+    if result.failures:
+        say(f"again: {shlex.join(['triptych', *sys.argv[1:]])}")
+    _keep_log(arguments.report, f"walk-{seed}", kept)
+    return 1 if result.failures else 0
 
 
 def _chosen(only: str) -> Sequence[Fault]:
@@ -119,10 +183,10 @@ def _write(results: Sequence[FaultResult], page: Path) -> None:
         raise ConfigError(f"--report {page} can't be written: {error.strerror}") from None
 
 
-def _keep_log(page: Path, fault: Fault, lines: Sequence[str]) -> None:
+def _keep_log(page: Path, name: str, lines: Sequence[str]) -> None:
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{fault.name}.log").write_text("\n".join(lines) + "\n")
+    (folder / f"{name}.log").write_text("\n".join(lines) + "\n")
 
 
 def _print_error(line: str) -> None:

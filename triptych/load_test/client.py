@@ -27,7 +27,7 @@ class ErrorAnswer(Exception):
 
     def __init__(self, status: int, body: str) -> None:
         """``body`` is the error in OpenAI's form; of anything else the beginning is the message."""
-        self.code, message = "", body[:200]
+        self.status, self.code, message = status, "", body[:200]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(body)["error"]
             self.code, message = str(error["code"]), str(error["message"])
@@ -136,6 +136,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 def text_of(chunk: Mapping[str, Any]) -> str:
     """Return the text that a chunk of an answer adds."""
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+
+def said(chunk: Mapping[str, Any]) -> str:
+    """Return all that a chunk of an answer adds: text, and calls of functions."""
+    calls = (call["function"] for choice in chunk["choices"] for call in choice["delta"].get("tool_calls") or ())
+    return text_of(chunk) + "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
 
 
 def _take(sample: Sample, chunk: dict[str, Any], now: float) -> None:

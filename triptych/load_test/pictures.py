@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 448, 384
 COLOURS = ((220, 35, 35), (245, 215, 25), (40, 160, 60), (35, 85, 215), (135, 50, 165), (20, 20, 20))
+_GIF_COLOURS = 128
 
 
 def picture(seed: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
@@ -27,9 +28,32 @@ def picture(seed: int, width: int = WIDTH, height: int = HEIGHT) -> bytes:
     return _png(pixels)
 
 
-def data_url(png: bytes) -> str:
-    """Return a PNG file as an inline URL."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def animation(seed: int, frames: int = 6, width: int = 96, height: int = 64) -> bytes:
+    """Return a GIF file in which a square moves, at random by ``seed``, ten frames a second."""
+    rng = random.Random(seed)
+    colours = np.random.default_rng(seed).integers(0, 256, (_GIF_COLOURS, 3), np.uint8).tobytes()
+    x, y, side = rng.randrange(width // 2), rng.randrange(height // 2), rng.randint(8, 24)
+    parts = [b"GIF89a", struct.pack("<HHBBB", width, height, 0xF6, 0, 0), colours]
+    for number in range(frames):
+        pixels = np.full((height, width), seed % 100, np.uint8)
+        pixels[y : y + side, x + 4 * number : x + 4 * number + side] = 100 + number
+        parts += [b"!\xf9\4\4\x0a\0\0\0", b",", struct.pack("<HHHHB", 0, 0, width, height, 0), _lzw(pixels.tobytes())]
+    return b"".join([*parts, b";"])
+
+
+def data_url(file: bytes, mime: str = "image/png") -> str:
+    """Return a file as an inline URL."""
+    return f"data:{mime};base64,{base64.b64encode(file).decode()}"
+
+
+def _lzw(pixels: bytes) -> bytes:
+    """Return pixels below ``_GIF_COLOURS`` in the form of LZW, uncompressed: codes keep their eight bits as long as the
+    table is cleared early enough."""
+    clear, end, before_nine_bits = b"\x80", b"\x81", 120
+    pieces = (pixels[at : at + before_nine_bits] for at in range(0, len(pixels), before_nine_bits))
+    codes = b"".join(clear + piece for piece in pieces) + end
+    blocks = (codes[at : at + 255] for at in range(0, len(codes), 255))
+    return b"\7" + b"".join(bytes([len(block)]) + block for block in blocks) + b"\0"
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:

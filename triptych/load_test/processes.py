@@ -23,17 +23,19 @@ class ProcessUsage:
 
 
 def named_children(supervisor: int) -> dict[str, int]:
-    """Return the process ids of a supervisor's processes by the names that it gave them."""
-    found = {}
-    for pid in descendants(supervisor):
-        try:
-            # forked instances have a title, in which spaces separate words
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
-        except OSError:
-            continue
-        if "--name" in words:
-            found[words[words.index("--name") + 1]] = pid
-    return found
+    """Return the process ids of a supervisor's processes by the names that it gave them. Of a name that two have, one
+    taking the other's place, it is the later one's."""
+    words = {pid: command_of(pid) for pid in descendants(supervisor)}
+    return {one[one.index("--name") + 1]: pid for pid, one in words.items() if "--name" in one[:-1]}
+
+
+def command_of(pid: int) -> list[str]:
+    """Return the words of a process's command; empty if it has ended."""
+    try:
+        # forked instances have a title, in which spaces separate words
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
+    except OSError:
+        return []
 
 
 def descendants(pid: int, *, without: Collection[int] = ()) -> list[int]:
