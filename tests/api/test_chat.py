@@ -34,6 +34,7 @@ def test_the_answer_and_its_stream_are_equal(service: Served, content: Any) -> N
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     *_, last, with_usage = chunks
     assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["delta"]["content"], "the last text comes with the reason"
     assert with_usage["choices"] == []
     cached = with_usage["usage"].pop("prompt_tokens_details")["cached_tokens"]
     assert usage.pop("prompt_tokens_details")["cached_tokens"] <= cached < usage["prompt_tokens"]

@@ -89,7 +89,7 @@ def test_the_answer_is_that_of_a_chat(service: Served) -> None:
     assert whole["usage"]["output_tokens"] == 24
     check_stream(events(service, **settings), whole)
     content = [{"type": "input_text", "text": "Hello"}]
-    again = answer(service, input=[{"role": "user", "content": content}], **settings)
+    again = answer(service, input=[{"role": "user", "content": content}], model=None, **settings)
     assert again["output"][0]["content"] == message["content"]
 
 

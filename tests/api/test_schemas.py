@@ -174,3 +174,30 @@ def test_the_default_fields_of_openai_clients_are_accepted() -> None:
     )
     assert request.temperature == 1.0
     assert request.stop_strings == []
+
+
+def test_results_that_name_no_call_belong_to_calls_in_order() -> None:
+    calls = [CALL | {"id": name} for name in "abc"]
+    results: list[dict[str, Any]] = [{"role": "tool", "content": text} for text in "123"]
+    results[0]["tool_call_id"] = "a"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}, *results]
+    request = parse_request(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
+    assert [message.tool_call_id for message in request.messages[2:]] == ["a", "b", "c"]
+    again = json.dumps({"messages": [*messages, results[1]]}).encode()
+    with pytest.raises(InvalidRequest, match=r"messages\[5\]\.tool_call_id"):
+        parse_request(ChatCompletionRequest, again)
+
+
+def test_a_tool_itself_may_be_the_choice() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}, "strict": True}}
+    body = with_content("x", tools=[tool], tool_choice=tool)
+    request = parse_request(ChatCompletionRequest, json.dumps(body).encode())
+    assert request.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "look"}}
+
+
+def test_a_message_names_all_fields_with_the_same_error() -> None:
+    for fields, first, others in (({"frob": 1, "nicate": 2}, "frob", "nicate"),
+                                  ({"logit_bias": {"x": 1, "7": 1, "y": 1}}, "logit_bias.x", "logit_bias.y")):  # fmt: skip
+        with pytest.raises(InvalidRequest, match=f"^{first}, {others}: ") as raised:
+            parse_request(ChatCompletionRequest, json.dumps(with_content("x", **fields)).encode())
+        assert raised.value.param == first

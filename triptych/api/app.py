@@ -212,6 +212,8 @@ def _add_service_endpoints(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": started,
             "owned_by": "triptych",
+            "root": service.model_name,
+            "parent": None,
             "max_model_len": service.context_length,
             "input_modalities": service.input_modalities,
             "reasoning_parser": service.prompt_builder.formats.reasoning_parser,

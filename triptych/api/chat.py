@@ -108,9 +108,9 @@ async def full_response(chat: PreparedChat) -> dict[str, Any]:
 
 
 async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
-    """Return the field ``prompt_logprobs`` if the request asks for it."""
+    """Return the field ``prompt_logprobs``, null unless the request asks for it, as in vLLM."""
     if (num_top := chat.request.prompt_logprobs) is None:
-        return {}
+        return {"prompt_logprobs": None}
     generation = chat.generation
     tokenizer, prompt, logprobs = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
     # on another thread, because it takes long enough to delay other requests' tokens
@@ -150,27 +150,23 @@ async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
     include_usage = options is not None and options.include_usage
     continuous_usage = options is not None and include_usage and options.continuous_usage_stats
     held = [_Held() for _ in range(generation.num_choices)]
-    running = generation.num_choices
-    last, reason, stop = 0, None, None
+    has_begun = False
     async with aclosing(stream_deltas(chat)) as stream:
         async for delta in stream:
-            if reason is None:
+            if not has_begun:
                 for one in _first_chunks(chat, continuous_usage=continuous_usage):
                     yield one
-            last, reason, stop = delta.choice, delta.finish_reason or "", delta.stop_reason
+            has_begun = True
             usage = {"usage": generation.usage} if continuous_usage else {}
-            held[last].add(delta)
+            held[delta.choice].add(delta)
             message = _message_delta(chat, delta)
-            if message or continuous_usage:
-                yield _chunk(chat, last, message, held=held[last], extra=usage)
-            if delta.finish_reason and running > 1:
-                running -= 1
-                yield _chunk(chat, last, {}, reason, stop, held=held[last], extra=usage)
+            if message or delta.finish_reason or continuous_usage:
+                yield _chunk(chat, delta, message, held=held[delta.choice], extra=usage)
     timeline = generation.timeline
-    usage = {"usage": generation.usage} if continuous_usage else {}
-    yield _chunk(chat, last, {}, reason, stop, held=held[last], extra=usage | ({} if include_usage else timeline))
     if include_usage:
         yield event(_object(chat, "chat.completion.chunk") | {"choices": [], "usage": generation.usage} | timeline)
+    elif timeline:
+        yield event(_object(chat, "chat.completion.chunk") | {"choices": []} | timeline)
     yield DONE
 
 
@@ -199,7 +195,8 @@ def _first_chunks(chat: PreparedChat, *, continuous_usage: bool) -> Iterator[byt
         usage = chat.generation.usage
         extra["usage"] = usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
     for choice in range(chat.generation.num_choices):
-        yield _chunk(chat, choice, {"role": "assistant", "content": ""}, held=_Held(), extra=extra)
+        message = {"role": "assistant", "content": ""}
+        yield _chunk(chat, ChoiceDelta(choice, [], [], None), message, held=_Held(), extra=extra)
 
 
 def _message_delta(chat: PreparedChat, delta: ChoiceDelta) -> dict[str, Any]:
@@ -223,17 +220,11 @@ def _message_delta(chat: PreparedChat, delta: ChoiceDelta) -> dict[str, Any]:
 
 
 def _chunk(
-    chat: PreparedChat,
-    choice: int,
-    delta: dict[str, Any],
-    finish_reason: str | None = None,
-    stop_reason: str | int | None = None,
-    *,
-    held: _Held,
-    extra: dict[str, Any],
+    chat: PreparedChat, delta: ChoiceDelta, message: dict[str, Any], *, held: _Held, extra: dict[str, Any]
 ) -> bytes:
-    ended = {"stop_reason": stop_reason} if finish_reason else {}
-    body = {"index": choice, "delta": delta, "finish_reason": finish_reason} | ended | held.take(chat)
+    """Return a chunk of ``delta``'s choice; the last one of a choice has its reason to finish, and text if that ends."""
+    ended = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
+    body = {"index": delta.choice, "delta": message, "finish_reason": delta.finish_reason} | ended | held.take(chat)
     return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | extra)
 
 

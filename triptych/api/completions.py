@@ -120,7 +120,7 @@ class _ChoiceFormatter:
     def format_complete(self, output: ChoiceOutput) -> dict[str, Any]:
         """Return a complete choice, with the fields that chunks don't have."""
         if (num_top := self._request.prompt_logprobs) is None:
-            return self.format(output)
+            return {"prompt_token_ids": None, "prompt_logprobs": None} | self.format(output)
         scored = scored_tokens(self._prompt.tokens, self._scores)
         return self.format(output) | {"prompt_logprobs": prompt_logprob_entries(self._tokenizer, scored, num_top)}
 

@@ -60,6 +60,7 @@ REQUEST = Rules(
         **_off("repeat_last_n", -1),
         **_off(
             "samplers logits_processors custom_logit_processor custom_params vllm_xargs allowed_token_ids bad_words"
+            " logprob_token_ids"
         ),
         **_off("n_probs top_n_tokens", 0, use="logprobs"),
         **_off("details decoder_input_details post_sampling_probs", use="logprobs"),
@@ -160,6 +161,7 @@ FUNCTION = Rules(
     }
 )
 TOOL = FUNCTION | Rules(_aliases("function.strict", "strict"))
+NAMED = FUNCTION | Rules(_hints("description parameters strict"))
 JSON_FORMAT = Rules(_aliases("schema", "value"))
 SCHEMA_FORMAT = Rules(_aliases("json_schema.schema", "schema value"))
 STREAM_OPTIONS = Rules(_off("include_obfuscation"))
@@ -189,6 +191,7 @@ TABLE = {
     "earlier tool calls": CALL,
     "tools and their functions": FUNCTION,
     "tools": Rules(_aliases("function.strict", "strict")),
+    "functions that `tool_choice` names": Rules(_hints("description parameters strict")),
     "`response_format` of type `json_object`": JSON_FORMAT,
     "`response_format` of type `json_schema`": SCHEMA_FORMAT,
     "`stream_options`": STREAM_OPTIONS,

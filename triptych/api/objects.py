@@ -105,7 +105,7 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
     timeline: NotRequired[list[StageTiming]]
 
 
@@ -166,9 +166,9 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: NotRequired[StopReason]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
     token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
 class TextCompletion(TypedDict):
@@ -199,6 +199,8 @@ class ModelCard(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int
     input_modalities: list[str]
     reasoning_parser: str | None

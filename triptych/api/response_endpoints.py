@@ -24,7 +24,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         store = service.responses
         stored = await store.get(scope_of(request.headers), name) if store else None
         if store is None or stored is None:
-            raise UnknownResponse(f"no response {name!r} is stored" + ("" if store else ": this service stores none"))
+            raise UnknownResponse(f"Response with id {name!r} not found" + ("" if store else ": this service stores none"))
         return store, stored
 
     @app.get(PATH, responses=json_responses(objects.ResponseObject))
@@ -46,7 +46,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
     async def cancel_response(request: Request, response_id: str) -> Response:
         """Always an error, since no response is made in the background."""
         await found(request, response_id)
-        raise InvalidRequest("only responses that are made in the background can be cancelled; there are none")
+        raise InvalidRequest("Cannot cancel a synchronous response; none is made in the background")
 
     @app.get(f"{PATH}/input_items", responses=json_responses(objects.ResponseInputItems))
     async def input_items(request: Request, response_id: str) -> Response:

@@ -93,7 +93,8 @@ class ResponsesStreamOptions(StrictModel):
 class ResponsesRequest(ExtraFields):
     """The body of ``POST /v1/responses``."""
 
-    model: str
+    model: str | None = None
+    """The only one by default."""
     input: Annotated[
         Annotated[str, Tag(STRING)]
         | Annotated[list[Item], Field(min_length=1, max_length=schemas.MAX_MESSAGES), Tag(ARRAY)],

@@ -231,6 +231,9 @@ class Tool(StrictModel):
 
 
 class NamedFunction(StrictModel):
+    """A tool's name; some clients send the tool itself."""
+
+    rules = field_table.NAMED
     name: Name
 
 
@@ -352,6 +355,7 @@ class ConversationFields(StrictModel):
 
     def check(self) -> None:
         super().check()
+        _name_calls(self.messages)
         for number, message in enumerate(self.messages):
             _check_message(message, f"messages[{number}]")
         # arguments are JSON within strings, which the check of the body skips
@@ -434,6 +438,18 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
         """The choice among the callable tools."""
         choice = self.tool_choice
         return choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+
+
+def _name_calls(messages: list[ChatMessage]) -> None:
+    """Give a tool's result that names no call the first call of the last answer that has no result yet."""
+    unanswered: dict[str, None] = {}
+    for message in messages:
+        if message.role == "assistant":
+            unanswered = {call_id: None for call_id, _ in message.calls()}
+        elif message.role == "tool":
+            if message.tool_call_id is None:
+                message.tool_call_id = next(iter(unanswered), None)
+            unanswered.pop(message.tool_call_id or "", None)
 
 
 def _check_message(message: ChatMessage, path: str) -> None:

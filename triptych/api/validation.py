@@ -1,5 +1,6 @@
 """Parsing and validation of request bodies; errors name the first invalid field."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -11,6 +12,8 @@ from triptych.errors import InvalidRequest, MissingField, UnknownField, Unsuppor
 _TYPED = (("content", ARRAY), ("output", ARRAY), ("input", ARRAY))
 """Lists of objects that have types, such as content parts. Pydantic adds the type to the paths of its errors."""
 _TAGGED = ("response_format", "format")
+MAX_NAMED = 8
+"""Fields that one message names."""
 KEY = "[key]"
 """What pydantic appends to the keys of objects in the paths of its errors."""
 
@@ -22,14 +25,17 @@ def parse_request(kind: type[S], body: bytes) -> S:
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_input=False)[0]) from None
+        raise _invalid(error.errors(include_url=False, include_input=False)) from None
     request.check()
     return request
 
 
-def _invalid(detail: Any) -> InvalidRequest:
-    ruled = detail["type"] in (UNKNOWN, UNSUPPORTED, CONFLICT)
-    param = _path((*detail["loc"], detail["ctx"]["field"]) if ruled else detail["loc"]) or None
+def _invalid(details: Sequence[Any]) -> InvalidRequest:
+    """The first error. Its message names also the other fields with the same error."""
+    detail = details[0]
+    param = _field(detail)
+    same = [_field(one) for one in details if (one["type"], one["msg"]) == (detail["type"], detail["msg"])]
+    named = ", ".join(dict.fromkeys(field for field in same[:MAX_NAMED] if field))
     kind = _KINDS.get(detail["type"], InvalidRequest)
     if detail["type"].startswith("union_tag_"):
         param = f"{param}.type"
@@ -37,14 +43,14 @@ def _invalid(detail: Any) -> InvalidRequest:
         case "json_invalid":
             message = "the body is not valid JSON"
         case "extra_forbidden":
-            message = f"{param}: unknown or unsupported field"
+            message = f"{named}: unknown or unsupported field"
         case "union_tag_invalid":
             tag, known = detail["ctx"]["tag"], detail["ctx"]["expected_tags"]
             message = f"{param}: {tag!r} is not supported; use one of {known}"
         case "union_tag_not_found":
             message = f"{param}: Field required"
         case _:
-            message = f"{param}: {detail['msg']}" if param else detail["msg"]
+            message = f"{named}: {detail['msg']}" if named else detail["msg"]
     return kind(message, param)
 
 
@@ -58,6 +64,11 @@ _KINDS: dict[str, type[InvalidRequest]] = {
     "literal_error": UnsupportedValue,
 }
 """By pydantic's type of error."""
+
+
+def _field(detail: Any) -> str | None:
+    ruled = detail["type"] in (UNKNOWN, UNSUPPORTED, CONFLICT)
+    return _path((*detail["loc"], detail["ctx"]["field"]) if ruled else detail["loc"]) or None
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -283,7 +283,7 @@ def _check_vocabulary(message: Generate, generated: list[int], vocab_size: int) 
     for param, ids in named.items():
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"{param}: token {token} is not in the vocabulary of {vocab_size}", param)
+                raise InvalidRequest(f"{param}: token {token} is out of vocabulary, which has {vocab_size}", param)
 
 
 def _check_spans(request: Request, step_tokens: int | None) -> None:
