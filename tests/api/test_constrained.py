@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from tests.support.byte_vocabulary import ByteVocabulary
 from tests.support.format_cases import ARGUMENTS, CASES, JSON, SCHEMA, FormatCase
 from tests.support.formats import calls_of, find, read
 from triptych.api.response_format import answer_grammar
@@ -30,20 +31,6 @@ DEMANDED = {
     "llama4": '[weather(city="Rö\\"m\\ne", days=2, dry=True, tags=["a", {"b": None}])]',
 }
 """What grammars demand where it isn't just what the family writes of its own accord."""
-
-
-class ByteVocabulary:
-    """A token for each byte, then the special ones and the end."""
-
-    def __init__(self, special: tuple[str, ...]) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)]
-        self.tokens += [b"\xff" + one.encode() for one in (*special, "<end>")]
-        self.special_token_ids = list(range(256, len(self.tokens)))
-        self.eos_token_id = len(self.tokens) - 1
-        self.bos_token_id = None
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
 
 
 def accepts(case: FormatCase, folder: Path, text: str, choice: str, parameters: Any = STRICT, **named: Any) -> bool:

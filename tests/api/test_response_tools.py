@@ -83,6 +83,7 @@ def test_tools_become_functions_of_a_chat() -> None:
     assert functions["free"].parameters == text | {"additionalProperties": False}
     assert functions["team__dial"].parameters["properties"]["input"]["pattern"] == "^(?:[0-9]{3})$"  # type: ignore[index]
     assert "start: /a/" in (functions["patch"].description or "")
+    assert functions["patch"].parameters["properties"]["input"]["pattern"] == "^(?:(?:(?:a)))$"  # type: ignore[index]
     assert made.call_choice.function.name == "free"  # type: ignore[union-attr]
     in_chats_form = {"type": "function", "function": {"name": "time"}}
     named: Any = request(tools=[TIME], tool_choice=in_chats_form).to_chat().call_choice
@@ -167,4 +168,7 @@ def test_hostile_tools(thinker: Served) -> None:
     the_error(post(thinker, tools=[{"type": {}}]), 400, "tools[0].type")
     lookahead = {"type": "grammar", "syntax": "regex", "definition": "(?=a)a"}
     the_error(post(thinker, tools=[FREE | {"format": lookahead}]), 400, "tools")
+    recursive = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}
+    group = {"type": "namespace", "name": "n", "tools": [FREE | {"format": recursive}]}
+    the_error(post(thinker, tools=[FREE, group]), 400, "tools[1].tools[0].format.definition")
     assert answer(thinker, tools=[{"type": "namespace", "name": "n", "tools": []}], tool_choice="auto")["tools"]

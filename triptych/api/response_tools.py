@@ -28,6 +28,7 @@ from triptych.api.fields import (
     tool_choice,
 )
 from triptych.errors import InvalidRequest
+from triptych.prompt.lark_regex import lark_regex
 
 SEPARATOR = "__"
 _END = re.compile(r"(?<!\\)\$\Z")
@@ -75,7 +76,7 @@ class TextInput(StrictModel):
 
 
 class GrammarInput(StrictModel):
-    """A regular expression is enforced. A Lark grammar is shown to the model."""
+    """Enforced, and shown to the model. A Lark grammar without recursion is a regular expression, too."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -198,20 +199,23 @@ def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
             if isinstance(tool, BuiltInTool):
                 continue
             target = ToolTarget(tool.name, group.name if group else None, isinstance(tool, CustomTool))
-            where = f"{path}.tools[{inner}].name" if group else f"{path}.name"
+            inner_path = f"{path}.tools[{inner}]" if group else path
+            where = f"{inner_path}.name"
             name = chat_name(target.name, target.namespace)
             if len(name) > schemas.MAX_FUNCTION_NAME:
                 raise InvalidRequest(f"{where}: {name!r} exceeds {schemas.MAX_FUNCTION_NAME} characters", where)
             if name in names:
                 raise InvalidRequest(f"{where}: {name!r} is the name of another tool", where)
             names.add(name)
-            made.append((_function(tool, name, group), target))
+            made.append((_function(tool, name, group, inner_path), target))
     if len(made) > schemas.MAX_TOOLS:
         raise InvalidRequest(f"{len(made)} tools, at most {schemas.MAX_TOOLS} are allowed", "tools")
     return made
 
 
-def _function(tool: FunctionTool | CustomTool, name: str, group: NamespaceTool | None) -> schemas.Tool:
+def _function(
+    tool: FunctionTool | CustomTool, name: str, group: NamespaceTool | None, path: str
+) -> schemas.Tool:
     described = [one for one in (group and group.description, tool.description) if one]
     if isinstance(tool, FunctionTool):
         parameters, strict = tool.parameters, tool.strict
@@ -219,9 +223,11 @@ def _function(tool: FunctionTool | CustomTool, name: str, group: NamespaceTool |
         text: dict[str, Any] = {"type": "string"}
         if isinstance(tool.format, GrammarInput):
             described.append(f"The input matches this {tool.format.syntax} grammar:\n{tool.format.definition}")
-            if tool.format.syntax == "regex":
-                # a schema's pattern may match anywhere in the text; the input matches as a whole
-                text["pattern"] = f"^(?:{_END.sub('', tool.format.definition.removeprefix('^'))})$"
+            definition = tool.format.definition
+            if tool.format.syntax == "lark":
+                definition = lark_regex(definition, f"{path}.format.definition")
+            # a schema's pattern may match anywhere in the text; the input matches as a whole
+            text["pattern"] = f"^(?:{_END.sub('', definition.removeprefix('^'))})$"
         parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
         strict = True
     function = schemas.Function(
