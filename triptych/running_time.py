@@ -1,6 +1,6 @@
 """The clock of timeouts: seconds that this process ran.
 
-While a process is stopped (SIGSTOP, a paused machine), what others send waits to be read. So no timeout passes meanwhile.
+While a process is stopped (SIGSTOP, a paused machine), what others send waits to be read, so no timeout passes.
 Clocks that tell how long something took, or whether others have given this process up, are real ones.
 """
 

@@ -56,7 +56,7 @@ def test_the_pods_get_ready_by_their_probes_and_answer(service: Pods) -> None:
         time.sleep(10)
     load.check()
     for pod in service.running.values():
-        assert stat.S_IMODE((pod.path("secrets") / "secret").stat().st_mode) == 0o400
+        assert stat.S_IMODE((pod.path("secrets") / "secret").stat().st_mode) == 0o440
         assert pod.restarts == 0, pod.log
     assert any(" joined as E" in pod.log for pod in service.of("frontend"))
 

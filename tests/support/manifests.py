@@ -220,8 +220,7 @@ def _joins(workload: Workload, documents: Sequence[Document], _: object) -> Iter
 
 def _volumes(workload: Workload, documents: Sequence[Document], given: Sequence[str]) -> Iterator[str]:
     volumes = {one["name"]: one for one in workload.pod["volumes"]}
-    containers = [*workload.pod["containers"], *workload.pod["initContainers"]]
-    mounted = {mount["name"] for container in containers for mount in container["volumeMounts"]}
+    mounted = {mount["name"] for container in workload.pod["containers"] for mount in container["volumeMounts"]}
     yield from (f"no volume {name}" for name in mounted - volumes.keys())
     yield from (f"volume {name} is not mounted" for name in volumes.keys() - mounted)
     known = {*given, *_named(documents, "Secret")}
@@ -247,7 +246,7 @@ def _rights(workload: Workload, documents: Sequence[Document], _: object) -> Ite
         yield "has a token, or variables of other services"
     if pod["serviceAccountName"] not in _named(documents, "ServiceAccount"):
         yield f"there is no service account {pod['serviceAccountName']}"
-    for container in [*pod["containers"], *pod["initContainers"]]:
+    for container in pod["containers"]:
         own = container["securityContext"]
         if (
             not own["readOnlyRootFilesystem"]

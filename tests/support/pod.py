@@ -2,6 +2,7 @@
 kubelet has them. Its root file system is read-only, and it has no capabilities. It runs as the manifests' user, who has
 no name and no home. For want of an image, its files are the machine's."""
 
+import os
 import signal
 import socket
 import ssl
@@ -109,6 +110,9 @@ class Pod:
             mode = volume.get("projected", volume.get("secret", {})).get("defaultMode", 0o644)
             for item in [item for source in sources for item in source.get("secret", {}).get("items", ())]:
                 (path / item["path"]).write_text(self.secrets[item["key"]])
+                if (group := self.template["spec"]["securityContext"].get("fsGroup")) is not None:
+                    os.chown(path / item["path"], 0, group)
+                    mode |= 0o440  # as the kubelet does at each mount
                 (path / item["path"]).chmod(mode)
         for init in self.template["spec"].get("initContainers", ()):
             run_command(self._words(init), timeout=INIT_SECONDS)
@@ -187,7 +191,8 @@ class Pod:
         environment = {"PATH": path, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": KERNELS, **variables}
         given = ["env", "-i", *(f"{name}={value}" for name, value in environment.items())]
         user = self.template["spec"]["securityContext"]
-        rights = [f"--reuid={user['runAsUser']}", f"--regid={user['runAsGroup']}", "--clear-groups"]
+        groups = f"--groups={user['fsGroup']}" if "fsGroup" in user else "--clear-groups"
+        rights = [f"--reuid={user['runAsUser']}", f"--regid={user['runAsGroup']}", groups]
         rights += ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         rights += ["--pdeathsig=KILL"]  # which another user doesn't inherit
         return ["setpriv", *rights, *given, *command]

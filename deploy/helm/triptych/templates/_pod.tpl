@@ -30,23 +30,10 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- with .shape.affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
-initContainers:
-  # secrets must be readable for their owner alone, which a mounted Secret with an fsGroup is not
-  - name: secrets
-    image: {{ .image }}
-    imagePullPolicy: {{ $.Values.image.pullPolicy }}
-    command: [sh, -c, "umask 0377; cp -f /mounted/* /secrets/"]
-    resources:
-      requests: {cpu: 10m, memory: 32Mi}
-      limits: {memory: 64Mi}
-    securityContext: {{- include "triptych.containerSecurity" $ | nindent 6 }}
-    volumeMounts:
-      - {name: mounted, mountPath: /mounted, readOnly: true}
-      - {name: secrets, mountPath: /secrets}
 volumes:
-  - name: mounted
+  - name: secrets
     projected:
-      defaultMode: 0444  # for the init container alone
+      defaultMode: 0400  # fsGroup adds its group
       sources:
         - secret: {name: {{ include "triptych.secretName" $ }}, items: [{key: secret, path: secret}]}
         {{- if and .isFrontend $.Values.apiKeys.existing }}
@@ -55,8 +42,6 @@ volumes:
         {{- if and .isFrontend $.Values.tls.existing }}
         - secret: {name: {{ $.Values.tls.existing }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
         {{- end }}
-  - name: secrets
-    emptyDir: {medium: Memory, sizeLimit: 1Mi}
   - name: tmp
     emptyDir: {sizeLimit: {{ .shape.tmpSize }}}
   {{- with .shape.shmSize }}
@@ -75,6 +60,8 @@ volumes:
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
