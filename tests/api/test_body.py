@@ -347,9 +347,8 @@ def test_a_frontend_that_stood_still_does_not_blame_a_body(
     monkeypatch.setattr(body_module, limit, 1.5)
     body = json.dumps(service.body(max_tokens=1)).encode()
     with connected(service) as connection:
-        connection.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        )
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())
         connection.sendall(body[:20])
         time.sleep(0.2)
         service.loop.call_soon_threadsafe(time.sleep, 2.5)

@@ -196,8 +196,11 @@ def test_a_tool_itself_may_be_the_choice() -> None:
 
 
 def test_a_message_names_all_fields_with_the_same_error() -> None:
-    for fields, first, others in (({"frob": 1, "nicate": 2}, "frob", "nicate"),
-                                  ({"logit_bias": {"x": 1, "7": 1, "y": 1}}, "logit_bias.x", "logit_bias.y")):  # fmt: skip
+    cases = (
+        ({"frob": 1, "nicate": 2}, "frob", "nicate"),
+        ({"logit_bias": {"x": 1, "7": 1, "y": 1}}, "logit_bias.x", "logit_bias.y"),
+    )
+    for fields, first, others in cases:
         with pytest.raises(InvalidRequest, match=f"^{first}, {others}: ") as raised:
             parse_request(ChatCompletionRequest, json.dumps(with_content("x", **fields)).encode())
         assert raised.value.param == first

@@ -364,17 +364,13 @@ BUDGETS = [
 ]
 
 
-@pytest.mark.parametrize(("opening", "end", "tokens", "output", "forced"), BUDGETS)
+@pytest.mark.parametrize("case", BUDGETS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_reasoning_ends_with_its_budget(
-    way: dict[str, Any],
-    opening: tuple[int, ...],
-    end: list[int],
-    tokens: int,
-    output: tuple[int, ...],
-    forced: int | None,
+    way: dict[str, Any], case: tuple[tuple[int, ...], list[int], int, tuple[int, ...], int | None]
 ) -> None:
     """It ends by its history alone, so on another instance, too; the prompt's tokens don't count."""
+    opening, end, tokens, output, forced = case
     torch.manual_seed(0)
     logits = torch.randn(1, 50)
     one = sampling(**way, reasoning_budget=ReasoningBudget(tokens, end, list(opening)))

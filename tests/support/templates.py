@@ -289,7 +289,8 @@ TEMPLATES = {
     "and message.tools is not none -%}{{- '<|tool|>' + message.tools + '<|/tool|>' -}}{%- endif -%}{{- '<|end|>' -}}"
     + _END,
     # text or calls
-    "phi4-multimodal": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}{%- if message.content -%}{{- message.content -}}"
+    "phi4-multimodal": _TOOLS + _ROLES + "{{- '<|' + message.role + '|>' -}}"
+    "{%- if message.content -%}{{- message.content -}}"
     "{%- elif message.tool_calls -%}{{- '<|tool_call|>' -}}{%- for call in message.tool_calls -%}"
     "{{- call.function | tojson -}}{%- endfor -%}{{- '<|/tool_call|>' -}}{%- endif -%}{{- '<|end|>' -}}" + _END,
     # the system message first; calls between plugin tags, beside texts

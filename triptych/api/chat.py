@@ -222,7 +222,7 @@ def _message_delta(chat: PreparedChat, delta: ChoiceDelta) -> dict[str, Any]:
 def _chunk(
     chat: PreparedChat, delta: ChoiceDelta, message: dict[str, Any], *, held: _Held, extra: dict[str, Any]
 ) -> bytes:
-    """Return a chunk of ``delta``'s choice; the last one of a choice has its reason to finish, and text if that ends."""
+    """Return a chunk of ``delta``'s choice; a choice's last one has its reason to finish, and text if that ends."""
     ended = {"stop_reason": delta.stop_reason} if delta.finish_reason else {}
     body = {"index": delta.choice, "delta": message, "finish_reason": delta.finish_reason} | ended | held.take(chat)
     return event(_object(chat, "chat.completion.chunk") | {"choices": [body]} | extra)

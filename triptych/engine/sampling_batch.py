@@ -89,7 +89,7 @@ class SamplingBatch:
         self.free, self.limited = (None if p is None else RandomRows(*islice(moved, 6)) for p in parameters)
         self.logprob_index = next(moved) if logprob_index else None
         self.masks = dict(zip(masks, moved, strict=True))
-        """Bitmasks of grammars and forced tokens by row. Rows whose mask wasn't available in time are in ``late_rows``."""
+        """Bitmasks of grammars and forced tokens by row. Rows whose mask came too late are in ``late_rows``."""
 
 
 def forced_token(sampling: SamplingParams, history: History) -> int | None:
