@@ -167,13 +167,10 @@ def _packed(frame: av.AudioFrame) -> list[av.AudioFrame]:
 def _mean(frames: list[av.AudioFrame]) -> Samples:
     """Return the mean of the channels of frames of the same shape."""
     channels, sample_format = frames[0].layout.nb_channels, frames[0].format
-    dtype: Any = _DTYPES[sample_format.packed.name]
-    of_plane = channels if sample_format.is_packed else 1
-    pieces = [
-        [np.frombuffer(memoryview(plane), dtype, frame.samples * of_plane) for plane in frame.planes]
-        for frame in frames
-    ]
-    planes = [np.concatenate(plane) for plane in zip(*pieces, strict=True)]
+    dtype = np.dtype(_DTYPES[sample_format.packed.name])
+    size = dtype.itemsize * (channels if sample_format.is_packed else 1)
+    pieces = [[memoryview(plane)[: frame.samples * size] for plane in frame.planes] for frame in frames]
+    planes = [np.frombuffer(b"".join(plane), dtype) for plane in zip(*pieces, strict=True)]
     columns = planes[0].reshape(-1, channels).T if sample_format.is_packed else planes
     total = _floats(columns[0])
     for column in columns[1:]:
