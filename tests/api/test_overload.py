@@ -29,6 +29,15 @@ def test_a_client_at_its_limit_gets_429_and_others_are_served(folder: Path) -> N
             assert (first.result(20).status_code, other.result(20).status_code) == (200, 200)
 
 
+def test_each_choice_counts_as_a_request_of_its_client(folder: Path) -> None:
+    with served(folder, topology="1EPD", max_queue_per_client=3) as service:
+        assert service.post(n=3, max_tokens=1).status_code == 200
+        refused = service.post(n=4, max_tokens=1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        wait_for(service.everything_is_back)
+        assert service.post(n=3, max_tokens=1).status_code == 200
+
+
 def test_a_full_queue_refuses_requests_at_once(folder: Path) -> None:
     with served(folder, topology="1EPD", max_queue=8) as service, ThreadPoolExecutor(8) as pool:
         service.steps.close()

@@ -75,7 +75,7 @@ def secret_in(folder: Path, mode: int, group: int) -> Path:
     return path
 
 
-USERS = {
+USERS: Mapping[str, tuple[list[str], int, int, dict[str, str]]] = {
     # OpenShift: any user, in root's group, without a home folder
     "random user": (["--reuid", str(UID), "--regid", "0", "--clear-groups"], 0o440, 0, {}),
     # Kubernetes with fsGroup
@@ -86,10 +86,9 @@ USERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("user", "mode", "group", "variables"), USERS.values(), ids=USERS)
-def test_a_confined_service_answers(
-    user: Sequence[str], mode: int, group: int, variables: Mapping[str, str], cache: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", USERS)
+def test_a_confined_service_answers(name: str, cache: Path, tmp_path: Path) -> None:
+    user, mode, group, variables = USERS[name]
     writable = tmp_path / "state"
     shutil.copytree(cache, writable)
     for path in (writable, *writable.rglob("*")):

@@ -379,6 +379,17 @@ def test_the_servers_public_key_alone_does_not_authenticate(knows_server_key: bo
         silence(inbox)
 
 
+def test_a_connection_that_does_not_authenticate_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_MS", 300)
+    with channel(secret=SECRET) as inbox:
+        host, _, port = inbox.address.removeprefix("tcp://").rpartition(":")
+        began = time.monotonic()
+        with socket.create_connection((host, int(port)), timeout=5) as silent:
+            while silent.recv(4096):
+                pass
+        assert 0.2 < time.monotonic() - began < 3
+
+
 def test_without_the_authenticator_no_new_peer_is_accepted() -> None:
     with channel(secret=SECRET) as inbox, channel(secret=SECRET) as friend:
         assert isinstance(inbox.zap_authenticator, ThreadAuthenticator)
