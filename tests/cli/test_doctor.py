@@ -186,7 +186,11 @@ def test_tensors_of_a_quantized_checkpoint(
 
     def tensors(changes: dict[str, torch.Tensor]) -> str:
         save_file(whole | changes, folder / "model.safetensors")
-        return examined(capsys, folder, "--device", "cpu", "--port", "0", "--fabric", "shm")[1]["tensors"]
+        found = examined(capsys, folder, "--device", "cpu", "--port", "0", "--fabric", "shm")[1]
+        zeros = ", with zero points" if has_zeros else ""
+        assert found["formats"].endswith(f"compressed-tensors pack-quantized, 4 bits in groups of 32{zeros}")
+        assert "decoder int4, LM head" in found["formats"]
+        return found["tensors"]
 
     assert tensors({}) == f"ok all {len(whole)} are read"
     assert "weight_packed' has shape" in tensors({packed: whole[packed][:-1].clone()})

@@ -1,13 +1,19 @@
 """What ``config.json`` says of quantized weights: what is served is read, and all else is refused by name."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from triptych.checkpoint.config_files import quantization_section
 from triptych.errors import CheckpointError
-from triptych.layers.stored.compressed_tensors import GroupQuantization, PackQuantized, quantization_config
+from triptych.layers.stored.compressed_tensors import (
+    GroupQuantization,
+    PackedScheme,
+    PackQuantized,
+    quantization_config,
+)
 from triptych.layers.stored.format import StoredFormat
 from triptych.layers.stored.fp8 import Fp8
 from triptych.layers.stored.registry import read_format
@@ -29,10 +35,10 @@ def section(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_what_is_written_is_read(group: int, has_zeros: bool) -> None:
-    quantization = GroupQuantization(group, has_zeros)
-    written = quantization_config(quantization, ["lm_head"])
-    assert read_quantization({"quantization_config": written}, PACKED) == PackQuantized(quantization)
-    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == PackQuantized(quantization)
+    written = quantization_config(GroupQuantization(group, has_zeros), ["lm_head"])
+    expected = PackQuantized((PackedScheme(4, group, has_zeros),))
+    assert read_quantization({"quantization_config": written}, PACKED) == expected
+    assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == expected
 
 
 def test_dense_weights() -> None:
@@ -50,16 +56,18 @@ def test_config_and_tensors_that_contradict_each_other() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_bits": 8}, "num_bits 8 is not served; served: 4"),
+        ({"num_bits": 3}, "num_bits 3 is not served; served: 4, 8"),
         ({"num_bits": 4.0}, "num_bits 4.0"),
         ({"type": "float"}, "type 'float'"),
-        ({"strategy": "channel"}, "strategy 'channel'"),
-        ({"group_size": 48}, "group_size 48 is not served; served: 32, 64, 128"),
-        ({"group_size": [32]}, r"group_size \[32\]"),
-        ({"group_size": None}, "group_size None"),
+        ({"strategy": "tensor"}, "strategy 'tensor'"),
+        ({"strategy": "channel"}, "group_size 64 contradicts strategy 'channel'"),
+        ({"group_size": 0}, "group_size must be a positive integer, not 0"),
+        ({"group_size": True}, "group_size must be a positive integer, not True"),
+        ({"group_size": [32]}, r"group_size must be a positive integer, not \[32\]"),
+        ({"group_size": None}, "group_size None contradicts strategy 'group'"),
         ({"symmetric": 1}, "symmetric 1"),
         ({"dynamic": True}, "dynamic True"),
-        ({"actorder": "group"}, "actorder 'group'"),
+        ({"actorder": "random"}, "actorder 'random'"),
     ],
 )
 def test_other_weights_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -70,7 +78,7 @@ def test_other_weights_are_refused(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq' is not served; served: 'compressed-tensors'"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not served; served: 'compressed-tensors'"),
         ({"quant_method": None}, "quant_method None"),
         ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
@@ -86,14 +94,14 @@ def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
         read_quantization({"quantization_config": section() | changes}, PACKED)
 
 
-def test_layers_of_different_groups_are_refused() -> None:
+def test_layers_of_different_groups() -> None:
     both = section()
     both["config_groups"]["group_1"] = deepcopy(both["config_groups"]["group_0"])
-    expected = PackQuantized(GroupQuantization(64, has_zeros=True))
-    assert read_quantization({"quantization_config": both}, PACKED) == expected
+    scheme = PackedScheme(4, 64, has_zeros=True)
+    assert read_quantization({"quantization_config": both}, PACKED) == PackQuantized((scheme,))
     both["config_groups"]["group_1"]["weights"]["group_size"] = 128
-    with pytest.raises(CheckpointError, match="config_groups with different weights"):
-        read_quantization({"quantization_config": both}, PACKED)
+    schemes = scheme, replace(scheme, group=128)
+    assert read_quantization({"quantization_config": both}, PACKED) == PackQuantized(schemes)
 
 
 @pytest.mark.parametrize("wrong", [7, [], "compressed-tensors", True])
@@ -143,3 +151,46 @@ def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> No
 def test_other_fp8_is_refused(found: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_format(found, ["a.weight_scale_inv"])
+
+
+AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("found", "kept", "words"),
+    [
+        (AWQ, "int4", "AWQ gemm, 4 bits in groups of 128"),
+        (AWQ | {"group_size": -1}, "int4", "AWQ gemm, 4 bits by output"),
+        (AWQ | {"group_size": 16}, None, "AWQ gemm, 4 bits in groups of 16"),
+        (GPTQ, "int4", "GPTQ version 1, 4 bits in groups of 128"),
+        (GPTQ | {"checkpoint_format": "gptq_v2", "bits": 8}, None, "GPTQ version 2, 8 bits in groups of 128"),
+        (GPTQ | {"desc_act": True}, None, "GPTQ version 1, 4 bits in groups of 128, in any order"),
+        (GPTQ | {"dynamic": {"-:.*visual.*": {}}}, "int4", "GPTQ version 1, 4 bits in groups of 128"),
+        (section(group_size=96), "int4", "compressed-tensors pack-quantized, 4 bits in groups of 96, with zero points"),
+        (section(num_bits=8, symmetric=True), None, "compressed-tensors pack-quantized, 8 bits in groups of 64"),
+    ],
+)
+def test_what_is_kept_in_4_bits(found: dict[str, Any], kept: str | None, words: str) -> None:
+    stored = read_format(found, ["a.qweight", "a.weight_packed"])
+    assert stored is not None
+    assert (stored.kept_as, stored.described) == (kept, words)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (AWQ | {"version": "gemv"}, "version 'gemv' is not served"),
+        (AWQ | {"bits": 8}, "bits 8 is not served; served: 4"),
+        (AWQ | {"zero_point": False}, "zero_point False"),
+        (AWQ | {"group_size": -2}, "group_size must be a positive integer, not -2"),
+        (GPTQ | {"bits": 3}, "bits 3 is not served; served: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"desc_act": "yes"}, "desc_act 'yes'"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic .* is not served"),
+        (GPTQ | {"dynamic": 5}, "dynamic 5 is not served"),
+    ],
+)
+def test_other_awq_and_gptq_is_refused(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"quantization_config: {words}"):
+        read_format(found, ["a.qweight"])

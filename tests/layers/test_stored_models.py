@@ -1,6 +1,7 @@
 """Quantized checkpoints in each format, in decoders, experts and towers: they are what their dequantized weights are,
 in transformers, too."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from tests.support.forward import (
 from tests.support.quantized import quantized_pair
 from tests.support.stored_formats import FORMATS, but
 from tests.support.tiny import make_tiny
+from triptych.checkpoint.outline import META, StoredOutline
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
+from triptych.layers import native
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
+from triptych.layers.products import WeightKind
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -41,10 +45,18 @@ def modules(encoder: Any) -> Iterator[nn.Module]:
         yield tower if isinstance(tower, nn.Module) else tower.module
 
 
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """All tensors, those of layers in parts as one."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        found.setdefault(re.sub(r"linears\.\d+\.", "", name), []).append(tensor)
+    return {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in found.items()}
+
+
 def assert_same_weights(ours: nn.Module, dense: nn.Module) -> None:
-    expected = dense.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, weight in ours.state_dict().items():
+    found, expected = state_of(ours), state_of(dense)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
         assert weight.shape == expected[name].shape
         assert not weight.numel() or (weight - expected[name]).abs().max() < 1e-6, name
 
@@ -105,6 +117,39 @@ def test_layers_of_unlike_shards_are_multiplied_apart(tmp_path: Path, weights: s
     assert (logits[0] - logits[1]).norm() < 0.1 * logits[1].norm()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_outlines_read_every_tensor(tmp_path: Path, name: str) -> None:
+    """As ``triptych doctor`` does, without values."""
+    one = FORMATS[name]
+    stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    adapter, outline = load_adapter(stored), StoredOutline(stored)
+    adapter.load_encoder(outline, FP32, META)
+    adapter.load_decoder(outline, FP32, META)
+    assert outline.names_read == set(outline.tensors)
+
+
+IN_4_BITS = ("pack-quantized", "pack-quantized, asymmetric", "awq", "awq by output", "gptq", "gptq_v2")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_kernels_take_stays_in_4_bits(tmp_path: Path, name: str) -> None:
+    """All else is packed as the values that it has."""
+    if native.library() is None:
+        pytest.skip("there are no compiled kernels")
+    one = FORMATS[name]
+    stored, dense = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    adapter = load_adapter(stored)
+    ours, expected = (
+        layers_of(adapter.load_decoder(Checkpoint(folder), form, CPU))[1].mlp.down
+        for folder, form in ((stored, WEIGHT_FORMATS["float32"]), (dense, FP32))
+    )
+    kind = WeightKind.INT4 if name in IN_4_BITS else WeightKind.FLOAT
+    assert ours.product.operands.kind == kind
+    tokens = torch.randn(5, 96)
+    error = (ours(tokens) - expected(tokens)).norm() / expected(tokens).norm()
+    assert error < (0.02 if kind == WeightKind.INT4 else 1e-5)
+
+
 LAYER = "model.layers.1.mlp.down_proj"
 
 
@@ -118,6 +163,14 @@ LAYER = "model.layers.1.mlp.down_proj"
         ("fp8, blocks", "weight", torch.ones(64, 96), "weight: is float32, not float8_e4m3fn"),
         ("fp8, blocks", "weight", torch.ones(64, 97).to(torch.float8_e4m3fn), r"has shape \[64, 97\]"),
         ("fp8, blocks", "weight_zero_point", torch.ones(1), "no place for tensor"),
+        ("awq", "qzeros", torch.ones(2, 8, dtype=torch.int32), r"qzeros' has shape \[2, 8\]"),
+        ("awq", "scales", torch.full((3, 64), torch.nan), "scales has values that aren't finite"),
+        ("awq", "scales", None, "scales' is missing"),
+        ("awq", "g_idx", torch.zeros(96, dtype=torch.int32), "no place for tensor"),
+        ("gptq", "qweight", torch.ones(12, 64), "qweight: is float32, not int32"),
+        ("gptq", "g_idx", torch.full((96,), 3, dtype=torch.int32), "g_idx has groups from 3 to 3"),
+        ("gptq", "g_idx", torch.full((96,), -1, dtype=torch.int32), "g_idx has groups from -1 to -1"),
+        ("pack-quantized, ordered", "weight_g_idx", torch.zeros(95, dtype=torch.int32), r"has shape \[95\]"),
     ],
 )
 def test_damaged_tensors_are_refused_by_name(

@@ -18,10 +18,20 @@ class Stored:
     encode: Encode
 
 
-def packed(bits: int, group: int, *, symmetric: bool) -> Encode:
+def groups_of(inputs: int, group: int | None, *, shuffled: bool = False) -> Tensor:
+    """Each input's group, int64 [in]: consecutive inputs, or any."""
+    order = torch.arange(inputs)
+    if shuffled:
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    return order // (group or inputs)
+
+
+def packed(bits: int, group: int | None, *, symmetric: bool, shuffled: bool = False) -> Encode:
+    """As compressed-tensors packs weights."""
+
     def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         outputs, inputs = weight.shape
-        groups = torch.arange(inputs) // group
+        groups = groups_of(inputs, group, shuffled=shuffled)
         levels, scales, zeros = rounded(weight, bits, groups, symmetric=symmetric)
         tensors = {
             "weight_packed": words(levels, bits),
@@ -30,6 +40,8 @@ def packed(bits: int, group: int, *, symmetric: bool) -> Encode:
         }
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros.T, bits).T
+        if shuffled:
+            tensors["weight_g_idx"] = groups.int()
         return tensors, value(levels, scales, zeros, groups)
 
     return encode
@@ -52,6 +64,42 @@ def fp8(block: tuple[int, int] | None, kind: str, *, per_output: bool = False, *
     return encode
 
 
+def awq(group: int | None) -> Encode:
+    """The numbers of a word stand in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = groups_of(weight.shape[1], group)
+        levels, scales, zeros = rounded(weight, 4, groups, symmetric=False)
+        stored = {"qweight": levels.T, "qzeros": zeros.T}
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        mixed = {kind: one.unflatten(1, (-1, 8))[:, :, order].flatten(1) for kind, one in stored.items()}
+        tensors = {kind: words(one, 4) for kind, one in mixed.items()} | {"scales": scales.T.half()}
+        return tensors, value(levels, scales, zeros, groups)
+
+    return encode
+
+
+def gptq(bits: int, group: int | None, *, version: int, symmetric: bool, shuffled: bool = False) -> Encode:
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = groups_of(weight.shape[1], group, shuffled=shuffled)
+        levels, scales, zeros = rounded(weight, bits, groups, symmetric=symmetric)
+        zeros = zeros.clamp(min=1)  # version 1 has no zero point 0
+        tensors = {
+            "qweight": words(levels, bits).T,
+            "qzeros": words((zeros - int(version == 1)).T, bits),
+            "scales": scales.T.half(),
+            "g_idx": groups.int(),
+        }
+        return tensors, value(levels, scales, zeros, groups)
+
+    return encode
+
+
+def mixed(encode: Encode, other: Encode, *names: str) -> Encode:
+    """Layers whose names end like that are as in ``other``."""
+    return lambda name, weight: (other if name.endswith(names) else encode)(name, weight)
+
+
 def but(encode: Encode, *names: str) -> Encode:
     """Leaves layers whose names end like that as they are."""
     return lambda name, weight: None if name.endswith(names) else encode(name, weight)
@@ -65,6 +113,15 @@ def float_quantized(strategy: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
+def pack_quantized(*schemes: dict[str, Any]) -> dict[str, Any]:
+    """As compressed-tensors describes groups of layers with these weights."""
+    served = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "actorder": None}
+    groups = {f"group_{number}": {"weights": served | scheme} for number, scheme in enumerate(schemes)}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 FORMATS = {
     "pack-quantized": Stored(
         quantization_config(GroupQuantization(32, has_zeros=False), []), packed(4, 32, symmetric=True)
@@ -83,5 +140,31 @@ FORMATS = {
     "float-quantized": Stored(float_quantized("channel"), fp8(None, "weight_scale", per_output=True)),
     "float-quantized, blocks": Stored(
         float_quantized("block", block_structure=[16, 24]), fp8((16, 24), "weight_scale")
+    ),
+    "pack-quantized, 8 bits by output": Stored(
+        pack_quantized({"num_bits": 8, "strategy": "channel", "group_size": None}), packed(8, None, symmetric=True)
+    ),
+    "pack-quantized, 8 bits, asymmetric": Stored(
+        pack_quantized({"num_bits": 8, "group_size": 16, "symmetric": False}), packed(8, 16, symmetric=False)
+    ),
+    "pack-quantized, ordered": Stored(
+        pack_quantized({"actorder": "group", "symmetric": False}), packed(4, 32, symmetric=False, shuffled=True)
+    ),
+    "pack-quantized, unlike layers": Stored(
+        pack_quantized({}, {"num_bits": 8, "strategy": "channel", "group_size": None}, {"group_size": 16}),
+        mixed(
+            mixed(packed(4, 32, symmetric=True), packed(8, None, symmetric=True), "k_proj", "down_proj"),
+            packed(4, 16, symmetric=True),
+            "up_proj",
+        ),
+    ),
+    "awq": Stored(AWQ, awq(32)),
+    "awq by output": Stored(AWQ | {"group_size": -1}, awq(None)),
+    "gptq": Stored(GPTQ, gptq(4, 32, version=1, symmetric=True)),
+    "gptq, ordered": Stored(
+        GPTQ | {"desc_act": True, "bits": 8, "sym": False}, gptq(8, 32, version=1, symmetric=False, shuffled=True)
+    ),
+    "gptq_v2": Stored(
+        GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, version=2, symmetric=False)
     ),
 }

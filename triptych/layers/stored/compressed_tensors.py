@@ -1,5 +1,5 @@
-"""compressed-tensors' format ``pack-quantized`` (https://github.com/vllm-project/compressed-tensors) with 4 bits in
-groups, which ``triptych quantize`` writes, too."""
+"""compressed-tensors' format ``pack-quantized`` (https://github.com/vllm-project/compressed-tensors) with 4 or 8 bits
+in groups, which ``triptych quantize`` writes, too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,27 +7,37 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import LayerTensors, Section, config_groups, require
+from triptych.layers.stored.format import (
+    KERNEL_GROUPS,
+    LayerTensors,
+    Section,
+    config_groups,
+    group_size,
+    kept_in_4_bits,
+    require,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from triptych.layers.grouped_weight import GroupedWeight
+    from triptych.layers.stored.linears import StoredLinear
 
 PACKED, SCALE, ZEROS, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
-"""Last parts of the names of a quantized module's tensors: int32 [out, ceil(in / 8)]; floats [out, groups]; int32
-[ceil(out / 8), groups]; integers [2]."""
+ORDER = "weight_g_idx"
+"""Last parts of the names of a quantized module's tensors: int32 [out, ceil(in * bits / 32)]; floats [out, groups];
+int32 [ceil(out * bits / 32), groups]; integers [2]; int32 [in], each input's group."""
 FLOATS = ("bfloat16", "float16", "float32")
 """Dtypes of scales."""
-GROUP_SIZES = (32, 64, 128)
-"""Numbers of inputs that may share a scale."""
+GROUP_SIZES = KERNEL_GROUPS
+"""Numbers of inputs that may share a scale in what ``triptych quantize`` writes."""
 PER_WORD = 8
 
 
 @dataclass(frozen=True)
 class GroupQuantization:
-    """4-bit weights in groups along the inputs."""
+    """What ``triptych quantize`` writes: 4-bit weights in groups along the inputs."""
 
     group: int
     """Inputs per group, one of ``GROUP_SIZES``."""
@@ -36,63 +46,97 @@ class GroupQuantization:
 
 
 @dataclass(frozen=True)
+class PackedScheme:
+    """How the weights of some layers are quantized."""
+
+    bits: int
+    group: int | None
+    """Inputs per group; None: all inputs of an output are one."""
+    has_zeros: bool
+    is_ordered: bool = False
+    """Whether any inputs may be a group."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.bits} bits " + ("by output" if self.group is None else f"in groups of {self.group}")]
+        parts += ["with zero points"] * self.has_zeros + ["in any order"] * self.is_ordered
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class PackQuantized:
     """``StoredFormat`` of such checkpoints."""
 
     markers: ClassVar[tuple[str, ...]] = (PACKED,)
-    kept_as: ClassVar[str | None] = "int4"
-    quantization: GroupQuantization
+    schemes: tuple[PackedScheme, ...]
+    """A layer's tensors say which of them it has."""
 
     @classmethod
     def of(cls, section: Section) -> "PackQuantized":
-        """Return the format that a config's section describes. Raises CheckpointError."""
+        """See ``StoredFormat``."""
         require(section, "kv_cache_scheme", (None,))
-        found = {_parse_group(group) for group in config_groups(section)}
-        if len(found) > 1:
-            raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups with different weights aren't served")
-        return cls(found.pop())
+        return cls(tuple(dict.fromkeys(_parse_group(group) for group in config_groups(section))))
+
+    @property
+    def kept_as(self) -> str | None:
+        """See ``StoredFormat``."""
+        found = (kept_in_4_bits(one.group) for one in self.schemes if one.bits == 4 and not one.is_ordered)
+        return next((name for name in found if name is not None), None)
 
     @property
     def described(self) -> str:
         """See ``StoredFormat``."""
-        zeros = ", with zero points" if self.quantization.has_zeros else ""
-        return f"compressed-tensors pack-quantized, 4 bits in groups of {self.quantization.group}{zeros}"
+        return f"compressed-tensors pack-quantized, {'; '.join(map(str, self.schemes))}"
 
-    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "GroupedWeight":
+    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""
-        from triptych.layers.grouped_weight import GroupedWeight, unpacked
+        from triptych.layers.stored.integers import SCALE_DTYPES, IntegerWeight, group_order, of_bits
 
-        (outputs, inputs), group = shape, self.quantization.group
+        outputs, inputs = shape
+        scheme = next((one for one in self.schemes if _suits(tensors, shape, one)), self.schemes[0])
+        group, per_word = scheme.group or inputs, 32 // scheme.bits
         groups = -(-inputs // group)
-        words = tensors.read(PACKED, (outputs, -(-inputs // PER_WORD)), ("int32",))
-        scales = tensors.read(SCALE, (outputs, groups), FLOATS)
+        words = tensors.read(PACKED, (outputs, -(-inputs // per_word)), ("int32",))
+        scales = tensors.read(SCALE, (outputs, groups), SCALE_DTYPES)
         if (found := tensors.read(SHAPE, (2,)).tolist()) != list(shape):
             raise tensors.wrong(f"{SHAPE} is {found}; the config makes it {list(shape)}")
-        halves = scales.half()
-        if not halves.is_meta and not halves.isfinite().all():
-            raise tensors.wrong(f"{SCALE} has values that float16 doesn't represent")
         zeros = None
-        if self.quantization.has_zeros:
-            packed = tensors.read(ZEROS, (-(-outputs // PER_WORD), groups), ("int32",))
-            zeros = unpacked(packed.T)[:, :outputs].T.contiguous()
-        return GroupedWeight(words, halves, zeros, inputs, group)
+        if scheme.has_zeros:
+            packed = tensors.read(ZEROS, (-(-outputs // per_word), groups), ("int32",))
+            zeros = of_bits(packed.T, scheme.bits)[:, :outputs].T
+        order = group_order(tensors, ORDER, inputs, group) if scheme.is_ordered and tensors.has(ORDER) else None
+        return IntegerWeight(words, scheme.bits, scales, zeros, inputs, group, order).stored(tensors, SCALE)
 
 
-def _parse_group(group: Section) -> GroupQuantization:
+def _suits(tensors: LayerTensors, shape: tuple[int, int], scheme: PackedScheme) -> bool:
+    """Return whether a layer's tensors have the shapes of a scheme."""
+    (outputs, inputs), per_word = shape, 32 // scheme.bits
+    groups = -(-inputs // (scheme.group or inputs))
+    return (
+        tensors.shape(PACKED) == (outputs, -(-inputs // per_word))
+        and tensors.shape(SCALE) == (outputs, groups)
+        and tensors.has(ZEROS) == scheme.has_zeros
+    )
+
+
+def _parse_group(group: Section) -> PackedScheme:
     for name in ("input_activations", "output_activations"):
         require(group, name, (None,))
     weights = group["weights"]
     for name, served in (
-        ("num_bits", (4,)),
+        ("num_bits", (4, 8)),
         ("type", ("int",)),
-        ("strategy", ("group",)),
-        ("group_size", GROUP_SIZES),
+        ("strategy", ("group", "channel")),
         ("symmetric", (True, False)),
         ("dynamic", (False, None)),
-        ("actorder", (None, "weight", "static")),  # "group" reorders the inputs
+        ("actorder", (None, "weight", "static", "group")),  # the inputs of "group" alone are in another order
     ):
         require(weights, name, served)
-    return GroupQuantization(weights["group_size"], not weights["symmetric"])
+    size = group_size(weights)
+    if (size is None) != (weights["strategy"] == "channel"):
+        raise CheckpointError(
+            f"config.json: {QUANTIZATION}: group_size {size!r} contradicts strategy {weights['strategy']!r}"
+        )
+    return PackedScheme(weights["num_bits"], size, not weights["symmetric"], weights.get("actorder") == "group")
 
 
 def stored_tensors(weight: "GroupedWeight", dtype: "torch.dtype") -> "dict[str, Tensor]":

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from triptych.layers.stored.linears import StoredLinear
 
 Section = Mapping[str, Any]
+KERNEL_GROUPS = (32, 64, 128)
+"""Numbers of inputs that share a scale in the kernels for 4 bits."""
 
 
 class LayerTensors(Protocol):
@@ -41,9 +43,11 @@ class StoredFormat(Protocol):
 
     markers: ClassVar[tuple[str, ...]]
     """Last parts of the names of tensors that only quantized layers have, one of them for each."""
-    kept_as: ClassVar[str | None]
-    """The weight format (``triptych.config.QUANTIZATIONS``) in which CPUs keep the weights, or None: they are
-    dequantized when they are loaded."""
+
+    @property
+    def kept_as(self) -> str | None:
+        """The weight format (``triptych.config.QUANTIZATIONS``) in which CPUs keep the weights, or None: they are
+        dequantized when they are loaded."""
 
     @property
     def described(self) -> str:
@@ -67,6 +71,30 @@ def require(section: Section, name: str, served: Sequence[object]) -> Any:
         options = ", ".join(map(repr, served))
         raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {value!r} is not served; served: {options}")
     return value
+
+
+def group_size(section: Section) -> int | None:
+    """Return how many inputs share a scale, None for all of them. Raises CheckpointError for a setting that is none."""
+    match section.get("group_size"):
+        case -1 | None:
+            return None
+        case int(size) if type(size) is int and size > 0:
+            return size
+        case other:
+            raise CheckpointError(f"config.json: {QUANTIZATION}: group_size must be a positive integer, not {other!r}")
+
+
+def kernel_group(group: int, inputs: int) -> int | None:
+    """Return how many inputs share a scale in the kernels for 4 bits, for weights with groups of ``group``; None if the
+    kernels can't have the same scales."""
+    if group >= inputs:
+        return KERNEL_GROUPS[-1]
+    return next((one for one in reversed(KERNEL_GROUPS) if group % one == 0), None)
+
+
+def kept_in_4_bits(group: int | None) -> str | None:
+    """Return how CPUs keep 4-bit weights with groups of that many consecutive inputs, None for all of them."""
+    return "int4" if group is None or kernel_group(group, group + 1) else None
 
 
 def config_groups(section: Section) -> list[Section]:

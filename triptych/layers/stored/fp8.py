@@ -24,7 +24,6 @@ class Fp8:
     """``StoredFormat`` of such checkpoints."""
 
     markers: ClassVar[tuple[str, ...]] = SCALES
-    kept_as: ClassVar[str | None] = None
     method: str
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: a layer has one scale, or one for each output."""
@@ -51,6 +50,11 @@ class Fp8:
         if len(blocks) > 1:
             raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups with different blocks aren't served")
         return cls(f"{method} {section['format']}", blocks.pop())
+
+    @property
+    def kept_as(self) -> str | None:
+        """See ``StoredFormat``."""
+        return None
 
     @property
     def described(self) -> str:

@@ -4,15 +4,19 @@ from collections.abc import Iterable, Mapping
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
+from triptych.layers.stored.awq import Awq
 from triptych.layers.stored.compressed_tensors import PackQuantized
 from triptych.layers.stored.format import StoredFormat, require
 from triptych.layers.stored.fp8 import Fp8
+from triptych.layers.stored.gptq import Gptq
 
 FORMATS: Mapping[tuple[str, str | None], type[StoredFormat]] = {
     ("compressed-tensors", "pack-quantized"): PackQuantized,
     ("compressed-tensors", "float-quantized"): Fp8,
     ("compressed-tensors", "naive-quantized"): Fp8,
     ("fp8", None): Fp8,
+    ("awq", None): Awq,
+    ("gptq", None): Gptq,
 }
 """By ``quant_method`` and, of methods with several formats, ``format``."""
 MARKERS = frozenset(marker for one in FORMATS.values() for marker in one.markers)

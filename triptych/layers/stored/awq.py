@@ -1,0 +1,65 @@
+"""AWQ's format ``gemm`` (https://github.com/casper-hansen/AutoAWQ)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from triptych.layers.stored.format import LayerTensors, Section, group_size, kept_in_4_bits, require
+
+if TYPE_CHECKING:
+    from triptych.layers.stored.linears import StoredLinear
+
+WORDS, ZEROS, SCALES = "qweight", "qzeros", "scales"
+"""Last parts of the names of a quantized module's tensors: int32 [in, out / 8]; int32 [groups, out / 8]; floats
+[groups, out]."""
+PER_WORD = 8
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which number of a word, counted from the lowest bits, is each output's."""
+
+
+@dataclass(frozen=True)
+class Awq:
+    """``StoredFormat`` of such checkpoints."""
+
+    markers: ClassVar[tuple[str, ...]] = (WORDS,)
+    group: int | None
+    """Inputs per group; None: all inputs of an output are one."""
+
+    @classmethod
+    def of(cls, section: Section) -> "Awq":
+        """See ``StoredFormat``."""
+        require(section, "version", (None, "gemm", "GEMM"))
+        require(section, "bits", (4,))
+        require(section, "zero_point", (True,))
+        return cls(group_size(section))
+
+    @property
+    def kept_as(self) -> str | None:
+        """See ``StoredFormat``."""
+        return kept_in_4_bits(self.group)
+
+    @property
+    def described(self) -> str:
+        """See ``StoredFormat``."""
+        return f"AWQ gemm, 4 bits {'by output' if self.group is None else f'in groups of {self.group}'}"
+
+    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
+        """See ``StoredFormat``."""
+        from torch.nn import functional as F
+
+        from triptych.layers.grouped_weight import packed, unpacked
+        from triptych.layers.stored.integers import SCALE_DTYPES, IntegerWeight
+
+        outputs, inputs = shape
+        if outputs % PER_WORD:
+            raise tensors.wrong(f"{outputs} outputs don't fill words of {PER_WORD}")
+        group = self.group or inputs
+        groups = -(-inputs // group)
+        words = tensors.read(WORDS, (inputs, outputs // PER_WORD), ("int32",))
+        zeros = tensors.read(ZEROS, (groups, outputs // PER_WORD), ("int32",))
+        scales = tensors.read(SCALES, (groups, outputs), SCALE_DTYPES)
+        # [n, out / 8] of words → [out, n] of numbers
+        by_output, zeros = (
+            unpacked(one).unflatten(1, (-1, PER_WORD))[:, :, list(PLACES)].flatten(1).T for one in (words, zeros)
+        )
+        repacked = packed(F.pad(by_output, (0, -inputs % PER_WORD)).contiguous())
+        return IntegerWeight(repacked, 4, scales.T, zeros, inputs, group).stored(tensors, SCALES)
