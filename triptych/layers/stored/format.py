@@ -87,9 +87,8 @@ def group_size(section: Section) -> int | None:
 def kernel_group(group: int, inputs: int) -> int | None:
     """Return how many inputs share a scale in the kernels for 4 bits, for weights with groups of ``group``; None if the
     kernels can't have the same scales."""
-    if group >= inputs:
-        return KERNEL_GROUPS[-1]
-    return next((one for one in reversed(KERNEL_GROUPS) if group % one == 0), None)
+    largest = next((one for one in reversed(KERNEL_GROUPS) if group % one == 0), None)
+    return KERNEL_GROUPS[-1] if largest is None and group >= inputs else largest
 
 
 def kept_in_4_bits(group: int | None) -> str | None:
