@@ -19,24 +19,21 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from compat.model import build
+from compat.service import ROOT, serve
 from triptych.load_test.pictures import picture
 
-ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / "compat" / "clients"
 INSTALLED = ROOT / ".compat"
 DOC = ROOT / "docs" / "clients.md"
 CHECKS = ("text", "image", "stream", "turns", "tool", "context")
 SECONDS = 420
 """For all checks of a client."""
-START_SECONDS = 120
 LONG = "1" * 150_000
 """A text of as many tokens, more than the model's context."""
 _LINE = re.compile(rf"({'|'.join(CHECKS)}): (ok|failed|n/a)\b[ ]?(.*)")
@@ -155,42 +152,21 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
     build(folder / "scripted")
     (folder / "picture.png").write_bytes(picture(1))
     (folder / "long.txt").write_text(LONG)
-    log = folder / "service.log"
-    serve = [sys.executable, "-m", "triptych", "serve", str(folder / "scripted"), "--topology", "1EPD", "--port", "0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen([*serve, "--served-model-name", "scripted"], stdout=output, stderr=output, cwd=ROOT)
-        try:
-            url = _address(log, process)
-            shown = {name: os.environ[name] for name in ("PATH", "LANG", "PIP_CONFIG_FILE") if name in os.environ}
-            yield shown | {
-                "COMPAT_URL": url,
-                "COMPAT_MODEL": "scripted",
-                "COMPAT_CHECKPOINT": str(folder / "scripted"),
-                "COMPAT_IMAGE": str(folder / "picture.png"),
-                "COMPAT_LONG": str(folder / "long.txt"),
-                "OPENAI_BASE_URL": f"{url}/v1",
-                "OPENAI_API_KEY": "sk-compat",
-                "ANTHROPIC_BASE_URL": url,
-                "ANTHROPIC_API_KEY": "sk-compat",
-                "no_proxy": "127.0.0.1",
-            }
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _address(log: Path, process: "subprocess.Popen[bytes]") -> str:
-    """Wait until the service is ready; return its URL. Raises RuntimeError with its log."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text(errors="replace")):
-            try:
-                with urllib.request.urlopen(f"{found[0]}/ready", timeout=5):
-                    return found[0]
-            except OSError:
-                pass
-        time.sleep(0.2)
-    raise RuntimeError(f"the service isn't ready:\n{log.read_text(errors='replace')[-2000:]}")
+    serving = serve(sys.executable, folder / "scripted", folder / "service.log", "--served-model-name", "scripted")
+    with serving as url:
+        shown = {name: os.environ[name] for name in ("PATH", "LANG", "PIP_CONFIG_FILE") if name in os.environ}
+        yield shown | {
+            "COMPAT_URL": url,
+            "COMPAT_MODEL": "scripted",
+            "COMPAT_CHECKPOINT": str(folder / "scripted"),
+            "COMPAT_IMAGE": str(folder / "picture.png"),
+            "COMPAT_LONG": str(folder / "long.txt"),
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": "sk-compat",
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": "sk-compat",
+            "no_proxy": "127.0.0.1",
+        }
 
 
 def row(client: Client, ended: dict[str, tuple[str, str]]) -> str:

@@ -7,6 +7,7 @@ first token of the answer. Images pass through the vision tower of the bundled d
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +20,75 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "triptych" / "demo" / "model"
 CONTEXT = 131072
 """Tokens; coding agents send up to 30,000 of instructions and tools."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and the question that it is for: the first one that fits is given."""
+
+    pieces: tuple[str, ...]
+    """Each piece is one token, which no other answer has."""
+    asked: str = ""
+    """A text in the user's messages since the last answer, or in a tool's result."""
+    tool: str = ""
+    """A tool that the request must have."""
+    result: bool = False
+    """Whether it is for a tool's result."""
+
+
+def call(asked: str, *calls: tuple[str, dict[str, Any]], result: bool = False) -> Answer:
+    """An answer that calls tools with arguments, in Hermes' form."""
+    pieces: list[str] = []
+    for name, arguments in calls:
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        middle = text.rindex("}}") - 2  # within the arguments, behind what tells calls of a tool apart
+        pieces += ["\n" * bool(pieces) + text[:middle], text[middle:]]
+    return Answer(tuple(pieces), asked, calls[0][0], result)
+
+
+SCRIPT = (
+    Answer(("The tool", " answered."), result=True),
+    call("weather", ("get_weather", {"city": "Paris"})),
+    call("weather", ("exec_command", {"cmd": "echo sunny"})),
+    call("weather", ("Bash", {"command": "echo sunny", "description": "Asks for the sky"})),
+    call("weather", ("bash", {"command": "echo sunny", "description": "Asks for the sky"})),
+    call("weather", ("run_commands", {"commands": ["echo sunny"]})),
+)
 TEXTS = {
-    "hello": ["Hello", " from Triptych."],
-    "again": ["Hello again", "."],
-    "picture": ["I see", " a picture."],
-    "tool": ["The tool", " answered."],
+    "hello": ("Hello", " from Triptych."),
+    "again": ("Hello again", "."),
+    "picture": ("I see", " a picture."),
 }
-"""Pieces of each answer. Each piece is one token, and no two answers share one."""
-CALLS: dict[str, dict[str, Any]] = {
-    "get_weather": {"city": "Paris"},
-    "exec_command": {"cmd": "echo sunny"},
-    "Bash": {"command": "echo sunny", "description": "Asks for the sky"},
-    "bash": {"command": "echo sunny", "description": "Asks for the sky"},
-    "run_commands": {"commands": ["echo sunny"]},
-}
-"""Tools that are called if the request has them, and the calls' arguments."""
+"""Answers to what the script doesn't have: to a first message, to later ones, and to pictures."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]  # fmt: skip
+WIDTH = 256
+"""Numbers of a hidden state: more than the tokens that lead to others."""
 MERGED = 4096
 """Tokens of the trained vocabulary, before those of answers."""
 USUAL = {"}": 5.0, "]": 4.0, '"': 3.0, "0": 2.0, "e": 1.0}
 """Where a grammar forbids the answer: the shortest JSON."""
 
+THOUGHT = ("<think>\nThe question is for {name}", ", so {name} it is.\n</think>\n\n")
+"""Tokens before every answer of a model that thinks."""
+
 TEMPLATE = """\
-{%- set turn = namespace(answered=false, image=false, asked=false, later=false, call='', seen=false, picture=false) %}
-{%- for tool in tools or [] %}
-    {%- if tool.function.name in CALLS and not turn.call %}{% set turn.call = tool.function.name %}{% endif %}
-{%- endfor %}
+{%- set turn = namespace(answered=false, image=false, later=false, seen=false, text='', answer='') %}
+{%- set names = (tools or []) | map(attribute='function.name') | list %}
 {%- if tools %}
     {{- '<|im_start|>system\\nTools:\\n' + (tools | tojson) + '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
-        {%- set turn.later = true %}
-        {%- set turn.answered = false %}{% set turn.image = false %}{% set turn.asked = false %}
-        {%- set turn.picture = false %}
+        {%- set turn.later = true %}{% set turn.answered = false %}{% set turn.image = false %}{% set turn.text = '' %}
     {%- elif message.role == 'tool' %}
         {%- set turn.answered = true %}
     {%- endif %}
+    {%- set counts = message.role in ('user', 'tool') %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}
         {{- message.content }}
-        {%- if message.role == 'user' and 'weather' in message.content %}{% set turn.asked = true %}{% endif %}
-        {%- if message.role == 'user' and 'picture' in message.content %}{% set turn.picture = true %}{% endif %}
+        {%- if counts %}{% set turn.text = turn.text + message.content %}{% endif %}
     {%- else %}
         {%- for part in message.content or [] %}
             {%- if part.type in ('image', 'image_url') %}
@@ -69,7 +96,7 @@ TEMPLATE = """\
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
             {%- elif part.type == 'text' %}
                 {{- part.text }}
-                {%- if message.role == 'user' and 'weather' in part.text %}{% set turn.asked = true %}{% endif %}
+                {%- if counts %}{% set turn.text = turn.text + part.text %}{% endif %}
             {%- endif %}
         {%- endfor %}
     {%- endif %}
@@ -82,22 +109,45 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if turn.answered %}{{ '<|tool|>' }}
-    {%- elif turn.image or (turn.seen and turn.picture) %}{{ '<|picture|>' }}
-    {%- elif turn.asked and turn.call %}{{ '<|' + turn.call + '|>' }}
-    {%- elif turn.later %}{{ '<|again|>' }}
-    {%- else %}{{ '<|hello|>' }}
+    {%- for rule in SCRIPT if not turn.answer and rule.result == turn.answered and rule.asked in turn.text
+            and (not rule.tool or rule.tool in names) %}
+        {%- set turn.answer = rule.name %}
+    {%- endfor %}
+    {%- if not turn.answered and (turn.image or (turn.seen and 'picture' in turn.text)) %}
+        {%- set turn.answer = 'picture' %}
+    {%- endif %}
+    {%- set turn.answer = turn.answer or ('again' if turn.later else '') %}
+    {%- if THINKS and not (enable_thinking is defined and not enable_thinking) %}
+        {{- '<|thinks ' + (turn.answer or 'hello') + '|>' }}
+    {%- elif turn.answer %}
+        {{- '<|' + turn.answer + '|>' }}
     {%- endif %}
 {%- endif %}
 """
+"""Ends with the token of an answer; without one, the answer is hello."""
 
 
-def build(folder: Path) -> None:
-    """Writes the checkpoint into ``folder``, which is made if it is missing."""
+def build(
+    folder: Path,
+    script: tuple[Answer, ...] = SCRIPT,
+    *,
+    context: int = CONTEXT,
+    endless: bool = False,
+    thinks: bool = False,
+) -> None:
+    """Writes the checkpoint into ``folder``, which is made if it is missing.
+
+    ``context`` is in tokens. With ``endless`` it goes on with hello until the request's limit, and sampling varies
+    it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer, answers = _tokenizer()
+    chains = TEXTS | {f"answer {number}": answer.pieces for number, answer in enumerate(script)}
+    if thinks:
+        thoughts = {name: tuple(part.format(name=name) for part in THOUGHT) for name in chains}
+        chains |= {f"thinks {name}": (*thoughts[name], *pieces) for name, pieces in chains.items()}
+    tokenizer, tokens = _tokenizer(chains)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = _config(tokenizer)
+    config = _config(tokenizer, context)
     _write(folder / "config.json", config)
     _write(
         folder / "generation_config.json", {"do_sample": False, "eos_token_id": config["text_config"]["eos_token_id"]}
@@ -107,11 +157,16 @@ def build(folder: Path) -> None:
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "tokenizer_class": "TokenizersBackend"},
     )
     shutil.copy(DEMO / "preprocessor_config.json", folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("in CALLS", f"in {list(CALLS)}"))
-    save_file(_weights(config, tokenizer, answers), folder / "model.safetensors", metadata={"format": "pt"})
+    rules = [
+        {"asked": rule.asked, "tool": rule.tool, "result": rule.result, "name": f"answer {number}"}
+        for number, rule in enumerate(script)
+    ]
+    template = TEMPLATE.replace("SCRIPT", json.dumps(rules)).replace("THINKS", str(thinks).lower())
+    (folder / "chat_template.jinja").write_text(template)
+    save_file(_weights(config, tokenizer, tokens, endless), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tokenizer() -> tuple[Tokenizer, dict[str, list[int]]]:
+def _tokenizer(chains: dict[str, tuple[str, ...]]) -> tuple[Tokenizer, dict[str, list[int]]]:
     """A byte-level BPE trained on the documentation; ids of each answer's pieces, by its control token.
 
     No merge makes the pieces, so texts never contain them.
@@ -130,21 +185,12 @@ def _tokenizer() -> tuple[Tokenizer, dict[str, list[int]]]:
     saved = json.loads(tokenizer.to_str())
     vocabulary = saved["model"]["vocab"]
     answers: dict[str, list[int]] = {}
-    for name, pieces in _answers().items():
+    for name, pieces in chains.items():
         tokens = [_spelled(piece) for piece in pieces]
         answers[f"<|{name}|>"] = [vocabulary.setdefault(token, len(vocabulary)) for token in tokens]
     tokenizer = Tokenizer.from_str(json.dumps(saved))
     tokenizer.add_special_tokens([*SPECIAL, *answers])
     return tokenizer, answers
-
-
-def _answers() -> dict[str, list[str]]:
-    """Pieces of every answer: texts, and calls in the form of Hermes."""
-    calls = {
-        name: [f'<tool_call>\n{{"name": "{name}", "arguments": ', json.dumps(arguments), "}\n</tool_call>"]
-        for name, arguments in CALLS.items()
-    }
-    return TEXTS | calls
 
 
 def _spelled(text: str) -> str:
@@ -153,18 +199,20 @@ def _spelled(text: str) -> str:
     return "".join(token for token, _ in level.pre_tokenize_str(text))
 
 
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The demo model's configuration with another vocabulary, two small layers and a long context."""
+def _config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
+    """The demo model's configuration with another vocabulary, two small layers and another context."""
     config: dict[str, Any] = json.loads((DEMO / "config.json").read_text())
     for name in ("image", "video"):
         config[f"{name}_token_id"] = tokenizer.token_to_id(f"<|{name}_pad|>")
     for name in ("vision_start", "vision_end"):
         config[f"{name}_token_id"] = tokenizer.token_to_id(f"<|{name}|>")
     config["tie_word_embeddings"] = False
+    config["vision_config"]["out_hidden_size"] = WIDTH
     config["text_config"] |= {
         "tie_word_embeddings": False,
         "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": CONTEXT,
+        "hidden_size": WIDTH,
+        "max_position_embeddings": context,
         "num_hidden_layers": len(config["vision_config"]["deepstack_visual_indexes"]),
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
@@ -177,30 +225,42 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _weights(
-    config: dict[str, Any], tokenizer: Tokenizer, answers: dict[str, list[int]]
+    config: dict[str, Any], tokenizer: Tokenizer, answers: dict[str, list[int]], endless: bool
 ) -> dict[str, NDArray[np.float16]]:
     """The demo model's vision tower, layers without effect, and a table of tokens and their followers.
 
     Each token with a follower has one dimension of the hidden states; dimension 0 is every token's.
     """
     text = config["text_config"]
-    width, end = text["hidden_size"], text["eos_token_id"]
-    followers = {token: follower for control, ids in answers.items() for token, follower in zip(
-        [tokenizer.token_to_id(control), *ids], [*ids, end], strict=True)}  # fmt: skip
+    width, end, hello = text["hidden_size"], text["eos_token_id"], answers["<|hello|>"][0]
+    known: dict[str, int] = tokenizer.get_vocab()
+    followers: dict[int, list[int]] = {}
+    for control, ids in answers.items():
+        chain = [known[control], *ids, hello if endless else end]
+        for place, token in enumerate(chain[:-1], start=1):
+            if followers.setdefault(token, chain[place:]) != chain[place:]:
+                raise ValueError(f"two answers have the token {tokenizer.id_to_token(token)!r}")
     embeddings = np.zeros((text["vocab_size"], width), np.float16)
     head = np.zeros_like(embeddings)
     embeddings[:, 0] = 1
-    head[answers["<|hello|>"][0], 0] = 8
+    head[hello, 0] = 8  # where no token of the prompt chooses another answer
     head[end, 0] = 7
     for piece, weight in USUAL.items():
-        head[tokenizer.token_to_id(piece), 0] = weight
-    for dimension, (token, follower) in enumerate(followers.items(), start=1):
+        head[known[piece], 0] = weight
+    for dimension, (token, rest) in enumerate(followers.items(), start=1):
         embeddings[token, dimension] = 4
-        head[follower, dimension] = 8
-        if follower == end:
+        if rest[0] == end:
             # in JSON, the answer ends with its string
-            head[tokenizer.token_to_id('"'), dimension] = 4
+            head[known['"'], dimension] = 4
+        for distance, follower in enumerate(rest[:4]):
+            if follower != end or not distance:
+                head[follower, dimension] = 8 - distance  # where a grammar forbids a piece, the next one
+    if endless:
+        head /= 10  # sampling takes other tokens, too, but none that ends or isn't text
+        head[[known[token] for token in (*SPECIAL, *answers)], 0] = -8
     weights = {name: weight for name, weight in load_file(DEMO / "model.safetensors").items() if "visual" in name}
+    for name in [name for name in weights if "merger" in name and "fc2" in name]:
+        weights[name] = np.pad(weights[name], [(0, width - len(weights[name])), *[(0, 0)] * (weights[name].ndim - 1)])
     weights |= {
         "model.language_model.embed_tokens.weight": embeddings,
         "model.language_model.norm.weight": np.ones(width, np.float16),

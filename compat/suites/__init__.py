@@ -1,0 +1,1 @@
+"""Runs the tests that vLLM publishes of its API against Triptych: ``scripts/suites``."""

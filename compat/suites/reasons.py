@@ -1,0 +1,62 @@
+"""Why tests don't pass: rules, of which the first counts that is found in the test's id or in its failures."""
+
+import re
+
+EXTENSION = "extension"
+"""docs/api.md names it among those that aren't served."""
+MODEL = "needs another model"
+"""A template, a tokenizer or knowledge that the scripted model lacks."""
+MISSING = "needs what isn't installed"
+LEFT = "differs"
+
+EXTENSIONS = {
+    "LoRA adapters": r"zephyr-lora|test_check_models",
+    "`use_beam_search`": r"use_beam_search",
+    "`allowed_token_ids`": r"allowed_token_ids",
+    "`logprob_token_ids`": r"logprob_token_ids",
+    "log probabilities of chosen or of all tokens": r"test_chat_echo\.py::test_(prompt|top)_logprobs",
+    "`truncate_prompt_tokens`": r"truncate_prompt_tokens",
+    "`prompt_embeds`": r"prompt_embeds",
+    "`thinking_token_budget`": r"thinking_token_budget",
+    "`kv_transfer_params`": r"kv_transfer_params",
+    "echo in chats": r"400 - echo: is not supported",
+    "any other `role`": r"test_custom_role",
+    "`source_lang_code`": r"test_translategemma",
+    "`enable_response_messages`": r"enable_response_messages|previous_input_messages",
+    "tools that the service runs itself": r"test_code_interpreter|test_mcp_tool",
+    "`background: true`": r"400 - background|test_background",
+    "`/v1/chat/completions/batch`": r"test_batched_chat_completions",
+    "`/v1/decisions`": r"decisions",
+    "`/invocations`": r"/invocations",
+    "`--enable-force-include-usage`": r"force_include_usage",
+    "`--enable-per-request-metrics`": r"per_request_metrics",
+    "`--return-tokens-as-token-ids`": r"test_(completion|chat)_return_tokens_as_token_ids_completion\[True",
+    "`--root-path`": r"root_path",
+    "`--skip-tokenizer-init`": r"test_token_in_token_out",
+    "`--watermark-config`": r"watermark",
+}
+"""By a text of docs/api.md."""
+OTHERS = (
+    (MISSING, "a GPU, to write a checkpoint with", r"test_tensorizer"),
+    (MISSING, "the package `lm_eval`, and a real model's answers", r"test_lmeval"),
+    (MISSING, "Schemathesis for pytest 9", r"test_openapi_stateless"),
+    (MISSING, "vLLM's own modules, within a test of a service", r"test_system_message_with_tools"),
+    (MODEL, "Mistral's template and call ids", r"test_mistral_tool_calls"),
+    (MODEL, "the tokens that Zephyr's tokenizer makes of the prompt", r"CompletionUsage|prompt_tokens=37"),
+    (MODEL, "a model that writes the tokens that its tokenizer makes", r"return_tokens_as_token_ids_completion\[False"),
+    (MODEL, "Qwen's template", r"test_chat_completion_with_tool_use"),
+    (MODEL, "a model that continues a prompt as it is", r"test_more_than_one_prompt_logprobs"),
+    (LEFT, "vLLM's words of an error", r"greater_than_equal|Either prompt or prompt_embeds|multiple_non_integer_keys"),
+)
+
+
+def reason(test: str, message: str) -> tuple[str, str]:
+    """The kind and the reason of a failure; without a rule, ``LEFT`` and no reason."""
+    said = f"{test} {message}"
+    for name, pattern in EXTENSIONS.items():
+        if re.search(pattern, said):
+            return EXTENSION, name
+    for kind, why, pattern in OTHERS:
+        if re.search(pattern, said):
+            return kind, why
+    return LEFT, ""

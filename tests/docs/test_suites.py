@@ -1,0 +1,10 @@
+"""The table of vLLM's tests that don't pass counts as extensions only what the documentation names."""
+
+from compat.suites.reasons import EXTENSIONS
+from scripts.generated import DOCS
+
+
+def test_extensions_are_named_on_the_page_of_the_api() -> None:
+    page = (DOCS / "api.md").read_text()
+    section = page[page.index("### Extensions that aren't served") : page.index("### Stored responses")]
+    assert [name for name in EXTENSIONS if name not in section] == []
