@@ -252,9 +252,9 @@ def _weights(
         if rest[0] == end:
             # in JSON, the answer ends with its string
             head[known['"'], dimension] = 4
-        for distance, follower in enumerate(rest[:4]):
+        for distance, follower in enumerate(rest[:3]):
             if follower != end or not distance:
-                head[follower, dimension] = 8 - distance  # where a grammar forbids a piece, the next one
+                head[follower, dimension] = 8 - 3 * distance  # where a grammar forbids a piece, the next one
     if endless:
         head /= 10  # sampling takes other tokens, too, but none that ends or isn't text
         head[[known[token] for token in (*SPECIAL, *answers)], 0] = -8

@@ -159,7 +159,7 @@ def page(results: Results) -> str:
 
 def _names(tests: list[str]) -> list[str]:
     """Names without their parameters; of a file without names, the file's."""
-    return sorted({re.sub(r"\[.*", "", test.rpartition("::")[2]).rpartition("/")[2] for test in tests})
+    return sorted({re.sub(r"\[.*", "", test.rpartition("::")[2]).rpartition("/")[2].removesuffix(".py") for test in tests})
 
 
 def main() -> int:

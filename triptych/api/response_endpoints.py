@@ -24,8 +24,8 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         store = service.responses
         stored = await store.get(scope_of(request.headers), name) if store else None
         if store is None or stored is None:
-            why = "" if store else ": this service stores none"
-            raise UnknownResponse(f"Response with id {name!r} not found{why}")
+            why = "it isn't stored" if store else "this service stores none"
+            raise UnknownResponse(f"Response with id {name!r} not found: {why}")
         return store, stored
 
     @app.get(PATH, responses=json_responses(objects.ResponseObject))
