@@ -32,10 +32,14 @@ def test_unusual_requests_do_not_cause_rejections_for_all() -> None:
     assert mended.factor(0.0) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("counts_pauses", [False, True])
 @pytest.mark.parametrize("pause", [6.0, 29.0, 30.0, 60.0, 8 * 3600.0])
-def test_time_in_which_the_process_stood_still_is_no_work_time(pause: float) -> None:
+def test_time_in_which_the_process_stood_still_is_no_work_time(pause: float, counts_pauses: bool) -> None:
+    def real_time() -> float:
+        return real
+
     real = 0.0
-    rate, clock = Rate(), RunningClock(lambda: real)
+    rate, clock = Rate(), real_time if counts_pauses else RunningClock(real_time)
     rate.set_busy(clock(), busy=True)
     for _ in range(600):
         real += 0.1

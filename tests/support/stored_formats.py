@@ -164,7 +164,5 @@ FORMATS = {
     "gptq, ordered": Stored(
         GPTQ | {"desc_act": True, "bits": 8, "sym": False}, gptq(8, 32, version=1, symmetric=False, shuffled=True)
     ),
-    "gptq_v2": Stored(
-        GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, version=2, symmetric=False)
-    ),
+    "gptq_v2": Stored(GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, version=2, symmetric=False)),
 }

@@ -213,9 +213,7 @@ def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
     return made
 
 
-def _function(
-    tool: FunctionTool | CustomTool, name: str, group: NamespaceTool | None, path: str
-) -> schemas.Tool:
+def _function(tool: FunctionTool | CustomTool, name: str, group: NamespaceTool | None, path: str) -> schemas.Tool:
     described = [one for one in (group and group.description, tool.description) if one]
     if isinstance(tool, FunctionTool):
         parameters, strict = tool.parameters, tool.strict

@@ -12,6 +12,8 @@ DECODE_WEIGHT = 8.0
 single request on a CPU; in large batches a token costs less."""
 RATE_WINDOW = 30.0
 """Seconds of work that rates are averaged over. A rate without a sample for that long counts as unknown."""
+STILL_SECONDS = 5.0
+"""Seconds between two calls in which nothing was seen, whatever was done. Rates get the time several times a second."""
 DECAY_SECONDS = 600.0
 """Time constant, in seconds, with which samples of ended requests decay."""
 MEAN_WINDOW = 16
@@ -38,7 +40,9 @@ class Rate:
     def set_busy(self, now: float, *, busy: bool) -> None:
         """Note whether any work is in flight from now on. Call whenever that may have changed."""
         passed = max(0.0, now - self._since)
-        if self._busy:
+        if self._busy and passed > STILL_SECONDS:
+            self._last_done += passed
+        elif self._busy:
             keep = max(0.0, 1 - passed / RATE_WINDOW)
             self._work, self._seconds = self._work * keep, self._seconds * keep + passed
         self._since, self._busy = now, busy
