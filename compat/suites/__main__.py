@@ -159,7 +159,8 @@ def page(results: Results) -> str:
 
 def _names(tests: list[str]) -> list[str]:
     """Names without their parameters; of a file without names, the file's."""
-    return sorted({re.sub(r"\[.*", "", test.rpartition("::")[2]).rpartition("/")[2].removesuffix(".py") for test in tests})
+    names = (re.sub(r"\[.*", "", test.rpartition("::")[2]) for test in tests)
+    return sorted({name.rpartition("/")[2].removesuffix(".py") for name in names})
 
 
 def main() -> int:
