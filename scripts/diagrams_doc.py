@@ -5,6 +5,7 @@
 
 from scripts.generated import DOCS
 from scripts.svg import Arrow, Box, Message, Work, chart, sequence
+from triptych.server.life import TRANSITIONS, LifeState
 
 FOLDER = DOCS / "pictures"
 
@@ -16,6 +17,7 @@ def diagrams() -> dict[str, str]:
         "request-split.svg": _request_split(),
         "transfer.svg": _transfer(),
         "transfer-states.svg": _transfer_states(),
+        "instance-life.svg": _instance_life(),
     }
 
 
@@ -115,6 +117,44 @@ def _transfer_states() -> str:
         Arrow(((right, top + 17), (right, bottom), (middle + 55, bottom)), "deadline, Abort", (500, bottom - 8)),
     ]
     return chart("States of a transfer, as the consumer sees it", 880, 230, boxes, arrows)
+
+
+def _instance_life() -> str:
+    starting, registering, serving, changing, draining, leaving, ended = LifeState
+    places = {
+        starting: (100, 110),
+        registering: (330, 110),
+        serving: (570, 110),
+        changing: (880, 110),
+        draining: (570, 210),
+        leaving: (570, 310),
+        ended: (100, 310),
+    }
+    # the line of each transition, and where its label is; some have the label of another
+    lines: dict[tuple[LifeState, LifeState], tuple[tuple[tuple[int, int], ...], tuple[int, int] | None]] = {
+        (starting, registering): (((185, 110), (245, 110)), (215, 100)),
+        (starting, ended): (((100, 127), (100, 293)), (100, 210)),
+        (registering, serving): (((415, 104), (485, 104)), (450, 94)),
+        (registering, draining): (((370, 127), (370, 210), (485, 210)), (430, 202)),
+        (registering, leaving): (((290, 127), (290, 302), (485, 302)), (387, 292)),
+        (serving, registering): (((485, 118), (415, 118)), (450, 136)),
+        (serving, changing): (((655, 104), (795, 104)), (725, 94)),
+        (serving, draining): (((570, 127), (570, 193)), (570, 165)),
+        (serving, leaving): (((640, 127), (640, 165), (700, 165), (700, 303), (655, 303)), None),
+        (changing, registering): (((880, 93), (880, 50), (330, 50), (330, 93)), (600, 44)),
+        (changing, serving): (((795, 118), (655, 118)), (725, 136)),
+        (changing, draining): (((840, 127), (840, 210), (655, 210)), (770, 202)),
+        (changing, leaving): (((920, 127), (920, 318), (655, 318)), (800, 310)),
+        (draining, leaving): (((570, 227), (570, 293)), (570, 262)),
+        (leaving, ended): (((485, 318), (185, 318)), (330, 336)),
+    }
+    arrows = []
+    for before, following in TRANSITIONS.items():
+        for after, why in following.items():
+            points, at = lines[before, after]
+            arrows.append(Arrow(points, why if at else "", at or (0, 0)))
+    boxes = [Box(str(state), *place) for state, place in places.items()]
+    return chart("The life of an instance", 1000, 350, boxes, arrows)
 
 
 if __name__ == "__main__":

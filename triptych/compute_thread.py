@@ -13,6 +13,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from triptych.errors import InstanceBroken
 from triptych.job_faults import Culprit, culprit_of
+from triptych.running_time import running_time
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,7 +109,7 @@ class ComputeThread:
     def is_stuck(self) -> bool:
         """Whether the device has owed an answer for longer than ``ANSWER_TIMEOUT``."""
         asked = self._asked
-        return asked is not None and time.monotonic() - asked > ANSWER_TIMEOUT
+        return asked is not None and running_time() - asked > ANSWER_TIMEOUT
 
     def close(self) -> None:
         """Drop the queued jobs, and wait for the running one to finish, unless the device is stuck."""
@@ -117,7 +118,7 @@ class ComputeThread:
     def _ask(self, error: BaseException) -> None:
         if self.device is None:
             return
-        self._asked = time.monotonic()
+        self._asked = running_time()
         try:
             self.device.ask()
         except Exception as answer:  # noqa: BLE001 - whatever it is, the device doesn't compute

@@ -4,6 +4,7 @@
 workers, which wake the loop when they are done.
 """
 
+import enum
 import logging
 import os
 import time
@@ -38,6 +39,7 @@ from triptych.observe.machine import resident_bytes
 from triptych.running_time import running_time
 from triptych.server.drain import QUIET_SECONDS, Drain
 from triptych.server.frontends import Frontends
+from triptych.server.life import Life, LifeState
 from triptych.server.pulse import DRAINING, MAX_SILENCE, NO_LEASE, Pulse
 from triptych.stage_loop import HandsBack, StageLoop
 from triptych.topology import Role
@@ -70,6 +72,14 @@ class LoopBuilder(Protocol):
     def build_loops(self, role: Role) -> RoleLoops:
         """Return the role's loops. Raises what ``check_role`` does, OSError, MemoryError, and any TriptychError; then
         nothing has changed."""
+
+
+class _Order(enum.IntEnum):
+    """What the instance has been told, perhaps by another thread or a signal."""
+
+    NONE = 0
+    DRAIN = 1
+    STOP = 2
 
 
 @dataclass(frozen=True)
@@ -130,9 +140,9 @@ class Instance:
         self._pending_role: _PendingRole | None = None
         self.pulse = Pulse(name, role, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat))
         """Signs of life, for the instance's own HTTP port."""
-        self._asked_to_drain = False
+        self.life = Life()
+        self._order = _Order.NONE
         self._drain: Drain | None = None
-        self._stopping = False
         self._failure: StartError | None = None
         self._last_heartbeat = time.monotonic()
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
@@ -175,15 +185,13 @@ class Instance:
 
     def stop(self) -> None:
         """Make ``run`` return soon. May be called from any thread, and from a signal handler."""
-        self._stopping = True
+        self._order = _Order.STOP
         self.channel.wake()
 
     def drain(self) -> None:
         """Make ``run`` return once the work in flight is done, or after the drain timeout; at once when called again.
         May be called from any thread, and from a signal handler."""
-        if self._asked_to_drain:
-            self.stop()
-        self._asked_to_drain = True
+        self._order = _Order.STOP if self._order else _Order.DRAIN
         self.channel.wake()
 
     def fail(self, failure: StartError) -> None:
@@ -197,21 +205,25 @@ class Instance:
         instance, InstanceBroken when its device doesn't answer or its work keeps failing, and what was given to
         ``fail``."""
         self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
+        self.life.enter(LifeState.REGISTERING)
         self.frontends.register()
         try:
-            while not self._stopping:
+            while self.life.state is not LifeState.LEAVING:
                 self._run_once()
                 self.frontends.step()
-                self._stopping |= self.frontends.ended
+                self.life.has_lease(held=self.frontends.registered)
+                if self._order is _Order.STOP or self.frontends.ended:
+                    self.life.enter(LifeState.LEAVING)
         except StartError as error:
             self._hand_back()
             self._failure = error
             raise
         finally:
-            self.pulse.not_ready = DRAINING
             # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
             # stop, or when its drain takes too long, isn't the cause
-            self.frontends.leave(suspect=not self._stopping)
+            self.frontends.leave(suspect=self.life.state is not LifeState.LEAVING)
+            self.life.enter(LifeState.LEAVING)
+            self.pulse.not_ready = DRAINING
             if isinstance(self._failure, InstanceBroken):
                 log.error("this instance is broken; exiting")
                 self.on_broken(self._failure)
@@ -219,6 +231,7 @@ class Instance:
             for loop in self.loops:
                 loop.close()
             self.close_parts()
+            self.life.enter(LifeState.ENDED)
 
     def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
@@ -235,7 +248,7 @@ class Instance:
             self._handle(message)
         self._advance()
         self._take_pending_role()
-        if self._asked_to_drain:
+        if self._order is _Order.DRAIN:
             self._continue_drain()
         if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._check_lease()
@@ -247,7 +260,7 @@ class Instance:
 
     def _beat(self) -> None:
         self.pulse.ticked, self.pulse.role = running_time(), self.role
-        self.pulse.not_ready = DRAINING if self._drain else "" if self.frontends.registered else NO_LEASE
+        self.pulse.not_ready = DRAINING if self.life.is_ending else "" if self.frontends.registered else NO_LEASE
 
     def _continue_drain(self) -> None:
         """Begin the drain, or end the instance once it is over."""
@@ -257,11 +270,12 @@ class Instance:
             self._drain = Drain(now, self._lease.drain_timeout)
             if self._pending_role is not None:
                 self._keep_role("it is draining")
+            self.life.enter(LifeState.DRAINING)
             self._hand_back()
         idle = not self.channel.pending and all(loop.idle for loop in self.loops)
         if self._drain.is_over(now, idle=idle) or not self.frontends.registered:  # no lease: nothing left to finish
             log.info("drained in %.2f s%s", now - self._drain.began, "" if idle else ", with work left")
-            self._stopping = True
+            self.life.enter(LifeState.LEAVING)
 
     def _hand_back(self) -> None:
         """Get nothing new from now on, and give what hasn't begun back to the frontends that own it."""
@@ -312,8 +326,9 @@ class Instance:
         self._pending_role = None  # the frontend answers the operator, because this instance has left
         if self._drain is not None:
             self.frontends.leave(suspect=True)
-            self._stopping = True  # there is nothing left to finish
+            self.life.enter(LifeState.LEAVING)  # there is nothing left to finish
             return
+        self.life.enter(LifeState.REGISTERING)
         self.frontends.start_over()
 
     def _give_up(self, frontend: Address) -> None:
@@ -347,11 +362,13 @@ class Instance:
             now - began,
         )
         self._pending_role = None
+        self.life.enter(LifeState.REGISTERING)
         self.frontends.register()
 
     def _keep_role(self, reason: str) -> None:
         log.warning("the role remains %s: %s", self.role, reason)
         self._pending_role = None
+        self.life.enter(LifeState.SERVING)
         self.frontends.send(RoleKept(self.channel.address, reason))
 
     def _check_idle(self) -> None:
@@ -399,10 +416,13 @@ class Instance:
 
     def _on_change_role(self, message: ChangeRole) -> None:
         try:
-            if self._asked_to_drain:
+            if self._order:
                 raise StartError("it is draining")
             if self._pending_role is not None:
                 raise StartError(f"it is changing to {self._pending_role.role}, as another frontend has asked")
+            self.life.has_lease(held=self.frontends.registered)
+            if self.life.state is not LifeState.SERVING:
+                raise StartError(f"it is {self.life.state}")
             if self.loop_builder is None:
                 raise StartError("it can't change its role")
             self.loop_builder.check_role(message.role)
@@ -411,6 +431,7 @@ class Instance:
             self.send(message.frontend, RoleKept(self.channel.address, str(error)))
         else:
             now = running_time()
+            self.life.enter(LifeState.CHANGING)
             self._pending_role = _PendingRole(message.role, message.frontend, now, now + message.timeout)
             log.info("draining to change its role to %s", message.role)
         if self._pending_role is not None:
