@@ -1,4 +1,7 @@
-"""The peak of memory while a decoder is loaded: what is loaded, and one module."""
+"""The peak of memory while a decoder is loaded: what is loaded, and one module.
+
+Besides, glibc keeps several freed modules for later use; here, it gives back what is freed.
+"""
 
 import json
 import os
@@ -19,6 +22,8 @@ MIB = 2**20
 HIDDEN, WIDE, LAYERS = 1024, 3072, 12
 MODULE = 2 * WIDE * HIDDEN * 4
 """Bytes of the largest module, gates and their factors, in float32."""
+OTHER = 24 * MIB
+"""Part of a module on its way, embeddings, norms and Python's objects."""
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -95,8 +100,13 @@ def write_checkpoint(folder: Path, stored: Stored | None) -> Path:
 def test_the_peak_is_what_is_loaded_and_one_module(tmp_path: Path, name: str | None) -> None:
     folder = write_checkpoint(tmp_path, None if name is None else FORMATS[name])
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], check=True, cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        check=True,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)},
     )
     found = json.loads(run.stdout)
     assert found["packed"] > 60 * MIB
-    assert found["peak"] - found["packed"] < MODULE + 16 * MIB, found
+    assert found["peak"] - found["packed"] < MODULE + OTHER, found
