@@ -100,6 +100,24 @@ def test_the_next_process_gets_a_new_server_after_the_end_of_one() -> None:
     run(test)
 
 
+def test_a_process_that_ends_with_the_server_is_lost_and_not_to_blame() -> None:
+    async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
+        assert not (await (await start()).wait()).lost
+        read, write = os.pipe()
+        with os.fdopen(read, "rb"), os.fdopen(write, "wb"):
+            server = InstanceForkServer(spec().environment)
+            process = server.fork(ForkInstance("e0", "/no/model", encodes=False), read, write)  # waits for its settings
+            while not process.pid:
+                await asyncio.sleep(0.01)
+            parent = psutil.Process(process.pid).parent()
+            assert parent is not None
+            parent.kill()
+            assert await process.wait() == -signal.SIGKILL
+            assert process.lost
+
+    run(test)
+
+
 def test_new_code_gets_a_new_server() -> None:
     async def test(launcher: LocalLauncher, start: Start, lines: list[str]) -> None:
         await (await start()).wait()

@@ -41,9 +41,9 @@ def test_the_end_of_an_incarnation_is_that_of_no_other() -> None:
     ended = LaunchedInstance("e0", Role.E, LaunchState.RESTARTING, incarnation=7)
     runs = LaunchedInstance("e1", Role.E, LaunchState.STARTING, incarnation=7)
     made = view(ended, runs)
-    assert made.has_ended("e0", 7, 0.0)
-    assert not any(made.has_ended(*other, 0.0) for other in [("e0", 6), ("e0", 8), ("e1", 7), ("e2", 7)])
-    assert not made.has_ended("e0", 7, FRESH_SECONDS + 1)
+    assert made.ended("e0", 7, 0.0)
+    assert not any(made.ended(*other, 0.0) for other in [("e0", 6), ("e0", 8), ("e1", 7), ("e2", 7)])
+    assert not made.ended("e0", 7, FRESH_SECONDS + 1)
 
 
 def test_an_old_report_says_nothing_of_what_comes_back_and_keeps_its_counts() -> None:

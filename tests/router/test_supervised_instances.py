@@ -6,7 +6,7 @@ import re
 import pytest
 from prometheus_client import generate_latest
 
-from tests.support.router_harness import E0, E1, PD0, PD1, RouterHarness
+from tests.support.router_harness import E0, E1, EPD0, PD0, PD1, ROLES, RouterHarness
 from triptych.errors import Unavailable
 from triptych.messages.operations import (
     ChangeRefused,
@@ -59,6 +59,20 @@ def test_an_instance_that_has_ended_is_lost_before_its_lease_expires() -> None:
         "triptych:instance_restarts_total", {"process": "e0", "reason": "SIGKILL"}
     )
     assert restarts == 1
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_end_of_what_started_instances_blames_no_request(lost: bool) -> None:
+    """A request is moved from one to the other, while all of them have already ended."""
+    harness = RouterHarness(restart_hold=60.0)
+    names = [PD0, PD1, EPD0]
+    for name in names:
+        harness.register(name, incarnation=7)
+    stream = harness.submit()
+    for number in range(1, len(names) + 1):
+        report(harness, *(LaunchedInstance(one, ROLES[one], LaunchState.RESTARTING, incarnation=7, lost=lost)
+                          for one in names[:number]))  # fmt: skip
+    assert (stream.request in harness.router.debug_state().requests) == lost
 
 
 def test_a_draining_instance_gets_nothing_new() -> None:

@@ -86,6 +86,10 @@ class StartedProcess(Protocol):
     def pid(self) -> int:
         """0 while it has none."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended with what started it, whatever it did itself."""
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
 
@@ -98,6 +102,9 @@ class StartedProcess(Protocol):
 
 class SpawnedProcess:
     """A process that runs a program of its own."""
+
+    lost = False
+    """Its parent is this process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -220,7 +227,8 @@ class Child:
             self._relay.cancel()
             if self._transport:
                 self._transport.close()
-        return Ended(code, out_of_memory=code == -signal.SIGKILL and OWN_GROUPS.oom_kills() > self._oom_kills)
+        out_of_memory = code == -signal.SIGKILL and OWN_GROUPS.oom_kills() > self._oom_kills
+        return Ended(code, out_of_memory=out_of_memory, lost=self._process.lost)
 
     async def _end_output(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

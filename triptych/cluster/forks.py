@@ -36,6 +36,8 @@ class ForkedProcess:
         self._report: asyncio.TimerHandle | None = None
         """Set while the server is to report the exit code."""
         self._report_seconds = REPORT_SECONDS
+        self.lost = False
+        """Whether it has ended with the server."""
         self.unreported = False
         """Whether it has ended, and the server hasn't reported it in time."""
 
@@ -81,7 +83,7 @@ class ForkedProcess:
 
     def lose_server(self) -> None:
         """The server has ended; the kernel kills the process, whose exit code no one reports."""
-        self._report_seconds = 0.0
+        self.lost, self._report_seconds = True, 0.0
         if self._report:
             self._end_unreported()
 

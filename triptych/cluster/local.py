@@ -138,6 +138,7 @@ class LocalCluster:
                 restart_in=max(0.0, process.next_start - now),
                 reasons=dict(process.reasons),
                 incarnation=current.incarnation,
+                lost=process.lost,
                 node=current.child.node if current.child else "",
                 pending=current.child.pending if current.child else "",
             )

@@ -96,6 +96,8 @@ class ProcessState:
     num_restarts: int = 0
     """Restarts since it was last ready for ``RECOVERED_SECONDS``, without those of a ready process whose machine was
     lost."""
+    lost: bool = False
+    """``Ended.lost`` of its last end."""
     failed_starts: int = 0
     """Starts in a row that ended before it was ready."""
     ends: deque[float] = field(default_factory=deque)
@@ -158,6 +160,7 @@ class Supervision:
     def ended(self, name: str, ended: Ended, now: float) -> Decision:
         """Decide what follows from a process's end."""
         process = self.processes[name]
+        process.lost = ended.lost
         process.failed_starts += not process.was_ready
         if process.ready_since is not None and now - process.ready_since >= RECOVERED_SECONDS:
             process.num_restarts = 0

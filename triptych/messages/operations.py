@@ -50,6 +50,8 @@ class LaunchedInstance(Struct, frozen=True):
     """The machine it runs on; empty for the supervisor's own."""
     pending: Text = ""
     """Why it has no machine yet; empty if it has one."""
+    lost: bool = False
+    """Whether it ended last because its machine did, or what had started it there: that says nothing of its work."""
 
 
 class SparePlace(Struct, frozen=True):

@@ -69,12 +69,16 @@ class LauncherView:
             for one in self.processes(now)
         )
 
-    def has_ended(self, name: str, incarnation: int, now: float) -> bool:
-        """Return whether a supervisor has seen the end of an instance, which its lease doesn't show yet."""
-        return any(
-            (one.name, one.incarnation) == (name, incarnation)
-            and one.state in (LaunchState.RESTARTING, LaunchState.FAILED)
-            for one in self.processes(now)
+    def ended(self, name: str, incarnation: int, now: float) -> LaunchedInstance | None:
+        """Return an instance whose end a supervisor has seen, and its lease doesn't show yet; None if it hasn't."""
+        return next(
+            (
+                one
+                for one in self.processes(now)
+                if (one.name, one.incarnation) == (name, incarnation)
+                and one.state in (LaunchState.RESTARTING, LaunchState.FAILED)
+            ),
+            None,
         )
 
     def returning(self, stage: Stage, now: float) -> dict[str, float]:

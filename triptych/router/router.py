@@ -483,9 +483,9 @@ class Router:
             else:
                 self.events.add("restarting", f"{one.name} has ended, and is started again in {one.restart_in:.1f} s")
         for lease in self.membership:
-            if self.launcher_view.has_ended(lease.name, lease.incarnation, now):
+            if ended := self.launcher_view.ended(lease.name, lease.incarnation, now):
                 log.warning("%s has ended", lease.name)
-                self._remove_instance(lease, "has ended")
+                self._remove_instance(lease, "has ended", suspect=not ended.lost)
         joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self.membership]
         self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
 
