@@ -494,6 +494,23 @@ def test_an_instance_whose_device_breaks_hands_back_leaves_and_ends(
     assert closed == [False], "its process can end before anything is closed"
 
 
+def test_a_broken_instance_that_cannot_hand_back_ends_all_the_same(
+    start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_thread, "ANSWER_TIMEOUT", 0.1)
+    harness = start(loop=Giving(on_hand_back=fail))
+    harness.join()
+    broken: list[InstanceBroken] = []
+    harness.instance.on_broken = broken.append
+    answers = threading.Event()
+    harness.instance.compute.device = BrokenDevice(answers)
+    harness.instance.compute.submit(fail)
+    harness.end()
+    answers.set()
+    assert ["didn't answer" in str(one) for one in broken] == [True]
+    harness.await_count(Deregister, 1)
+
+
 def test_an_error_of_the_loop_is_asked_about_at_the_device(start: Callable[..., InstanceHarness]) -> None:
     """As those of streams and events are, which have no job."""
     harness = start()
@@ -672,9 +689,11 @@ class Giving(Recorder):
     """A loop that gives up what hasn't begun."""
 
     given: dict[Address, HandBack] = field(default_factory=dict)
+    on_hand_back: Callable[[], object] = lambda: None
 
     def hand_back(self) -> dict[Address, HandBack]:
         self.received.append("hand_back")
+        self.on_hand_back()
         return self.given
 
 

@@ -215,8 +215,8 @@ class Instance:
                 if self._order is _Order.STOP or self.frontends.ended:
                     self.life.enter(LifeState.LEAVING)
         except StartError as error:
+            self._failure = error  # first: what follows may fail by the same device
             self._hand_back()
-            self._failure = error
             raise
         finally:
             # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
