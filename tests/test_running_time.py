@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
 import pytest
@@ -63,6 +65,15 @@ def test_a_loop_without_work_keeps_time() -> None:
     began = time.monotonic()
     running_time.run(asyncio.sleep(STILL_SECONDS * 2.5))
     assert time.monotonic() - began < STILL_SECONDS * 2.5 + 0.9
+
+
+def test_all_event_loops_of_the_package_count_the_time_that_they_run() -> None:
+    """In one of another kind, which doesn't read the clock of timeouts, that clock would lose time."""
+    package = Path(running_time.__file__).parent
+    sources = {path: path.read_text() for path in package.rglob("*.py")}
+    assert len(sources) > 100
+    other = re.compile(r"asyncio\.(run|new_event_loop)\(")
+    assert [str(path) for path, source in sources.items() if other.search(source)] == []
 
 
 PROGRAM = """

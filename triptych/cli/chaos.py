@@ -1,7 +1,6 @@
 """``triptych chaos``: ends, stops and drains processes of a service under load, and reports what its clients saw."""
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -14,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from triptych import running_time
 from triptych.chaos import report
 from triptych.chaos.another_model import make_another
 from triptych.chaos.bench import Bench
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         kept.clear()
 
     with logs.quiet(logging.ERROR, unless=arguments.verbose):
-        asyncio.run(run_faults(bench, faults, done))
+        running_time.run(run_faults(bench, faults, done))
     console.print(f"wrote {arguments.report}", markup=False)
     return 1 if any(result.failures for result in results) else 0
 
@@ -149,7 +149,7 @@ def _walk(arguments: argparse.Namespace, config: ServeConfig, name: str, console
         config = config.having({"enable_log_requests": True, "request_log_file": str(disk / "requests.log")})
         stack.enter_context(logs.quiet(logging.ERROR, unless=arguments.verbose))
         bench = Bench(config, name, arguments.requests, _print_error if arguments.verbose else kept.append)
-        result = asyncio.run(run_walk(bench, steps, ground, seconds, say))
+        result = running_time.run(run_walk(bench, steps, ground, seconds, say))
     for line in walk_lines(result):
         say(line)
     if result.failures:

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from triptych import running_time
 from triptych.api.security import ApiKeys
 from triptych.cli import flags
 from triptych.cli.pipeline_drawing import draw
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         work = _show_live(source, console)
     try:
-        return asyncio.run(_until_interrupted(work))
+        return running_time.run(_until_interrupted(work))
     except BrokenPipeError:  # the reader of a pipe has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush would fail, too
         return 0

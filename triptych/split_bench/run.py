@@ -1,8 +1,8 @@
 """Runs a plan: services in turns, round by round, then transfers."""
 
-import asyncio
 from collections.abc import Callable
 
+from triptych import running_time
 from triptych.errors import TriptychError
 from triptych.split_bench.plan import Setup
 from triptych.split_bench.tables import rows_of
@@ -19,7 +19,7 @@ def run_split(bench: SplitBench, sizes: TransferSizes | None, show: Show, done: 
         for setup in bench.plan.setups[:: -1 if number % 2 else 1]:
             show(f"round {number + 1} of {rounds}: {setup}")
             try:
-                asyncio.run(visit(bench, setup, number))
+                running_time.run(visit(bench, setup, number))
             except TriptychError as error:
                 _fail(bench, setup, f"round {number + 1}: {error}")
             done()

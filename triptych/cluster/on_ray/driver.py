@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from triptych import exit_codes
+from triptych import exit_codes, running_time
 from triptych.cluster.on_ray import messages
 from triptych.cluster.on_ray.messages import (
     Checking,
@@ -56,8 +56,6 @@ END_SECONDS = 10.0
 """Seconds in which actors are killed at the end; Ray may not answer any more."""
 ASK_SECONDS = 10.0
 """Seconds between two questions to an actor without an instance."""
-ANSWER_SECONDS = 5.0
-"""Seconds in which an actor of an earlier process says which instance it has; one without a place never does."""
 REACH_SECONDS = 5.0
 """Seconds in which the cluster's address must accept a connection."""
 CALLS_AT_ONCE = 8
@@ -342,7 +340,7 @@ def main() -> None:
         where = "this machine's node" if connect.address == "auto" else connect.address
         logs.fatal(f"no connection to a Ray cluster by {where}: {_first_line(error)}")
         sys.exit(exit_codes.FAILED)
-    asyncio.run(serve(connect))
+    running_time.run(serve(connect))
 
 
 if __name__ == "__main__":
