@@ -74,12 +74,14 @@ def test_what_is_plainly_the_requests_fault_does_not_count(error: TriptychError)
 def test_a_helper_counts_each_time_whatever_it_was_to_do() -> None:
     row = FailureRow()
     fails(row, *"aa", error=HelperFailed("no worker"))
-    with pytest.raises(InstanceBroken):
+    with pytest.raises(InstanceBroken) as ended:
         fails(row, "a", error=HelperFailed("no worker"))
+    assert not ended.value.suspect, "no request has caused that"
 
 
 def test_failures_of_both_kinds_add_up() -> None:
     row = FailureRow()
     fails(row, *"ab"[: MAX_IN_A_ROW - 1])
-    with pytest.raises(InstanceBroken):
+    with pytest.raises(InstanceBroken) as ended:
         fails(row, "a", error=HelperFailed("no worker"))
+    assert ended.value.suspect

@@ -401,6 +401,11 @@ class InstanceBroken(StartError):
 
     exit_code = exit_codes.BROKEN
 
+    def __init__(self, message: str, *, suspect: bool = True) -> None:
+        """``suspect``: whether the work in flight may be the cause."""
+        super().__init__(message)
+        self.suspect = suspect
+
 
 class FrontendSilent(StartError):
     """No frontend answers the instance or the operator.

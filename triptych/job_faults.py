@@ -69,5 +69,6 @@ class FailureRow:
         elif culprit is Culprit.UNCLEAR:
             self._unclear.add(work)
         if (number := self._helpers + len(self._unclear)) >= MAX_IN_A_ROW and not culprit.ends_request:
-            raise InstanceBroken(f"{number} unlike jobs have failed in a row; the last one: {error!r}") from error
+            reason = f"{number} unlike jobs have failed in a row; the last one: {error!r}"
+            raise InstanceBroken(reason, suspect=bool(self._unclear)) from error
         return culprit

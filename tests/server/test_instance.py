@@ -494,6 +494,18 @@ def test_an_instance_whose_device_breaks_hands_back_leaves_and_ends(
     assert closed == [False], "its process can end before anything is closed"
 
 
+@pytest.mark.parametrize("suspect", [True, False])
+def test_a_broken_instance_blames_its_work_only_if_that_may_be_why(
+    start: Callable[..., InstanceHarness], suspect: bool
+) -> None:
+    harness = start()
+    harness.join()
+    harness.instance.fail(InstanceBroken("three jobs have failed", suspect=suspect))
+    harness.end()
+    harness.await_count(Deregister, 1)
+    assert harness.received[-1] == Deregister(harness.instance.channel.address, suspect=suspect)
+
+
 def test_a_broken_instance_that_cannot_hand_back_ends_all_the_same(
     start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:

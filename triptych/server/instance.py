@@ -221,7 +221,8 @@ class Instance:
         finally:
             # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
             # stop, or when its drain takes too long, isn't the cause
-            self.frontends.leave(suspect=self.life.state is not LifeState.LEAVING)
+            suspect = self._failure.suspect if isinstance(self._failure, InstanceBroken) else True
+            self.frontends.leave(suspect=suspect and self.life.state is not LifeState.LEAVING)
             self.life.enter(LifeState.LEAVING)
             self.pulse.not_ready = DRAINING
             if isinstance(self._failure, InstanceBroken):
