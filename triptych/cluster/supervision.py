@@ -47,7 +47,7 @@ class Ended:
 
     def __str__(self) -> str:
         if self.lost:
-            return "was lost with its machine"
+            return "was lost with its machine or fork server"
         return describe_exit(self.code) + (" (out of memory)" if self.out_of_memory else "")
 
 
