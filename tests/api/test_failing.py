@@ -18,6 +18,7 @@ from triptych.config import ItemLimits
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import Deregister, RegisterAgain
+from triptych.router.request_state import MAX_FAILURES
 from triptych.server.instance import Instance
 
 
@@ -31,7 +32,7 @@ def small(folder: Path) -> Iterator[Served]:
 def test_a_step_that_fails_before_the_first_token(service: Served) -> None:
     for stream in (False, True):
         wait_for(service.is_idle)  # or the step of an earlier request would fail
-        service.steps.failures = 1
+        service.steps.failures = MAX_FAILURES
         message = the_error(service.post(stream=stream), 500, None, "internal_error")
         assert "secret" not in message
     assert service.text()
@@ -42,7 +43,7 @@ def test_a_step_that_fails_in_the_middle_is_an_error_event(service: Served) -> N
     with service.client() as client, client.stream("POST", CHAT, json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        service.steps.failures = 1
+        service.steps.failures = MAX_FAILURES
         payloads = [line.removeprefix("data: ") for line in lines if line]
     assert "[DONE]" not in payloads, "an answer that failed is not done"
     error = json.loads(payloads[-1])["error"]
@@ -60,17 +61,17 @@ def test_openais_client_raises_for_an_error_event(service: Served) -> None:
             model=service.model, messages=messages, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        service.steps.failures = 1
+        service.steps.failures = MAX_FAILURES
         with pytest.raises(openai.APIError, match="failed"):
             list(stream)
 
 
 def test_a_tower_that_fails(service: Served) -> None:
     for gate, seed in ((service.encoder, 300), (service.preprocessor, 301)):
-        gate.failures = 1
+        gate.failures = MAX_FAILURES
         message = the_error(service.post([image_part(image(seed=seed))]), 500, None, "internal_error")
         assert "secret" not in message
-        assert service.text([image_part(image(seed=seed))]), "the next attempt works"
+        assert service.text([image_part(image(seed=seed))]), "the next request works"
 
 
 @pytest.mark.parametrize("stage", ["encode", "language"])

@@ -5,6 +5,7 @@ import pytest
 from tests.support.scraping import Scrape, scrape
 from tests.support.serving import CHAT, Served, image, image_part, text_part, wait_for
 from triptych.encode.loop import EncodeLoop
+from triptych.router.request_state import MAX_FAILURES
 
 STAGES = {"fetch", "plan", "queue", "preprocess", "encode", "transfer", "prefill", "decode"}
 
@@ -90,7 +91,7 @@ def test_finish_reasons_are_counted_separately(service: Served, stop: bool) -> N
 def test_failures_and_refusals_are_counted_by_name_and_routes_by_template(service: Served) -> None:
     with service.client() as client:
         before = scrape(client)
-        service.steps.failures = 1
+        service.steps.failures = MAX_FAILURES
         assert service.post("Fail, please").status_code == 500
         assert client.get("/no/such/path/in/here").status_code == 404
         assert client.patch("/v1/models").status_code == 405

@@ -305,7 +305,7 @@ def wrong_requests(service: Served) -> Iterator[httpx.Response]:
         {"logit_bias": {"a": 1}},
     ):
         yield service.post(**settings)
-    service.steps.failures = service.encoder.failures = 1
+    service.steps.failures = service.encoder.failures = 1000  # each is tried again
     yield service.post([image_part(), text_part("fails")])
     yield service.post("fails too")
     service.steps.failures = service.encoder.failures = 0

@@ -17,7 +17,7 @@ from triptych.demo import MODEL_DIR
 from triptych.engine.grammar import matching as matching_module
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import GrammarService
-from triptych.errors import GrammarTooCostly, InternalError, InvalidRequest, TriptychError
+from triptych.errors import GrammarTooCostly, HelperFailed, InternalError, InvalidRequest, TriptychError
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.tokenizer import Tokenizer as PromptTokenizer
 
@@ -178,7 +178,7 @@ def test_a_thread_that_cannot_be_started_fails_its_own_request(monkeypatch: pyte
             raise RuntimeError("can't start new thread")
 
         broken.setattr(threading.Thread, "start", fail)
-        with pytest.raises(InternalError, match="can't start new thread"):
+        with pytest.raises(HelperFailed, match="can't start new thread"):
             made.start("start: /a+/")
     assert made.wait(made.start("start: /a+/")) is None
 

@@ -238,7 +238,7 @@ def broken(folder: Path, tmp_path: Path, change: Any) -> Path:
     [
         (lambda weights: weights.pop("vision_tower.pre_layrnorm.weight"), "pre_layrnorm.weight' is missing"),
         (lambda weights: weights.update({"multi_modal_projector.linear_1.bias": torch.ones(3)}), "shape"),
-        (lambda weights: weights.update({"vision_tower.odd": torch.ones(3)}), "no place for 'vision_tower.odd'"),
+        (lambda weights: weights.update({"vision_tower.odd": torch.ones(3)}), "no place for tensor 'vision_tower.odd'"),
         (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
     ],
 )
