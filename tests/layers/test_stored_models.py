@@ -25,8 +25,8 @@ from tests.support.forward import (
     reference_logits,
     step,
 )
-from tests.support.quantized import quantized_pair
-from tests.support.stored_formats import FORMATS, but
+from tests.support.quantized import Encode, quantized_pair
+from tests.support.stored_formats import AWQ, FORMATS, GPTQ, awq, but, fp8, gptq
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.outline import META, StoredOutline
 from triptych.checkpoint.reader import Checkpoint
@@ -34,6 +34,7 @@ from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
 from triptych.layers.products import WeightKind
+from triptych.layers.stored.reader import StoredReader
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -166,6 +167,7 @@ LAYER = "model.layers.1.mlp.down_proj"
     ("name", "kind", "tensor", "words"),
     [
         ("fp8, blocks", "weight_scale_inv", torch.ones(3, 4), r"weight_scale_inv' has shape \[3, 4\]"),
+        ("fp8, blocks", "weight_scale_inv", torch.ones(3), r"weight_scale_inv' has shape \[3\]"),
         ("fp8, blocks", "weight_scale_inv", torch.full((4, 4), torch.inf), "weight_scale_inv has values that aren't"),
         ("fp8, blocks", "weight_scale_inv", torch.ones(4, 4, dtype=torch.int32), "weight_scale_inv: is int32, not "),
         ("fp8, blocks", "weight_scale_inv", None, "weight: is float8_e4m3fn, not bfloat16"),
@@ -193,3 +195,29 @@ def test_damaged_tensors_are_refused_by_name(
     with pytest.raises(CheckpointError, match=words) as error:
         load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU)
     assert LAYER in str(error.value)
+
+
+ENDLESS = 10**30
+
+
+@pytest.mark.parametrize(
+    ("section", "encode"),
+    [
+        (AWQ | {"group_size": ENDLESS}, awq(None)),
+        (AWQ | {"group_size": 2**44}, awq(None)),
+        (GPTQ | {"group_size": ENDLESS, "bits": 8}, gptq(8, None, version=1, symmetric=False)),
+        ({"quant_method": "fp8", "weight_block_size": [ENDLESS, 24]}, fp8((10**6, 24), "weight_scale_inv")),
+    ],
+)
+def test_groups_larger_than_a_layer_are_all_of_it(tmp_path: Path, section: dict[str, Any], encode: Encode) -> None:
+    stored, dense = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, section, encode)
+    assert_same_weights(*(load_adapter(dense).load_decoder(Checkpoint(one), FP32, CPU) for one in (stored, dense)))
+
+
+def test_stacks_of_quantized_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"experts": torch.ones(2, 4, 8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    reader = StoredReader(Checkpoint(tmp_path), str, FP32, CPU)
+    for shape, transposed in (((2, 4, 8), False), ((2, 8, 4), True)):
+        with pytest.raises(CheckpointError, match="experts: is float8_e4m3fn, not bfloat16"):
+            reader.stack("experts", shape, transposed=transposed)

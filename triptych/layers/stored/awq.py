@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from triptych.layers.stored.format import LayerTensors, Section, group_size, kept_in_4_bits, require
+from triptych.layers.stored.format import (
+    LayerTensors,
+    Section,
+    group_size,
+    inputs_per_group,
+    kept_in_4_bits,
+    require,
+)
 
 if TYPE_CHECKING:
     from triptych.layers.stored.linears import StoredLinear
@@ -52,7 +59,7 @@ class Awq:
         outputs, inputs = shape
         if outputs % PER_WORD:
             raise tensors.wrong(f"{outputs} outputs don't fill words of {PER_WORD}")
-        group = self.group or inputs
+        group = inputs_per_group(self.group, inputs)
         groups = -(-inputs // group)
         words = tensors.read(WORDS, (inputs, outputs // PER_WORD), ("int32",))
         zeros = tensors.read(ZEROS, (groups, outputs // PER_WORD), ("int32",))

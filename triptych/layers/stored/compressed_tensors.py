@@ -13,6 +13,7 @@ from triptych.layers.stored.format import (
     Section,
     config_groups,
     group_size,
+    inputs_per_group,
     kept_in_4_bits,
     require,
 )
@@ -93,7 +94,7 @@ class PackQuantized:
 
         outputs, inputs = shape
         scheme = next((one for one in self.schemes if _suits(tensors, shape, one)), self.schemes[0])
-        group, per_word = scheme.group or inputs, 32 // scheme.bits
+        group, per_word = inputs_per_group(scheme.group, inputs), 32 // scheme.bits
         groups = -(-inputs // group)
         words = tensors.read(PACKED, (outputs, -(-inputs // per_word)), ("int32",))
         scales = tensors.read(SCALE, (outputs, groups), SCALE_DTYPES)
@@ -110,7 +111,7 @@ class PackQuantized:
 def _suits(tensors: LayerTensors, shape: tuple[int, int], scheme: PackedScheme) -> bool:
     """Return whether a layer's tensors have the shapes of a scheme."""
     (outputs, inputs), per_word = shape, 32 // scheme.bits
-    groups = -(-inputs // (scheme.group or inputs))
+    groups = -(-inputs // inputs_per_group(scheme.group, inputs))
     return (
         tensors.shape(PACKED) == (outputs, -(-inputs // per_word))
         and tensors.shape(SCALE) == (outputs, groups)

@@ -84,6 +84,11 @@ def group_size(section: Section) -> int | None:
             raise CheckpointError(f"config.json: {QUANTIZATION}: group_size must be a positive integer, not {other!r}")
 
 
+def inputs_per_group(group: int | None, inputs: int) -> int:
+    """Return how many of a layer's inputs share a scale, which are at most all."""
+    return inputs if group is None else min(group, inputs)
+
+
 def kernel_group(group: int, inputs: int) -> int | None:
     """Return how many inputs share a scale in the kernels for 4 bits, for weights with groups of ``group``; None if the
     kernels can't have the same scales."""

@@ -74,15 +74,15 @@ class Fp8:
         outputs, inputs = shape
         values = tensors.read("weight", shape, VALUES)
         kind = next(kind for kind in SCALES if tensors.has(kind))
-        found = tensors.shape(kind)
-        if found in ((), (1,), (1, 1)):
+        found, of_tensor, of_outputs = tensors.shape(kind), ((), (1,), (1, 1)), ((outputs,), (outputs, 1))
+        if found in of_tensor:
             block = shape
-        elif found in ((outputs,), (outputs, 1)):
+        elif found in of_outputs or self.block is None:
             block = (1, inputs)
         else:
-            block = self.block or (1, inputs)
+            block = min(self.block[0], outputs), min(self.block[1], inputs)
         grid = -(-outputs // block[0]), -(-inputs // block[1])
-        scales = tensors.read(kind, found if len(found) < 2 else grid, SCALE_DTYPES)
+        scales = tensors.read(kind, found if found in (*of_tensor, *of_outputs) else grid, SCALE_DTYPES)
         return ScaledWeight(
             values,
             finite(scales.reshape(grid), tensors, kind),

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import LayerTensors, Section, group_size, kept_in_4_bits, require
+from triptych.layers.stored.format import (
+    LayerTensors,
+    Section,
+    group_size,
+    inputs_per_group,
+    kept_in_4_bits,
+    require,
+)
 
 if TYPE_CHECKING:
     from triptych.layers.stored.linears import StoredLinear
@@ -57,7 +64,7 @@ class Gptq:
         (outputs, inputs), per_word = shape, 32 // self.bits
         if inputs % per_word or outputs % per_word:
             raise tensors.wrong(f"{outputs} outputs of {inputs} inputs don't fill words of {per_word}")
-        group = self.group or inputs
+        group = inputs_per_group(self.group, inputs)
         groups = -(-inputs // group)
         words = tensors.read(WORDS, (inputs // per_word, outputs), ("int32",))
         stored_zeros = tensors.read(ZEROS, (groups, outputs // per_word), ("int32",))

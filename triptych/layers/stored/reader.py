@@ -49,10 +49,14 @@ class StoredReader:
         """Return whether the checkpoint has the tensor ``name``."""
         return self._key_of(name) in self._checkpoint.tensors
 
-    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return a tensor as stored: on the CPU, memory-mapped."""
+    def tensor(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> Tensor:
+        """Return a tensor as stored: on the CPU, memory-mapped. Raises CheckpointError, too, if it is of none of
+        ``dtypes``, named as in PyTorch; empty: it may be of any."""
         key = self._key_of(name)
         tensor = self._checkpoint.read_shaped({key: shape})[key]
+        found = str(tensor.dtype).removeprefix("torch.")
+        if dtypes and found not in dtypes:
+            raise self.wrong(name, f"is {found}, not {' or '.join(dtypes)}")
         self.keys_read.add(key)
         return tensor
 
@@ -68,8 +72,8 @@ class StoredReader:
         ``transposed``, it is [layers, in, out]."""
         layers, outputs, inputs = shape
         if transposed:
-            return [DenseWeight(one.T) for one in self.tensor(name, (layers, inputs, outputs))]
-        return [DenseWeight(one) for one in self.tensor(name, shape)]
+            return [DenseWeight(one.T) for one in self.tensor(name, (layers, inputs, outputs), FLOATS)]
+        return [DenseWeight(one) for one in self.tensor(name, shape, FLOATS)]
 
     def linear(self, parts: Sequence[StoredLinear], bias: Tensor | None) -> Linear:
         """Make the layer that concatenates the outputs of ``parts``; see ``linear_of``."""
@@ -100,11 +104,7 @@ class _Layer:
         return self.reader.shape(f"{self.name}.{kind}")
 
     def read(self, kind: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> Tensor:
-        tensor = self.reader.tensor(f"{self.name}.{kind}", shape)
-        found = str(tensor.dtype).removeprefix("torch.")
-        if dtypes and found not in dtypes:
-            raise self.reader.wrong(f"{self.name}.{kind}", f"is {found}, not {' or '.join(dtypes)}")
-        return tensor
+        return self.reader.tensor(f"{self.name}.{kind}", shape, dtypes)
 
     def wrong(self, problem: str) -> CheckpointError:
         return self.reader.wrong(f"{self.name}.weight", problem)
