@@ -219,6 +219,17 @@ def test_reasoning_is_ended_by_its_budget(thinker: Served, budget: int, form: di
     the_error(thinker.post(thinking_token_budget=-2), 400, "thinking_token_budget")
 
 
+@pytest.mark.parametrize("budget", [1, 2])
+def test_reasoning_within_a_character_ends_after_it(thinker: Served, budget: int) -> None:
+    """A grammar takes only whole characters."""
+    begin, _ = answer(thinker, "/tokenize", prompt="ß", add_special_tokens=False)["tokens"]
+    form: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {str(begin): 100}}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 30, "seed": 1}
+    limited = thinker.post(**(FREE | thinks | form | {"thinking_token_budget": budget})).json()
+    assert limited["choices"][0]["message"]["content"] in ("yes", "no")
+    assert limited["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -1,17 +1,20 @@
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine_instances import generate
 from triptych.engine import sampler, sampling_batch
 from triptych.engine.history import History
+from triptych.engine.request import make_request
 from triptych.engine.sampler import SampledToken, SamplingInput, uniform
 from triptych.engine.sampling_batch import SamplingBatch, num_candidates
-from triptych.errors import NonFiniteLogits, NoTokenAllowed, TriptychError
+from triptych.errors import InvalidRequest, NonFiniteLogits, NoTokenAllowed, TriptychError
 from triptych.layers.pinned import to_cpu, to_device
 from triptych.messages.work import ReasoningBudget, SamplingParams
 
@@ -355,6 +358,9 @@ BUDGETS = [
     ((), [CLOSE, AFTER], 2, (OTHER, OTHER, CLOSE), AFTER),
     ((), [CLOSE, AFTER], 2, (OTHER, OTHER, CLOSE, AFTER), None),
     ((), [CLOSE, AFTER], 2, (OTHER, CLOSE), None),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER, OTHER), CLOSE),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER, OTHER, CLOSE), AFTER),
+    ((), [CLOSE, AFTER], 2, (OTHER, OTHER, OTHER, CLOSE, AFTER), None),
     ((), [CLOSE], 0, (), CLOSE),
     ((OPEN,), [CLOSE], 1, (OPEN,), None),
     ((OPEN,), [CLOSE], 1, (OPEN, OTHER), CLOSE),
@@ -377,3 +383,12 @@ def test_reasoning_ends_with_its_budget(
     found = sample(logits, [row_input(one, 0, prompt=(CLOSE, OPEN), output=output)])
     free = sample(logits, [row_input(sampling(**way), 0, prompt=(CLOSE, OPEN), output=output)])
     assert found == ([forced] if forced is not None else free)
+
+
+@pytest.mark.parametrize(("end", "opening"), [([300], []), ([-1], []), ([1], [300])])
+def test_a_budget_of_tokens_outside_the_vocabulary_is_refused(end: list[int], opening: list[int]) -> None:
+    budget = ReasoningBudget(1, end, opening)
+    message = msgspec.structs.replace(generate("r"), sampling=SamplingParams(1, reasoning_budget=budget))
+    with pytest.raises(InvalidRequest, match="out of vocabulary") as raised:
+        make_request(message, [], 64, 300)
+    assert raised.value.param == "thinking_token_budget"

@@ -275,10 +275,12 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
 
 
 def _check_vocabulary(message: Generate, generated: list[int], vocab_size: int) -> None:
+    budget = message.sampling.reasoning_budget
     named: dict[str, Collection[int]] = {
         "prompt": [*message.tokens, *generated],
         "stop_token_ids": [*message.eos_token_ids, *message.sampling.stop_token_ids],
         "logit_bias": message.sampling.logit_bias,
+        "thinking_token_budget": () if budget is None else (*budget.opening, *budget.end),
     }
     for param, ids in named.items():
         for token in (min(ids, default=0), max(ids, default=0)):

@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.engine.grammar.bitmask import bitmask_tensor, single_token_mask
+from triptych.engine.grammar.bitmask import allows, bitmask_tensor, single_token_mask
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.history import History
 from triptych.layers.pinned import to_device
 from triptych.messages.work import SamplingParams
 
+MAX_DELAY = 16
+"""Tokens by which a grammar may put off the end of reasoning: none ends within a character."""
 MASK_TIMEOUT = 0.005
 """Seconds that a step waits in total for grammar masks once its logits are computed."""
 
@@ -93,15 +95,19 @@ class SamplingBatch:
 
 
 def forced_token(sampling: SamplingParams, history: History) -> int | None:
-    """Return the token that must come next because the reasoning has used up its budget; None if any may."""
+    """Return the token that must come next, if the grammar allows it, because the reasoning has used up its budget;
+    None if any may."""
     if (budget := sampling.reasoning_budget) is None:
         return None
     begin = history.num_prompt + len(budget.opening)
     last = begin + budget.tokens
-    place = len(history.tokens) - last
-    if not 0 <= place < len(budget.end) or history.tokens[history.num_prompt : begin] != budget.opening:
+    if not 0 <= len(history.tokens) - last < len(budget.end) + MAX_DELAY:
         return None
-    return None if budget.end[0] in history.tokens[begin:last] else budget.end[place]
+    if history.tokens[history.num_prompt : begin] != budget.opening or budget.end[0] in history.tokens[begin:last]:
+        return None
+    beyond = history.tokens[last:]
+    place = len(beyond) - beyond.index(budget.end[0]) if budget.end[0] in beyond else 0
+    return budget.end[place] if place < len(budget.end) else None
 
 
 def _masks(inputs: Sequence[SamplingInput], vocabulary: int) -> tuple[dict[int, Tensor], list[int]]:
@@ -110,15 +116,14 @@ def _masks(inputs: Sequence[SamplingInput], vocabulary: int) -> tuple[dict[int, 
     late = []
     end = time.monotonic() + MASK_TIMEOUT
     for row, one in enumerate(inputs):
-        if (token := forced_token(one.sampling, one.history)) is not None:
-            masks[row] = single_token_mask(token, vocabulary)
-            continue
-        if one.grammar is None:
-            continue
-        if (mask := one.grammar.mask(max(0.0, end - time.monotonic()))) is not None:
-            masks[row] = bitmask_tensor(mask)
-        else:
+        token = forced_token(one.sampling, one.history)
+        mask = None if one.grammar is None else one.grammar.mask(max(0.0, end - time.monotonic()))
+        if one.grammar is not None and mask is None:
             late.append(row)
+        elif token is not None and (mask is None or allows(mask, token)):
+            masks[row] = single_token_mask(token, vocabulary)
+        elif mask is not None:
+            masks[row] = bitmask_tensor(mask)
     return masks, late
 
 

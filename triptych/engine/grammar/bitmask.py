@@ -10,6 +10,11 @@ def bitmask_tensor(mask: bytes) -> Tensor:
     return torch.frombuffer(bytearray(mask), dtype=torch.int32)
 
 
+def allows(mask: bytes, token: int) -> bool:
+    """Return whether the bitmask allows a token."""
+    return bool(mask[token // 8] >> token % 8 & 1)
+
+
 def single_token_mask(token: int, vocabulary: int) -> Tensor:
     """Return the bitmask that allows one token."""
     words = np.zeros(-(-vocabulary // 32), np.uint32)
