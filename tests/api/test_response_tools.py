@@ -171,4 +171,7 @@ def test_hostile_tools(thinker: Served) -> None:
     recursive = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}
     group = {"type": "namespace", "name": "n", "tools": [FREE | {"format": recursive}]}
     the_error(post(thinker, tools=[FREE, group]), 400, "tools[1].tools[0].format.definition")
+    half = {"type": "grammar", "syntax": "lark", "definition": "start: /a/" + " " * 2**15}
+    both = [FREE | {"name": name, "format": half} for name in ("a", "b")]
+    the_error(post(thinker, tools=both), 400, "tools[1].format.definition")
     assert answer(thinker, tools=[{"type": "namespace", "name": "n", "tools": []}], tool_choice="auto")["tools"]

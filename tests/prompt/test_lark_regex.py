@@ -29,6 +29,7 @@ CASES = [
     ('start: "a.b"i | /[é\\/]{2}/\n', ["A.b", "é/"], ["acb", "é"]),
     ("start: (INT /,/?)+ \n%import common (INT, WS)\n", ["1,2", "12"], [",", "1 2"]),
     ("start: A{2,3} B? \"\\u00e9\\\"\"\nA: /a/i\nB: \"\\n\"", ["aA\né\"", "aaaé\""], ["aé\"", "aa é\""]),
+    ("start: CNAME\n%import common.CNAME", ["a_1"], ["é", "1a", "aé"]),
     ("!start: /./s /x y/", ["\nx y"], ["\nxy"]),
 ]  # fmt: skip
 
@@ -76,6 +77,9 @@ def test_hostile_grammars_take_time_in_proportion(text: str) -> None:
          + "".join(f"{x}:{f' {y}' * 8}\n" for x, y in zip("abcdef", "bcdefg", strict=True)) + 'g: "x"', "exceeds"),
         ("start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(100)) + 'a100: "x"', "too deeply"),
         ("start: <tool>", "isn't understood"),
+        ('start: "a"\nstart: "b"', "the rule 'start' twice"),
+        (r'start: "\ud800"', "is no character"),
+        (r'start: "\U00110000"', "can't be enforced"),
     ],
 )  # fmt: skip
 def test_what_no_regular_expression_matches_is_refused(grammar: str, reason: str) -> None:

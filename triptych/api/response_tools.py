@@ -189,9 +189,10 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
     """Return the chat's functions, with the tools that they stand for. Raises InvalidRequest for too many of them, for
-    one name of two of them, and for a name that is too long."""
+    one name of two of them, for a name that is too long, and for grammars that together are."""
     made: list[tuple[schemas.Tool, ToolTarget]] = []
     names: set[str] = set()
+    room = MAX_GRAMMAR_LENGTH
     for number, given in enumerate(tools):
         path = f"tools[{number}]"
         group = given if isinstance(given, NamespaceTool) else None
@@ -207,6 +208,11 @@ def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
             if name in names:
                 raise InvalidRequest(f"{where}: {name!r} is the name of another tool", where)
             names.add(name)
+            if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarInput):
+                room -= len(tool.format.definition)
+            if room < 0:
+                where = f"{inner_path}.format.definition"
+                raise InvalidRequest(f"{where}: the tools' grammars exceed {MAX_GRAMMAR_LENGTH} characters", where)
             made.append((_function(tool, name, group, inner_path), target))
     if len(made) > schemas.MAX_TOOLS:
         raise InvalidRequest(f"{len(made)} tools, at most {schemas.MAX_TOOLS} are allowed", "tools")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 from triptych.errors import InvalidRequest
+from triptych.prompt.formats.json_dump import SURROGATE
 
 _TOKEN = re.compile(
     r"""
@@ -30,7 +31,7 @@ _COMMON = {
     "UCASE_LETTER": "[A-Z]",
     "LETTER": "[A-Za-z]",
     "WORD": "[A-Za-z]+",
-    "CNAME": r"[A-Za-z_]\w*",
+    "CNAME": "[A-Za-z_][A-Za-z0-9_]*",
     "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
     "WS_INLINE": r"[ \t]+",
     "WS": r"[ \t\f\r\n]+",
@@ -75,7 +76,10 @@ def _rules(grammar: str) -> dict[str, list[Piece]]:
                     raise ValueError(f"common.{name} isn't known")
                 rules[name] = [("regex", _COMMON[name])]
         elif token["rule"]:
-            body = rules.setdefault(token["rule"].lstrip("?!").partition(".")[0], [])
+            name = token["rule"].lstrip("?!").partition(".")[0]
+            if name in rules:
+                raise ValueError(f"it has the rule {name!r} twice")
+            body = rules[name] = []
         elif (piece := _piece(token)) is not None:
             if body is None:
                 raise ValueError(f"{token[0][:20]!r} is in no rule")
@@ -100,7 +104,9 @@ def _piece(token: re.Match[str]) -> Piece | None:
 
 def _unescaped(match: re.Match[str]) -> str:
     if code := match[1] or match[2] or match[3]:
-        return chr(min(int(code, 16), 0x10FFFF))
+        if SURROGATE.match(character := chr(int(code, 16))):
+            raise ValueError(f"{match[0]} is no character")
+        return character
     return _ESCAPES.get(match[4], match[4])
 
 
