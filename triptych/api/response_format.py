@@ -8,11 +8,10 @@ from triptych.errors import InvalidRequest
 from triptych.prompt import lark
 from triptych.prompt.answer_grammar import AnswerGrammar, GrammarPart
 from triptych.prompt.formats.catalog import Formats
-from triptych.prompt.formats.constrain import CallWriter
+from triptych.prompt.formats.constrain import MAX_LENGTH, CallWriter
 from triptych.prompt.formats.hermes import Hermes
 from triptych.prompt.formats.reasoning import THINK, Reasoning
 
-MAX_GRAMMAR_LENGTH = 2**18
 _LINE_BREAKS = lark.choice(("\n\n", "\n"))
 """What may be around the tags of reasoning."""
 _USUAL = Formats((THINK,), (Hermes(),), reasons=True, special={})
@@ -57,10 +56,8 @@ def answer_grammar(
     if inner is not None:
         listed = [{"lark_grammar": whole}, {"name": "format", "lark_grammar": inner}]
         whole = json.dumps({"grammars": listed})
-    if len(whole) > MAX_GRAMMAR_LENGTH:
-        raise InvalidRequest(
-            f"the tools' parameters and the answer's format exceed {MAX_GRAMMAR_LENGTH} characters", "tools"
-        )
+    if len(whole) > MAX_LENGTH:
+        raise InvalidRequest(f"the tools' parameters and the answer's format exceed {MAX_LENGTH} characters", "tools")
     return AnswerGrammar(whole, parts)
 
 

@@ -78,16 +78,17 @@ def _anywhere(pattern: str) -> str:
 
 def _alternatives(pattern: str) -> list[str]:
     """Return the alternatives of an expression that aren't within groups."""
-    parts, depth, in_set = [""], 0, False
+    parts: list[list[str]] = [[]]
+    depth, in_set = 0, False
     for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
         if piece in "[]":
             in_set = piece == "[" or (in_set and piece != "]")
         depth += 0 if in_set else (piece == "(") - (piece == ")")
         if piece == "|" and not depth and not in_set:
-            parts.append("")
+            parts.append([])
         else:
-            parts[-1] += piece
-    return parts
+            parts[-1].append(piece)
+    return ["".join(one) for one in parts]
 
 
 def json_schema(schema: dict[str, Any], param: str | None = None) -> str:

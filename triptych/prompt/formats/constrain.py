@@ -5,11 +5,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from triptych.errors import InvalidRequest
 from triptych.prompt import lark
 from triptych.prompt.formats.call_form import PLACE, CallForm
-from triptych.prompt.formats.typed import parameter_types
+from triptych.prompt.formats.typed import listed_values, parameter_types
 from triptych.prompt.formats.values import KEY, ValueWriter, in_order, properties_of
 
+MAX_LENGTH = 2**18
+"""Maximum characters of an answer's grammar."""
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -79,7 +82,7 @@ class CallWriter:
         before, _, after = form.parameter.partition("{value}")
         if not (properties := properties_of(schema)) and schema.get("additionalProperties") is not False:
             return self._any_parameters(name, before, after, param)
-        entries, rules = [], []
+        entries, rules, room = [], [], MAX_LENGTH
         values = None
         if form.values:
             values = ValueWriter(form.values, f"value_{number}", schema, param, self.spelled, self._quoted(param))
@@ -97,6 +100,8 @@ class CallWriter:
             else:
                 inner = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                 json = lark.json_schema((one if isinstance(one, dict) else {}) | inner, param)
+                if (room := room - len(json)) < 0:
+                    raise InvalidRequest(f"the parameters exceed {MAX_LENGTH} characters as a grammar", param)
                 rules.append(f"{rule}: {begin} {json} {self.spelled(after)}")
         expression, more = in_order(f"all_{number}", entries, self.spelled(form.separator))
         return "\n".join([f"{name}: {expression}", *more, *rules, *(values.rules if values else [])])
@@ -120,7 +125,7 @@ class CallWriter:
     def _text(self, name: str, schema: Any, after: str, param: str) -> str:
         """Return rules for a string that a schema allows, as plain text, and what follows it."""
         schema = schema if isinstance(schema, dict) else {}
-        if listed := _listed(schema):
+        if listed := listed_values(schema):
             return f"{name}: {lark.choice(listed)} {self.spelled(after)}"
         limits = lark.text_limits(schema, param)
         if not limits:
@@ -144,11 +149,6 @@ class CallWriter:
         ]
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the values that a schema lists."""
-    return [schema["const"]] if "const" in schema else list(schema.get("enum") or ())
-
-
 def _lists_others(schema: Any) -> bool:
     """Return whether a schema lists values other than strings."""
-    return isinstance(schema, dict) and not all(isinstance(one, str) for one in _listed(schema))
+    return isinstance(schema, dict) and not all(isinstance(one, str) for one in listed_values(schema))

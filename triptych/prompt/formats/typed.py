@@ -9,8 +9,8 @@ from typing import Any
 from triptych.prompt.formats.json_dump import dumps, escaped
 from triptych.prompt.formats.reader import Reader, Steps
 
-_MAX_DEPTH = 16
-"""Limit on schemas within schemas that are searched for types."""
+_MAX_SCHEMAS = 256
+"""Limit on schemas that are searched for the types of one value."""
 TYPE_NAMES = {
     type(None): "null",
     bool: "boolean",
@@ -23,27 +23,39 @@ TYPE_NAMES = {
 _INTEGER = re.compile(r"[+-]?\d{1,4000}")
 
 
-def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows; none if it doesn't say."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return frozenset()
-    root = schema if root is None else root
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(resolve(reference, root), root, depth + 1)
-    found = set(types_named(schema))
-    if not found:
-        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
-        found = {TYPE_NAMES.get(type(value), "object") for value in values}
-    for key in ("anyOf", "oneOf", "allOf"):
-        for one in schema.get(key) or ():
-            found |= types_of(one, root, depth + 1)
+def types_of(schema: Any, root: Any = None) -> frozenset[str]:
+    """Return the types that a schema allows; none if it doesn't say, or has too many schemas that say it."""
+    found, seen, pending = set[str](), set[int](), [schema]
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if len(seen) > _MAX_SCHEMAS:
+            return frozenset()
+        if isinstance(reference := one.get("$ref"), str):
+            pending.append(resolve(reference, schema if root is None else root))
+            continue
+        found.update(types_named(one) or (TYPE_NAMES.get(type(value), "object") for value in listed_values(one)))
+        for key in ("anyOf", "oneOf", "allOf"):
+            pending += _listed(one, key)
     return frozenset(found)
 
 
 def types_named(schema: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema has in ``type``."""
     named = schema.get("type")
-    return [named] if isinstance(named, str) else [one for one in named or () if isinstance(one, str)]
+    return [named] if isinstance(named, str) else [one for one in _listed(schema, "type") if isinstance(one, str)]
+
+
+def listed_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema lists in ``const`` or ``enum``."""
+    return [schema["const"]] if "const" in schema else _listed(schema, "enum")
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def resolve(reference: str, root: Any) -> Any:

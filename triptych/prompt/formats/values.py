@@ -9,7 +9,7 @@ from triptych.errors import InvalidRequest
 from triptych.prompt import lark
 from triptych.prompt.formats.call_form import ValueForm
 from triptych.prompt.formats.json_dump import escaped
-from triptych.prompt.formats.typed import TYPE_NAMES, resolve, types_named
+from triptych.prompt.formats.typed import TYPE_NAMES, listed_values, resolve, types_named
 
 _MAX_DEPTH = 64
 _NAME = r"[\w.-]+"
@@ -56,7 +56,8 @@ class ValueWriter:
     spelled: Callable[[str], str]
     quoted: Callable[[str, Any], str]
     rules: list[str] = field(default_factory=list)
-    _references: dict[str, str] = field(default_factory=dict)
+    _targets: dict[int, str] = field(default_factory=dict)
+    """Rules of schemas that references name, by identity: one schema has many references."""
     _num_rules: int = 0
     _any: str = ""
 
@@ -110,15 +111,14 @@ class ValueWriter:
     def _reference(self, reference: Any, depth: int) -> str:
         if not isinstance(reference, str) or (target := resolve(reference, self.root)) is None:
             raise self._refusal("a reference to what the schema lacks")
-        if reference not in self._references:
-            self._references[reference] = name = self._new_name()
+        if id(target) not in self._targets:
+            self._targets[id(target)] = name = self._new_name()
             self.rules.append(f"{name}: {self.value(target, depth + 1)}")
-        return self._references[reference]
+        return self._targets[id(target)]
 
     def _listed(self, schema: Mapping[str, Any]) -> str:
-        values = [schema["const"]] if "const" in schema else list(schema["enum"])
         types = types_named(schema)
-        allowed = [one for one in values if not types or TYPE_NAMES.get(type(one)) in _wider(types)]
+        allowed = [one for one in listed_values(schema) if not types or TYPE_NAMES.get(type(one)) in _wider(types)]
         if not allowed:
             raise self._refusal("a list without a value of its type")
         return self._one_of([self.spelled(self.form.text(one)) for one in allowed])
@@ -217,11 +217,14 @@ def _wider(types: Sequence[str]) -> set[str]:
 
 def _are_disjoint(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
     """Return whether no object fits two schemas, by the constants of a property that all of them require."""
-    objects = [resolve(one["$ref"], root) if isinstance(one, dict) and "$ref" in one else one for one in schemas]
-    if not all(isinstance(one, dict) and isinstance(one.get("properties"), dict) for one in objects):
+    references = [one.get("$ref") if isinstance(one, dict) else None for one in schemas]
+    objects = [
+        resolve(name, root) if isinstance(name, str) else one for name, one in zip(references, schemas, strict=True)
+    ]
+    if not all(isinstance(one, dict) for one in objects) or len(set(map(id, objects))) < len(objects):
         return False
-    names = set.intersection(*({*one["properties"]} & {*(one.get("required") or ())} for one in objects))
-    tags = ([one["properties"][name] for one in objects] for name in names)
+    required = [{name: inner for name, inner, is_required in properties_of(one) if is_required} for one in objects]
+    tags = ([one[name] for one in required] for name in set.intersection(*map(set, required)))
     return any(
         all(isinstance(one, dict) and isinstance(one.get("const"), str) for one in some)
         and len({one["const"] for one in some}) == len(some)
