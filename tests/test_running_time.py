@@ -96,3 +96,33 @@ def test_a_stopped_process_waits_for_as_long_as_it_runs() -> None:
         time.sleep(3.0)
         process.send_signal(SIGCONT)
         assert float(process.stdout.readline()) >= 3.0 + 2.0 - STILL_SECONDS - 0.2
+
+
+IDLE = """
+import asyncio, os, sys
+from triptych import running_time
+class Connection(asyncio.Protocol):
+    def connection_made(self, transport):
+        self.timeout = asyncio.get_running_loop().call_later(1.0, os._exit, 1)
+        print("ready", flush=True)
+    def data_received(self, data):
+        self.timeout.cancel()
+        os._exit(0)
+async def main():
+    await asyncio.get_running_loop().connect_read_pipe(Connection, sys.stdin)
+    await asyncio.sleep(60)
+running_time.run(main())
+"""
+
+
+def test_what_came_while_a_wait_was_stopped_is_read_before_its_timeout_passes() -> None:
+    with subprocess.Popen([sys.executable, "-c", IDLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.9)
+        process.send_signal(SIGSTOP)
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        time.sleep(STILL_SECONDS / 2)
+        process.send_signal(SIGCONT)
+        assert process.wait(10) == 0

@@ -5,6 +5,7 @@ Clocks that tell how long something took, or whether others have given this proc
 """
 
 import asyncio
+import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -39,13 +40,21 @@ running_time = RunningClock()
 """This process's clock."""
 
 
+class _LookingAgain(selectors.DefaultSelector):
+    """A wait that ends with its time looks once more: one in which the process was stopped ends without a look."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(timeout)
+        return super().select(0) if timeout and not found else found
+
+
 class RunningLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers count the time that it runs: after a pause, or a callback that took long, it reads
     what came meanwhile before any timeout passes."""
 
     def __init__(self) -> None:
         self._ran = RunningClock()
-        super().__init__()
+        super().__init__(_LookingAgain())
         self._read_clocks()
 
     def time(self) -> float:
