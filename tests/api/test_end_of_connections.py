@@ -130,3 +130,32 @@ def test_an_idle_one_ends_by_itself(asked_before: bool) -> None:
         assert await connection.has_ended()
 
     connected(run)
+
+
+@pytest.mark.parametrize("beginning", [b"", b"GET /now HT"])
+def test_a_request_that_a_new_one_has_yet_to_send_is_answered(beginning: bytes) -> None:
+    async def run(connection: Connection) -> None:
+        connection.writer.write(beginning)
+        await asyncio.sleep(0.1)
+        connection.end_soon()
+        await asyncio.sleep(2 * IDLE)
+        connection.writer.write(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n".removeprefix(beginning))
+        assert b"connection: close" in await connection.answer()
+        assert await connection.has_ended()
+
+    connected(run)
+
+
+def test_the_rest_of_a_head_has_the_time_of_heads() -> None:
+    async def run(connection: Connection) -> None:
+        connection.ask("/now")
+        await connection.answer()
+        connection.writer.write(b"GET /now HT")
+        await asyncio.sleep(0.1)
+        connection.end_soon()
+        await asyncio.sleep(2 * IDLE)
+        connection.writer.write(b"TP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"connection: close" in await connection.answer()
+        assert await connection.has_ended()
+
+    connected(run)

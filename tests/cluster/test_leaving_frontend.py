@@ -1,12 +1,20 @@
-"""``--leave-instances``: a frontend that another service manager replaces fails no request, and ends no instance."""
+"""Frontends that others replace: they answer what has reached them. With ``--leave-instances``, where another service
+manager replaces one, they end no instance, either."""
 
+import asyncio
+import contextlib
 import signal
+import socket
+import threading
+import time
 from pathlib import Path
 
 import httpx
 
 from tests.support.cluster import free_port
 from tests.support.commands import FAST, stream_of, triptych
+from tests.support.frontends import alone
+from triptych.server.http_server import LAST_REQUESTS
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
@@ -54,3 +62,42 @@ def test_it_is_for_a_frontend_alone(folder: Path) -> None:
     with triptych("serve", folder, "--topology", "1PD", "--leave-instances") as command:
         assert command.end() == 78
         assert "--leave-instances is for --role frontend" in command.text
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """The whole answer to a request on a connection that the server then closes."""
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    with client.makefile("rb") as stream:
+        return stream.read()
+
+
+def test_one_that_hands_over_answers_each_connection_that_it_has_accepted(folder: Path) -> None:
+    with alone(folder, supervised=True) as frontend, contextlib.ExitStack() as stack:
+        listener = stack.enter_context(frontend.frontend.debug_state().listener.dup())
+        clients: list[socket.socket] = []
+
+        async def hand_over() -> None:
+            draining = asyncio.create_task(frontend.frontend.drain())
+            for _ in range(20):  # one comes at each turn of its loop
+                clients.append(stack.enter_context(socket.create_connection(listener.getsockname(), 20)))
+                await asyncio.sleep(0)
+            await draining
+
+        ending = threading.Thread(target=frontend.run, args=(hand_over(),))
+        ending.start()
+        time.sleep(0.2)
+        listener.setblocking(False)
+        waiting = set()  # for the next frontend
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, peer = listener.accept()
+                waiting.add(peer)
+                connection.close()
+        *others, last = [client for client in clients if client.getsockname() not in waiting]
+        assert waiting and others
+        answers = [answer_of(client) for client in others]
+        time.sleep(2 * LAST_REQUESTS)  # the last one was accepted while the frontend stopped to accept
+        for answer in (*answers, answer_of(last)):
+            assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+        ending.join(20)
+        assert not ending.is_alive()

@@ -13,6 +13,9 @@ MAX_HEAD = 32 * 2**10
 """Maximum bytes of a request line and all headers."""
 HEAD_TIMEOUT = 10.0
 """Time limit for a request's head, counted from the connection, or from its first byte on a reused connection."""
+FIRST_REQUEST = 2.0
+"""Seconds from the connection in which a client sends its first request, even if the server ends meanwhile. Clients
+don't ask again by themselves when a new connection is closed, as they do on one that was idle."""
 _STEP = 4096
 
 
@@ -24,6 +27,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._opened = self.loop.time()
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -33,13 +37,17 @@ class BoundedHttp(HttpToolsProtocol):
         self._expect_head()
 
     def end_soon(self, idle: float) -> None:
-        """End the connection after its next response or, without one, once it has been idle for ``idle`` seconds.
+        """End the connection after its next response or, without one, once it has been idle for ``idle`` seconds. A new
+        one stays for ``FIRST_REQUEST``, and one with a part of a head for as long as heads may take.
 
         Responses that haven't begun say so. Those that have can't, so that the client may send another request."""
         self.timeout_keep_alive = idle  # type: ignore[assignment]  # seconds, which needn't be whole
         if self.cycle is None or self.cycle.response_complete:
             self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(idle, self.timeout_keep_alive_handler)
+            if self._head_timer is None or not self._head_bytes:
+                since = self.loop.time() - self._opened
+                wait = idle if self.cycle else max(idle, FIRST_REQUEST - since)
+                self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
         elif not self.cycle.response_started:
             self.cycle.keep_alive = False
 

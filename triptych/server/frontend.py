@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from triptych.prompt.media import MediaLimits, MediaSource
 from triptych.prompt.prompt import PromptBuilder
 from triptych.prompt.web import WebFetcher, WebLimits
 from triptych.router.router import Router
+from triptych.server.http_server import HttpServer
 from triptych.server.http_socket import listen, url_of
 from triptych.types import Address
 
@@ -45,21 +46,8 @@ TICK = 0.1
 """Seconds between two checks of leases and deadlines."""
 LAST_RESPONSES = 1
 """Seconds for responses to reach their clients at shutdown."""
-
-
-LAST_REQUESTS = 0.5
-"""Seconds that an idle connection stays open at the end, for a request that its client may just have sent."""
 MAX_WAIT = 5.0
 """Most seconds until a frontend that was started again accepts connections, with or without instances."""
-_CLOSE = (b"connection", b"close")
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: the command handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass(frozen=True)
@@ -136,7 +124,7 @@ class Frontend:
             responses=self._responses,
             among=among,
         )
-        self._server = _HttpServer(_http_settings(self.service, config.frontend))
+        self._server = HttpServer(_http_settings(self.service, config.frontend))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -206,7 +194,7 @@ class Frontend:
         elif self._config.lease.leave_instances and self._server.started:
             log.info("SIGTERM: leaving the instances to the next frontend; finishing the requests that are running")
             self.router.leaving = True
-            ending = self._end_connections()
+            ending = self._leave()
         else:
             log.info("SIGTERM: rejecting new requests; finishing those that are running")
             self.router.draining = True
@@ -223,21 +211,14 @@ class Frontend:
         if self._taken:
             self.router.handed_over = True
             self._tell_instances(HandingOver(self.channel.address))
-        for server in self._server.servers:
-            server.close()
-        await self._end_connections()
+        await self._server.end()
+        await self._wait_until_idle()
 
-    async def _end_connections(self) -> None:
-        """Close every connection after its next response, and wait for what runs."""
-        self._server.config.encoded_headers.append(_CLOSE)
-        state = self._server.server_state
-        state.default_headers = [*state.default_headers, _CLOSE]
-        ending = set(state.connections)
-        for connection in ending:
-            assert isinstance(connection, BoundedHttp)
-            connection.end_soon(LAST_REQUESTS)
-        while ending & state.connections:
-            await asyncio.sleep(TICK / 2)
+    async def _leave(self) -> None:
+        """Answer what still comes, on connections that close after it, until nothing runs; then accept no others."""
+        await self._server.end_connections()
+        await self._wait_until_idle()
+        await self._server.end()
         await self._wait_until_idle()
 
     async def _wait_until_idle(self) -> None:
