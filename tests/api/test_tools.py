@@ -209,7 +209,8 @@ def test_reasoning_is_ended_by_its_budget(thinker: Served, budget: int, form: di
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 30, "seed": 1, **form}
     unlikely = {"logit_bias": {str(IDS["</think>"]): -100}}
     limited = thinker.post(**(FREE | thinks | unlikely | {"thinking_token_budget": budget})).json()
-    assert limited["usage"]["completion_tokens_details"]["reasoning_tokens"] == budget + 1
+    rest = 3 if form else 0  # bytes of a character, which a grammar takes whole
+    assert budget + 1 <= limited["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + 1 + rest
     message = limited["choices"][0]["message"]
     assert bool(message["content"]) and "</think>" not in message["content"]
     if form:
