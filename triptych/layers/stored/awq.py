@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from triptych.layers.stored.format import (
+    SCALE_DTYPES,
     LayerTensors,
     Section,
     group_size,
@@ -54,7 +55,7 @@ class Awq:
         from torch.nn import functional as F
 
         from triptych.layers.grouped_weight import packed, unpacked
-        from triptych.layers.stored.integers import SCALE_DTYPES, IntegerWeight
+        from triptych.layers.stored.integers import IntegerWeight
 
         outputs, inputs = shape
         if outputs % PER_WORD:

@@ -9,6 +9,7 @@ from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
 from triptych.layers.stored.format import (
     KERNEL_GROUPS,
+    SCALE_DTYPES,
     LayerTensors,
     Section,
     config_groups,
@@ -29,8 +30,6 @@ PACKED, SCALE, ZEROS, SHAPE = "weight_packed", "weight_scale", "weight_zero_poin
 ORDER = "weight_g_idx"
 """Last parts of the names of a quantized module's tensors: int32 [out, ceil(in * bits / 32)]; floats [out, groups];
 int32 [ceil(out * bits / 32), groups]; integers [2]; int32 [in], each input's group."""
-FLOATS = ("bfloat16", "float16", "float32")
-"""Dtypes of scales."""
 GROUP_SIZES = KERNEL_GROUPS
 """Numbers of inputs that may share a scale in what ``triptych quantize`` writes."""
 PER_WORD = 8
@@ -90,7 +89,7 @@ class PackQuantized:
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""
-        from triptych.layers.stored.integers import SCALE_DTYPES, IntegerWeight, group_order, of_bits
+        from triptych.layers.stored.integers import IntegerWeight, group_order, of_bits
 
         outputs, inputs = shape
         scheme = next((one for one in self.schemes if _suits(tensors, shape, one)), self.schemes[0])
@@ -148,7 +147,7 @@ def stored_tensors(weight: "GroupedWeight", dtype: "torch.dtype") -> "dict[str, 
 
     from triptych.layers.grouped_weight import packed
 
-    is_served = str(dtype).removeprefix("torch.") in FLOATS
+    is_served = str(dtype).removeprefix("torch.") in SCALE_DTYPES
     stored = {
         PACKED: weight.words.contiguous(),
         SCALE: weight.scales.to(dtype if is_served else torch.float32),

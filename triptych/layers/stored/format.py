@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Section = Mapping[str, Any]
 KERNEL_GROUPS = (32, 64, 128)
 """Numbers of inputs that share a scale in the kernels for 4 bits."""
+SCALE_DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of the scales of integers, named as in PyTorch."""
 
 
 class LayerTensors(Protocol):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import LayerTensors, Section, config_groups, require
+from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, config_groups, require
 
 if TYPE_CHECKING:
     from triptych.layers.stored.linears import ScaledWeight
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 VALUES = ("float8_e4m3fn", "float8_e5m2")
 SCALES = ("weight_scale_inv", "weight_scale")
 """Last parts of the names of scales: floats [], [1], [out, 1], or one per block. All are multiplied by."""
-SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+FLOATS = (*SCALE_DTYPES, "float8_e8m0fnu")
+"""Dtypes of scales."""
 UNUSED = ("input_scale", "activation_scale")
 """Last parts of the names of tensors that quantize activations."""
 
@@ -82,7 +83,7 @@ class Fp8:
         else:
             block = min(self.block[0], outputs), min(self.block[1], inputs)
         grid = -(-outputs // block[0]), -(-inputs // block[1])
-        scales = tensors.read(kind, found if found in (*of_tensor, *of_outputs) else grid, SCALE_DTYPES)
+        scales = tensors.read(kind, found if found in (*of_tensor, *of_outputs) else grid, FLOATS)
         return ScaledWeight(
             values,
             finite(scales.reshape(grid), tensors, kind),

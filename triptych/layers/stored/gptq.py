@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
 from triptych.layers.stored.format import (
+    SCALE_DTYPES,
     LayerTensors,
     Section,
     group_size,
@@ -59,7 +60,7 @@ class Gptq:
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""
-        from triptych.layers.stored.integers import SCALE_DTYPES, IntegerWeight, group_order, of_bits
+        from triptych.layers.stored.integers import IntegerWeight, group_order, of_bits
 
         (outputs, inputs), per_word = shape, 32 // self.bits
         if inputs % per_word or outputs % per_word:

@@ -9,8 +9,6 @@ from triptych.layers.grouped_weight import GroupedWeight, unpacked
 from triptych.layers.stored.format import LayerTensors, kernel_group
 from triptych.layers.stored.linears import ScaledWeight, finite
 
-SCALE_DTYPES = ("bfloat16", "float16", "float32")
-
 
 @dataclass(frozen=True)
 class IntegerWeight:
