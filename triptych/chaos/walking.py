@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triptych.chaos.bench import WHOLE_TIMEOUT, Bench, fresh_salt, service_of, settled, still_held, wait_until_whole
@@ -76,8 +76,8 @@ class Served:
     def may(self, begun: float, ended: float) -> frozenset[Path]:
         """Return those that may have answered a request."""
         until = [at for at, _ in self.spans[1:]] + [float("inf")]
-        return frozenset().union(*(ones for (at, ones), end in zip(self.spans, until, strict=True)
-                                   if at <= ended and end >= begun))  # fmt: skip
+        pairs = zip(self.spans, until, strict=True)
+        return frozenset().union(*(ones for (at, ones), end in pairs if at <= ended and end >= begun))
 
     @property
     def now(self) -> frozenset[Path]:
@@ -224,12 +224,13 @@ class Walk:
             if not task.cancelled() and (error := task.exception()):
                 raise error
 
-    async def _ask(self, ask: Callable[[Question, bytes], Awaitable[Outcome]], rng: random.Random,
-                   ending: asyncio.Event) -> None:  # fmt: skip
+    async def _ask(
+        self, ask: Callable[[Question, bytes], Awaitable[Outcome]], rng: random.Random, ending: asyncio.Event
+    ) -> None:
         while not ending.is_set():
             one = rng.choice(self._questions)
             if rng.random() < LEAVING:
-                one = Question(one.number, one.kind, rng.uniform(0.001, LEAVES_WITHIN), one.tokens, one.media)
+                one = replace(one, leaves_after=rng.uniform(0.001, LEAVES_WITHIN))
             salt = fresh_salt() if rng.random() < FRESH else ""
             outcome = await ask(one, one.body(self._bench.model, salt))
             self.result.outcomes.append(outcome)
