@@ -1,4 +1,4 @@
-"""Why tests don't pass: rules, of which the first counts that is found in the test's id or in its failures."""
+"""Why tests don't pass. Each rule is a pattern for a test's id and its failures; the first one that matches counts."""
 
 import re
 
