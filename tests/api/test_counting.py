@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import pytest
 
 from tests.support.router_harness import PD0, RouterHarness, prompt, request_of
+from triptych.api.answers import stream_deltas
 from triptych.api.completion_schemas import CompletionRequest
-from triptych.api.generation import ChoiceText, Generation, RequestContext
+from triptych.api.generation import ChoiceOutput, ChoiceText, Generation, RequestContext
 from triptych.api.request_records import RequestRecordMiddleware
 from triptych.messages.work import SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
+from triptych.prompt.formats.parser import AnswerParser
+from triptych.prompt.formats.reasoning import THINK, Reasoning
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.stream import MAX_JOINED
 from triptych.types import RequestId
@@ -59,7 +64,31 @@ def test_a_stop_string_completed_by_the_answers_end_removes_no_token(tokenizer: 
     report = text.read(Tokens(RequestId("r"), tokens, 0, logprobs, finish_reason=reason))
     assert (report.tokens, len(report.logprobs), report.finish_reason) == (tokens, len(tokens), "stop")
     assert text.shown(report) == shown, "the stop token isn't shown"
-    assert text.take(report) == "a"
+    assert "".join(text.take(report)) == "a"
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3], [1, 2, 3, 4, 5]], ids=["whole", "begin", "tag", "each"])
+def test_only_tokens_of_reasoning_count_as_such_however_they_arrive(tokenizer: Tokenizer, cuts: list[int]) -> None:
+    pieces = ["I", " see", "</think>", "Yes", ".", "!"]
+
+    async def outputs() -> AsyncGenerator[ChoiceOutput, None]:
+        for begin, end in pairwise([0, *cuts, len(pieces)]):
+            tokens = list(range(begin, end))
+            yield ChoiceOutput(0, pieces[begin:end], tokens, [], "length" if end == len(pieces) else None)
+
+    parser = AnswerParser(Reasoning.OPEN, (THINK,), (), {})
+    generation = SimpleNamespace(
+        num_choices=1, num_reasoning=0, stream=outputs, service=SimpleNamespace(tokenizer=tokenizer)
+    )
+    fields = SimpleNamespace(parallel_tool_calls=None, return_tokens_as_token_ids=None)
+    chat: Any = SimpleNamespace(generation=generation, request=fields, new_parser=lambda: parser)
+
+    async def read() -> tuple[str, str]:
+        deltas = [delta async for delta in stream_deltas(chat)]
+        return "".join(one.reasoning for one in deltas), "".join(one.content for one in deltas)
+
+    assert asyncio.run(read()) == ("I see", "Yes.!")
+    assert generation.num_reasoning == 3, "the tag counts"
 
 
 def test_a_request_that_is_still_open_at_shutdown_is_reported() -> None:

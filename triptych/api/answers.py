@@ -77,10 +77,14 @@ async def stream_deltas(chat: PreparedChat) -> AsyncGenerator[ChoiceDelta, None]
 
 
 def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> ChoiceDelta:
-    if parser.in_reasoning:
-        chat.generation.num_reasoning += len(output.tokens)
     reason = output.finish_reason
-    events = parser.push(output.text)
+    events: list[Event] = []
+    num_pushed = 0
+    while parser.in_reasoning and num_pushed < len(output.tokens):
+        chat.generation.num_reasoning += 1
+        events += parser.push(output.pieces[num_pushed])
+        num_pushed += 1
+    events += parser.push("".join(output.pieces[num_pushed:]))
     if reason is not None:
         events += parser.finish()
     if parser.complete:

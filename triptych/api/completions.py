@@ -178,7 +178,7 @@ async def _outputs(generation: Generation) -> AsyncGenerator[ChoiceOutput, None]
         async for output in stream:
             if generation.fields.max_tokens == 0:
                 generation.num_generated = 0
-                yield ChoiceOutput(output.choice, "", [], [], "length")
+                yield ChoiceOutput(output.choice, [], [], [], "length")
             else:
                 yield output
 
@@ -219,7 +219,7 @@ def _joined(outputs: Sequence[ChoiceOutput]) -> ChoiceOutput:
     """Return all outputs of a choice as one."""
     return ChoiceOutput(
         choice=outputs[-1].choice,
-        text="".join(output.text for output in outputs),
+        pieces=[piece for output in outputs for piece in output.pieces],
         tokens=[token for output in outputs for token in output.tokens],
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         finish_reason=outputs[-1].finish_reason,

@@ -78,8 +78,8 @@ class ChoiceOutput:
     """What one message from the engine adds to a choice."""
 
     choice: int
-    text: str
-    """May be empty."""
+    pieces: list[str]
+    """The text that each token adds, and last what the end adds. May be empty."""
     tokens: list[int]
     logprobs: list[TokenLogprob]
     """One for each token if the request asks for them, otherwise none."""
@@ -91,6 +91,11 @@ class ChoiceOutput:
     """All tokens, a stop token included, which ``tokens`` doesn't have."""
     stop_reason: str | int | None = None
     """The stop string, or the token of ``stop_token_ids``, that ended the choice; in its last output."""
+
+    @property
+    def text(self) -> str:
+        """The text of all pieces."""
+        return "".join(self.pieces)
 
 
 @dataclass
@@ -198,7 +203,7 @@ class Generation:
             shown = text.shown(report)
             yield ChoiceOutput(
                 choice=number,
-                text=text.take(report),
+                pieces=text.take(report),
                 tokens=shown,
                 logprobs=report.logprobs[: len(shown)],
                 finish_reason=report.finish_reason,
@@ -277,11 +282,12 @@ class ChoiceText:
         """Return the tokens that are part of the text: all but a stop token, as in vLLM."""
         return report.tokens[:-1] if self._by_token and report.finish_reason is not None else report.tokens
 
-    def take(self, report: Tokens) -> str:
-        """Return the text that the report's tokens add. Reports must be passed in order."""
+    def take(self, report: Tokens) -> list[str]:
+        """Return the text that each of the report's tokens adds, and what the end adds. Reports must be passed in
+        order."""
         count = len(report.tokens) if report.finish_reason is None else len(self._untaken)
         texts, self._untaken = self._untaken[:count], self._untaken[count:]
-        return "".join(texts)
+        return texts
 
 
 def _num_bytes(report: Tokens) -> int:
