@@ -24,6 +24,7 @@ import torch
 from bench.gpu_models import MODELS, RandomCheckpoint, draws, made_up
 from tests.support.random_checkpoint import Sizes, model_config
 from triptych.config import EngineConfig
+from triptych.encode.runner import record_towers
 from triptych.engine.buckets import decode_sizes, mixed_sizes
 from triptych.engine.cache_rows import cache_rows
 from triptych.engine.gpu_forward import GpuForward, on_device
@@ -46,7 +47,6 @@ from triptych.layers.weights import DecoderKeys
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
 from triptych.models.shared.encoder import recordable_calls
-from triptych.server.build_encoder import record_towers
 
 PAGE_SIZE = EngineConfig().page_size
 

@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bench.measuring import report
 from triptych.config import AdmissionConfig, LeaseConfig
-from triptych.encode.cache import EmbeddingRows, EncoderCache
+from triptych.encode.cache import EncoderCache
 from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.runner import EncoderRunner
+from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -100,8 +104,13 @@ class Preprocessors:
         """It has nothing to close."""
 
 
-def _encode(inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
-    return [np.zeros((1, LAYOUT.row_bytes), np.uint8) for _ in inputs]
+class Tower:
+    """An encoder that computes nothing."""
+
+    embedding_width = LAYOUT.width
+
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
+        return [torch.zeros((1, LAYOUT.width)) for _ in inputs]
 
 
 def run_instance(frontend: Address, pipe: Connection) -> None:
@@ -122,12 +131,11 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
     sender = Sender({fabric.name: fabric}, channel.address, instance.send)
     loop = EncodeLoop(
         preprocessors=Preprocessors(),
-        encoder=_encode,
+        runner=EncoderRunner(Tower(), torch.float32, instance.compute),
         queue=EncodeQueue(CAPACITY.encode_batch_patches),
         cache=EncoderCache(2**20),
         sender=sender,
         layout=LAYOUT,
-        compute=instance.compute,
         wake=channel.wake,
         address=channel.address,
         send=instance.send,

@@ -20,22 +20,24 @@ IMAGES = [random_input((1, 4, 6), 1), random_input((1, 2, 2), 2), random_input((
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float16", 0.1), ("bfloat16", 0.5)])
 def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: str, tolerance: float) -> None:
-    build = pytest.importorskip("triptych.server.build_encoder", reason="an instance's libraries aren't all installed")
+    runner = pytest.importorskip("triptych.encode.runner", reason="an instance's libraries aren't all installed")
     folder = checkpoint_folder()
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     expected = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
     activations = CUDA_FORMATS[dtype].activations
-    encoder = build.EncoderRunner(adapter.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations)
-    for found, rows in zip(encoder(IMAGES), expected, strict=True):
+    compute = runner.ComputeThread(lambda: None)
+    made = runner.EncoderRunner(adapter.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations, compute)
+    for found, rows in zip(made.encode(IMAGES), expected, strict=True):
         assert found.dtype == np.uint8
         values = torch.from_numpy(found).view(activations).float()
         torch.testing.assert_close(values, rows, atol=tolerance, rtol=tolerance)
+    compute.close()
 
 
 @pytest.mark.parametrize("name", RECORDABLE)
 def test_recorded_towers(tmp_path: Path, gpu: torch.device, name: str) -> None:
     """In fp32, launched and replayed. Launching and replaying inputs of a known shape never wait for the GPU."""
-    build = pytest.importorskip("triptych.server.build_encoder", reason="an instance's libraries aren't all installed")
+    runner = pytest.importorskip("triptych.encode.runner", reason="an instance's libraries aren't all installed")
     folder = make_tiny(tmp_path, name)
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     on_cpu = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu"))
@@ -43,7 +45,7 @@ def test_recorded_towers(tmp_path: Path, gpu: torch.device, name: str) -> None:
     [calls] = recordable_calls(on_gpu)
     for launched in (True, False):
         if not launched:
-            build.record_towers(on_gpu, gpu)
+            runner.record_towers(on_gpu, gpu)
         for seed in range(4):
             inputs = recordable_inputs(on_cpu, seed)
             if seed == 3:

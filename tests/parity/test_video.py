@@ -114,18 +114,18 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     def stop_midway(instance: Instance) -> None:
         for host in instance.loops:
             if isinstance(host, EncodeLoop):
-                encoder = host.encoder
+                encode = host.runner.encode
 
-                def slow(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
+                def slow(inputs: Sequence[EncoderInput], encode: Any = encode) -> list[EmbeddingRows]:
                     nonlocal parts
                     parts += len(inputs)
                     if parts > 4:
                         stood.set()
                         assert go_on.wait(20)
-                    rows: list[EmbeddingRows] = encoder(inputs)
+                    rows: list[EmbeddingRows] = encode(inputs)
                     return rows
 
-                host.encoder = slow
+                host.runner.encode = slow  # type: ignore[method-assign]
 
     async def run() -> None:
         prompt = model.prompts[0]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.support.harness import Running, running
 from tests.support.image_cases import picture, png
 from triptych.config import EncodeConfig
 from triptych.encode.cache import EmbeddingRows
-from triptych.encode.loop import EncodeFunction, EncodeLoop
+from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
@@ -27,18 +27,18 @@ ONE_AT_A_TIME = EncodeConfig(encode_batch_patches=1)
 
 
 class SlowEncoder:
-    def __init__(self, encoder: EncodeFunction) -> None:
-        self._encoder = encoder
+    def __init__(self, encode: Callable[[Sequence[EncoderInput]], list[EmbeddingRows]]) -> None:
+        self._encode = encode
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
         time.sleep(0.1)
-        return self._encoder(inputs)
+        return self._encode(inputs)
 
 
 def slow_down(instance: Instance) -> None:
     for host in instance.loops:
         if isinstance(host, EncodeLoop):
-            host.encoder = SlowEncoder(host.encoder)
+            host.runner.encode = SlowEncoder(host.runner.encode)  # type: ignore[method-assign]
 
 
 async def timeline(service: Running) -> list[Interval]:

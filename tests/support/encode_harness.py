@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tests.support.plans import plan_of
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EmbeddingRows, EncoderCache
+from triptych.encode.cache import EncoderCache
 from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.runner import EncoderRunner
 from triptych.errors import DecodeFailed
+from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Encode, Encoded, FetchMedia, MediaBytes
@@ -54,10 +58,15 @@ SPOILT = 1000.0
 """The encoder fails on a batch with an item of this sum or more."""
 
 
-def _encode(inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
-    if any(part.patches.max() >= SPOILT for part in inputs):
-        raise RuntimeError("it can't be encoded")
-    return [part.patches.view(np.uint8).reshape(1, 16) for part in inputs]
+class Tower:
+    """An encoder whose rows are its inputs' patches."""
+
+    embedding_width = 4
+
+    def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
+        if any(part.patches.max() >= SPOILT for part in inputs):
+            raise RuntimeError("it can't be encoded")
+        return [torch.from_numpy(part.patches) for part in inputs]
 
 
 class EncodeHarness:
@@ -71,12 +80,11 @@ class EncodeHarness:
         self.compute = ComputeThread(lambda: None)
         self.loop = EncodeLoop(
             preprocessors=self.preprocessors,
-            encoder=_encode,
+            runner=EncoderRunner(Tower(), torch.float32, self.compute),
             queue=EncodeQueue(64),
             cache=EncoderCache(2**20),
             sender=self.sender,
             layout=LAYOUT,
-            compute=self.compute,
             wake=lambda: None,
             address=HERE,
             send=self._send,

@@ -136,7 +136,7 @@ def served(
             if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeLoop):
-                host.encoder = encoder.guard(host.encoder)
+                host.runner.encode = encoder.guard(host.runner.encode)  # type: ignore[method-assign]
                 host.preprocess_slice = preprocessor.guard(host.preprocess_slice)  # type: ignore[method-assign]
 
     loop = RunningLoop()

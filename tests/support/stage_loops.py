@@ -67,14 +67,14 @@ def count_parts(instance: Instance, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
     for host in instance.loops:
         if isinstance(host, EncodeLoop):
-            encoder = host.encoder
+            encode = host.runner.encode
 
-            def counted(inputs: Sequence[EncoderInput], encoder: Any = encoder) -> list[EmbeddingRows]:
+            def counted(inputs: Sequence[EncoderInput], encode: Any = encode) -> list[EmbeddingRows]:
                 seen.append(len(inputs))
-                rows: list[EmbeddingRows] = encoder(inputs)
+                rows: list[EmbeddingRows] = encode(inputs)
                 return rows
 
-            host.encoder = counted
+            host.runner.encode = counted  # type: ignore[method-assign]
 
 
 def decode_loops(service: Running) -> list[EngineLoop]:

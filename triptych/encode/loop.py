@@ -5,17 +5,18 @@ Items are processed part by part: a long item's first rows are sent before its l
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from triptych.compute_thread import ComputeThread, started_executor
+from triptych.compute_thread import started_executor
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler, Requester
+from triptych.encode.runner import EncoderRunner
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.job_faults import Culprit, FailureRow, culprit_of
 from triptych.messages.codec import Send
@@ -37,13 +38,6 @@ PREPROCESS_AHEAD = 2
 
 MAX_LONG_ITEMS = 4
 """Maximum number of long items that are preprocessed alternately. Each keeps a decoder open between its time slices."""
-
-
-class EncodeFunction(Protocol):
-    """Encodes a batch of parts."""
-
-    def __call__(self, inputs: Sequence[EncoderInput]) -> list[EmbeddingRows]:
-        """Return the rows of each input, uint8 of shape (rows, row_bytes)."""
 
 
 class PreprocessorPool(Preprocessor, Protocol):
@@ -81,25 +75,23 @@ class EncodeLoop:
         self,
         *,
         preprocessors: PreprocessorPool,
-        encoder: EncodeFunction,
+        runner: EncoderRunner,
         queue: EncodeQueue,
         cache: EncoderCache,
         sender: Sender,
         layout: RowLayout,
-        compute: ComputeThread,
         wake: Callable[[], None],
         address: Address,
         send: Send,
     ) -> None:
         """``address`` is this instance's own, where frontends answer. ``wake`` is called from other threads."""
         self.preprocessors = preprocessors
-        self.encoder = encoder
+        self.runner = runner
         self._queue = queue
         self._cache = cache
         self.sender = sender
         self._layout = layout
         self._layout_digest = layout.digest
-        self._compute = compute
         self._wake = wake
         self._address = address
         self.send = send
@@ -410,7 +402,7 @@ class EncodeLoop:
             now = time.time()
             for job in {job for part in parts for job, _ in part.waiters}:
                 job.encode_began = job.encode_began or now
-            self._batch = parts, self._compute.submit(self.encoder, [part.input for part in parts])
+            self._batch = parts, self.runner.start([part.input for part in parts])
 
     def _next_retry(self) -> list[EncodePart]:
         """Return the next half of a batch that has failed, without parts that no job needs any more; empty if there is

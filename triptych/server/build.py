@@ -10,13 +10,14 @@ import torch
 from triptych.compute_thread import Device
 from triptych.config import InstanceSpec
 from triptych.config.injected_faults import InjectedFaults
+from triptych.encode.runner import record_towers
 from triptych.errors import StartError
 from triptych.layers.devices import check_ranks, use_device
 from triptych.layers.parallel import rank_device
 from triptych.layers.torch_device import TorchDevice
 from triptych.messages.channel import Channel
 from triptych.messages.work import Capacity
-from triptych.server.build_encoder import WorkerStarter, encode_loop_factory, record_towers
+from triptych.server.build_encoder import WorkerStarter, encode_loop_factory
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
 from triptych.server.faulty_device import FaultyDevice
