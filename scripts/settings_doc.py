@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
-from triptych.config import CONFIG_GROUPS
+from triptych.config import CONFIG_GROUPS, flag, spellings
 
 PAGE = DOCS / "settings.md"
 HEAD = ["flag, variable, TOML key", "default", "meaning", "allowed"]
@@ -29,11 +29,11 @@ def _group(group: type[Any]) -> str:
 
 def _row(item: dataclasses.Field[Any]) -> list[str]:
     names = [item.name, *item.metadata.get("also", ())]
-    flags = [f"`--{_dashed(name)}`" for name in names]
+    flags = [f"`{spellings(name)[0]}`" for name in names]
     if isinstance(item.default, bool):
-        flags.append(f"`--no-{_dashed(item.name)}`")
-    spellings = [", ".join(flags), f"`TRIPTYCH_{item.name.upper()}`", f"`{_dashed(item.name)}`"]
-    return ["<br>".join(spellings), _default(item), item.metadata["help"], _allowed(item)]
+        flags += [f"`--no-{_dashed(item.name)}`", *(f"`{flag(name)}`" for name in item.metadata["off"])]
+    lines = [", ".join(flags), f"`TRIPTYCH_{item.name.upper()}`", f"`{_dashed(item.name)}`"]
+    return ["<br>".join(lines), _default(item), item.metadata["help"], _allowed(item)]
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

@@ -95,12 +95,12 @@ def test_numbers_have_units() -> None:
         (["run", "demo"], "triptych run: the following arguments are required: FILE|QUESTION"),
         (["run", "demo", "Why?", "--max-tokens", "x"], "triptych run: argument --max-tokens: invalid int value: 'x'"),
         (["serve", "demo", "--port"], "triptych serve: argument --port: expected one argument"),
-        (["serve", "demo", "-z"], "triptych serve: unexpected argument '-z'"),
+        (["serve", "demo", "-z"], "triptych serve: there is no -z "),
         (["serve", "demo", "--role", "E", "--topology", "1EPD"], "triptych serve: argument --topology: not allowed"),
         (["doctor"], "triptych doctor: the following arguments are required: MODEL"),
         (["status"], "triptych status: the following arguments are required: --control"),
         (["rollout"], "triptych rollout: the following arguments are required: --control"),
-        (["rollout", "--control", "a:1", "--sett", "a=1"], "triptych rollout: there is no --sett"),
+        (["rollout", "--control", "a:1", "--sett", "a=1"], "triptych rollout: there is no --sett; did you mean --set?"),
         (["trace"], "triptych trace: the following arguments are required: --log"),
         (["bench"], "triptych bench: the following arguments are required: BENCH"),
         (["bench", "fly"], "triptych bench: argument BENCH: invalid choice: 'fly'"),
@@ -113,7 +113,7 @@ def test_numbers_have_units() -> None:
         (["bench", "transfer", "--fabric", "rdma"], "triptych bench transfer: argument --fabric: invalid choice"),
         (["chaos"], "triptych chaos: the following arguments are required: MODEL"),
         (["chaos", "demo", "--requests", "many"], "triptych chaos: argument --requests: invalid int value: 'many'"),
-        (["bench", "transfer", "--quik"], "triptych bench transfer: there is no --quik"),
+        (["bench", "transfer", "--quik"], "triptych bench transfer: there is no --quik; did you mean --quick?"),
     ],
 )
 def test_what_cannot_be_parsed_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

@@ -151,3 +151,10 @@ def test_limits_of_media_in_both_spellings(text: str, limits: ItemLimits) -> Non
 def test_text_that_gives_no_limits_is_refused(text: str) -> None:
     with pytest.raises(TriptychError, match=r"doesn't give a number|is not one of image, video, audio"):
         ItemLimits.parse(text)
+
+
+def test_a_plain_number_is_bytes_if_it_is_no_slip() -> None:
+    assert MemorySize.parse("8589934592") == MemorySize.parse("8GiB")
+    for text in ("8", "0000000", "999999"):
+        with pytest.raises(ConfigError, match="neither an amount"):
+            MemorySize.parse(text)

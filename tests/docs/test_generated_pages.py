@@ -11,6 +11,7 @@ from scripts import (
     errors_doc,
     family_pages,
     fields_doc,
+    flags_doc,
     formats_doc,
     metrics_doc,
     models_doc,
@@ -23,7 +24,7 @@ from scripts.generated import table, with_region
 
 @pytest.mark.parametrize(
     "generator",
-    [errors_doc, fields_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
+    [errors_doc, fields_doc, flags_doc, formats_doc, metrics_doc, models_doc, settings_doc, templates_doc],
     ids=lambda m: m.__name__,
 )
 def test_a_page_is_up_to_date(generator: ModuleType) -> None:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from triptych.observe.metrics import PREFIX, Metrics
 from triptych.router.instance_metrics import SERIES
 from triptych.router.stage_metrics import STAGE_LABELS, STAGE_SERIES
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/triptych.json"
+RULES = DASHBOARD.parents[1] / "prometheus/vllm-names.rules.yml"
 SCRAPED = "instance"
 """The label by which Prometheus tells the frontends apart."""
 _NAME = re.compile(r"(?:triptych:|process_)\w+")
@@ -65,3 +67,15 @@ def test_every_metric_is_on_the_dashboard_or_listed_as_omitted() -> None:
     families = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in exposed() if name.startswith(PREFIX)}
     families -= {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in shown}
     assert families == {PREFIX + name for name in left_out}
+
+
+def test_rules_that_record_vllm_names_ask_for_metrics_and_labels_that_exist() -> None:
+    names, [group] = exposed() | {"triptych:num_requests_queued": set()}, yaml.safe_load(RULES.read_text())["groups"]
+    assert len(group["rules"]) > 30
+    for rule in group["rules"]:
+        assert re.fullmatch(r"vllm:\w+", rule["record"])
+        [asked] = _NAME.findall(rule["expr"])
+        by = {label for group in _BY.findall(rule["expr"]) for label in group.split(", ")}
+        assert by <= names[asked] | {SCRAPED, "job"}
+        if "{" in rule["expr"]:
+            assert "stage" in names[asked]

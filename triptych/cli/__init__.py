@@ -6,11 +6,10 @@ import logging
 import os
 import sys
 from collections.abc import Collection
-from typing import NoReturn
 
 from triptych import __version__, exit_codes
 from triptych.cli import flags
-from triptych.cli.sources import unknown_flags
+from triptych.cli.parser import Parser
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
 from triptych.observe import logs
@@ -33,13 +32,6 @@ COMMANDS = {
 """Each command's summary. Its file is imported only when the command is given, because together they take long."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line: the usage of a command with all settings fills several screens."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(exit_codes.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> Parser:
     """Return the parser of the whole command line, whose subparsers know the arguments of the commands in ``complete``.
     A complete subparser sets ``run``, its command's function, and ``parser``."""
@@ -50,7 +42,6 @@ def make_parser(complete: Collection[str] = tuple(COMMANDS)) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"triptych {__version__}")
     parser.set_defaults(run=None, parser=parser)
-    # not required, so that an unknown flag is named before a missing command is
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -70,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         parsed, unknown = parser.parse_known_args(words)
         if unknown:
-            parsed.parser.error(unknown_flags(unknown, flags.known_names()))
+            parsed.parser.error(f"unexpected argument {unknown[0]!r}")
         if parsed.run is None:
             parser.error(f"the COMMAND is missing: one of {', '.join(COMMANDS)}")
         _set_up_logs(parsed)

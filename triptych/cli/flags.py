@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quantization_section
 from triptych.checkpoint.safetensors_header import has_weights, read_folder
 from triptych.cli import sources
+from triptych.cli.spelling import Fits
 from triptych.config import (
     CONFIG_GROUPS,
     ClusterConfig,
@@ -24,11 +25,13 @@ from triptych.config import (
     ServeConfig,
     Settings,
     TransferConfig,
+    check_value,
     flag,
     host_and_port,
     is_loopback,
     names_of,
     parse_value,
+    spellings,
     split_addresses,
 )
 from triptych.demo import MODEL_DIR
@@ -48,6 +51,8 @@ G = TypeVar("G", bound=Settings)
 START = ("model", "topology", "role", "join", "name")
 """What a file may have besides settings."""
 
+_SETTINGS = {item.name: item for group in CONFIG_GROUPS for item in dataclasses.fields(group)}
+
 _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 
@@ -66,9 +71,28 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def known_names() -> set[str]:
-    """Return the names of all settings."""
-    return {name for group in CONFIG_GROUPS for item in dataclasses.fields(group) for name in names_of(item)}
+def known_names() -> dict[str, Fits]:
+    """Return the names of all settings, and whether a value fits."""
+    return {name: _fits_setting(item) for item in _SETTINGS.values() for name in names_of(item)}
+
+
+def fits(action: argparse.Action) -> Fits:
+    """Return whether a value, or None for none, fits a flag, as far as that is known without running its command."""
+    item = next((item for item in _SETTINGS.values() if action.dest in names_of(item)), None)
+    if action.nargs != 0 and item is not None:
+        return _fits_setting(item)
+    return lambda value: action.nargs == 0 or value is not None
+
+
+def _fits_setting(item: dataclasses.Field[Any]) -> Fits:
+    def fits(value: Any) -> bool:
+        try:
+            check_value(item, parse_value(value, item, ""))
+        except ConfigError:
+            return False
+        return value is not None
+
+    return fits
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -89,15 +113,20 @@ def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings]) -
     """Add a flag for each setting of one group."""
     group = parser.add_argument_group((inspect.getdoc(settings_class) or "").partition("\n")[0].rstrip("."))
     for item in dataclasses.fields(settings_class):
-        also = ", ".join(map(flag, item.metadata["also"]))
-        text = f"{item.metadata['help']} (default: {_shown(item.default)}{'; also ' + also if also else ''})"
+        also = ", ".join(spellings(name)[0] for name in item.metadata["also"])
+        also = f"; also {also}" if also else ""
+        if off := ", ".join(map(flag, item.metadata["off"])):
+            also += f"; {off} switch{'' if ',' in off else 'es'} it off"
+        text = f"{item.metadata['help']} (default: {_shown(item.default)}{also})"
         text = text.replace("%", "%%")  # argparse takes it for a format
         for name in names_of(item):
             shown: dict[str, Any] = {"dest": name, "default": None, "help": text if name == item.name else SUPPRESS}
             if isinstance(item.default, bool):
                 group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **shown)
             else:
-                group.add_argument(flag(name), metavar=name.upper().rsplit("_", 1)[-1], **shown)
+                group.add_argument(*spellings(name), metavar=name.upper().rsplit("_", 1)[-1], **shown)
+        for name in item.metadata["off"]:
+            group.add_argument(flag(name), dest=item.name, action="store_false", default=None, help=SUPPRESS)
 
 
 def settings(group: type[G], arguments: argparse.Namespace) -> G:
@@ -149,7 +178,7 @@ def _besides_flags(arguments: argparse.Namespace) -> _BesidesFlags:
         path, known = getattr(arguments, "config", None), known_names()
         arguments.besides_flags = _BesidesFlags(
             sources.from_environment(known),
-            sources.from_file(path, known | set(START)) if path else {},
+            sources.from_file(path, known | dict.fromkeys(START, lambda value: value is not None)) if path else {},
         )
     return cast(_BesidesFlags, arguments.besides_flags)
 

@@ -22,7 +22,7 @@ from triptych.config.rank_sizes import RankSizes
 from triptych.config.responses import ResponsesConfig
 from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.config.service import ServeConfig
-from triptych.config.settings import Settings, flag, names_of, setting
+from triptych.config.settings import Settings, check_value, flag, names_of, setting, spellings
 from triptych.config.transfer import FABRICS, TransferConfig
 from triptych.config.values import parse_value
 
@@ -79,6 +79,7 @@ __all__ = [
     "TlsConfig",
     "TransferConfig",
     "changed",
+    "check_value",
     "flag",
     "host_and_port",
     "is_loopback",
@@ -86,5 +87,6 @@ __all__ = [
     "names_of",
     "parse_value",
     "setting",
+    "spellings",
     "split_addresses",
 ]

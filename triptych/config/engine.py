@@ -41,6 +41,7 @@ class EngineConfig(Settings):
         "int8 or int4 (CPUs only): the decoder's weights in 8 or 4 bits, activations quantized dynamically to int8; "
         "towers and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
+        hint="; a checkpoint that is quantized needs no flag: its config says how",
     )
     encoder_quantization: str = setting(
         "none",
@@ -53,20 +54,34 @@ class EngineConfig(Settings):
         "tensor-parallel processes of each instance with a decoder: a number for all roles, or one per role, as in "
         "P=2,D=1",
         parse=RankSizes.parse,
+        also=("tp", "tp_size"),
     )
     threads: int = setting(
-        0, "compute threads of one process; 0 divides the cores evenly, or those of the control group's CPU quota", ge=0
+        0,
+        "compute threads of one process; 0 divides the cores evenly, or those of the control group's CPU quota",
+        ge=0,
+        also=("t",),
     )
     cpus: CpuSet = setting(
         CpuSet(),
         "cores that the processes of this command are pinned to, such as 0-3,8; default: all available cores",
         parse=CpuSet.parse,
     )
-    max_num_seqs: int = setting(32, "maximum requests that one language instance runs at a time", ge=1)
+    max_num_seqs: int = setting(
+        32,
+        "maximum requests that one language instance runs at a time",
+        ge=1,
+        also=("max_running_requests", "parallel", "np"),
+    )
     max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks", ge=1)
-    cuda_graphs: bool = setting(True, "on GPUs, run steps and vision towers as CUDA graphs")
+    cuda_graphs: bool = setting(
+        True, "on GPUs, run steps and vision towers as CUDA graphs", off=("enforce_eager", "disable_cuda_graph")
+    )
     max_model_len: int = setting(
-        0, "maximum length of a request in tokens, prompt and answer; 0: the limit of model and KV cache", ge=0
+        0,
+        "maximum length of a request in tokens, prompt and answer; 0: the limit of model and KV cache",
+        ge=0,
+        also=("context_length",),
     )
     page_size: int = setting(16, "tokens in a page of the KV cache", ge=1, also=("block_size",))
     kv_cache_memory: MemorySize = setting(
@@ -74,11 +89,13 @@ class EngineConfig(Settings):
         "KV cache memory: an amount per language instance (8GiB, 500MB), or a share of the memory that is free after "
         "loading (25%), divided among the instances of one command",
         parse=MemorySize.parse,
+        also=("kv_cache_memory_bytes",),
     )
     kv_cache_tokens: int = setting(
         0,
         "capacity of one language instance's KV cache in tokens; 0: what fits in --kv-cache-memory",
         ge=0,
+        also=("max_total_tokens",),
     )
     kv_cache_dtype: str = setting(
         "auto",
@@ -87,7 +104,11 @@ class EngineConfig(Settings):
         "on GPUs only auto, or the format of activations, which it stands for",
         choices=KV_CACHE_DTYPES,
     )
-    enable_prefix_caching: bool = setting(True, "reuse KV cache pages for the common prefixes of prompts")
+    enable_prefix_caching: bool = setting(
+        True,
+        "reuse KV cache pages for the common prefixes of prompts",
+        off=("disable_radix_cache", "no_cache_prompt"),
+    )
     state_snapshots: int = setting(
         16,
         "for models with recurrent state, such as Qwen3.5: how many requests' states the prefix cache keeps; a prompt "

@@ -21,6 +21,7 @@ class HttpConfig(Settings):
         "control ports from --control-port on",
         ge=1,
         le=64,
+        also=("api_server_count", "asc"),
     )
     own_port: int = setting(
         0,
@@ -29,7 +30,9 @@ class HttpConfig(Settings):
         ge=0,
         le=MAX_PORT,
     )
-    served_model_name: str = setting("", "name of the model in the API; default: the folder's name")
+    served_model_name: str = setting(
+        "", "name of the model in the API; default: the folder's name", also=("alias", "a")
+    )
     reasoning_parser: str = setting(
         "", "vLLM's name for the form of the model's reasoning, such as qwen3; default: found from its template"
     )

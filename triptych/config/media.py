@@ -24,6 +24,7 @@ class MediaConfig(Settings):
         'media items in one request, by modality, as in image=16,video=2 or, in JSON, {"image": 16}; one that isn\'t '
         "named keeps its default",
         parse=ItemLimits.parse,
+        also=("limit_mm_data_per_request",),
     )
     max_image_mb: int = setting(32, "largest image file, in MiB", ge=1, le=MAX_FILE_MB)
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored", ge=1, le=MAX_IMAGE_PIXELS)

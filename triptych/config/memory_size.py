@@ -7,6 +7,7 @@ from triptych.errors import ConfigError
 
 _UNITS = {"KB": 10**3, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 _BYTES = {unit.lower(): num_bytes for unit, num_bytes in _UNITS.items()}
+_PLAIN = re.compile(r"\d{7,15}", re.ASCII)
 _PATTERN = re.compile(rf"(\d{{1,9}}(?:\.\d{{1,9}})?) ?(%|{'|'.join(_UNITS)})", re.ASCII | re.IGNORECASE)
 
 
@@ -21,7 +22,10 @@ class MemorySize:
 
     @classmethod
     def parse(cls, text: str) -> "MemorySize":
-        """Read an amount such as 8GiB or 500MB, or a share such as 25%. Raises ConfigError for anything else."""
+        """Read an amount such as 8GiB or 500MB, or at least a million bytes as a number, or a share such as 25%. Raises
+        ConfigError for anything else."""
+        if _PLAIN.fullmatch(text.strip()) and int(text) > 0:
+            return cls(int(text))
         if (match := _PATTERN.fullmatch(text.strip())) is None:
             raise ConfigError(f"{text!r} is neither an amount such as 8GiB or 500MB nor a share such as 25%")
         number, unit = float(match[1]), match[2].lower()

@@ -43,8 +43,12 @@ class AuthConfig(Settings):
 class TlsConfig(Settings):
     """TLS."""
 
-    ssl_certfile: str = setting("", "file with the certificate and its chain, for HTTPS", path=True)
-    ssl_keyfile: str = setting("", "file with the certificate's private key; only its owner may have access", path=True)
+    ssl_certfile: str = setting(
+        "", "file with the certificate and its chain, for HTTPS", path=True, also=("ssl_cert_file",)
+    )
+    ssl_keyfile: str = setting(
+        "", "file with the certificate's private key; only its owner may have access", path=True, also=("ssl_key_file",)
+    )
 
     def check_together(self) -> None:
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):

@@ -7,6 +7,9 @@ from typing import Any
 
 from triptych.errors import ConfigError
 
+MAX_ABBREVIATION = 3
+"""Letters of the longest abbreviation."""
+
 
 def setting(
     default: Any,
@@ -17,23 +20,24 @@ def setting(
     le: float | None = None,
     choices: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
+    off: tuple[str, ...] = (),
+    hint: str = "",
     path: bool = False,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return a dataclass field with what ``--help``, the documentation and the check of its values need.
 
     ``meaning`` is its help text. ``ge`` and ``gt`` are its lower bound, ``le`` its upper one; a number needs a lower
-    bound. ``choices`` are the values of a text. ``also`` are other names that it accepts: vLLM's, where they mean the
-    same. A ``path`` is made absolute when it is read, since child processes run in another folder. ``parse`` makes a
-    value of a text and raises ConfigError without naming the setting. Raises TypeError for a number without a bound.
+    bound. ``choices`` are the values of a text; ``hint`` ends the message when another is given. ``also`` are other
+    names that it accepts: other projects', where they mean the same. ``off`` are flags that switch it off. A ``path``
+    is made absolute when it is read, since child processes run in another folder. ``parse`` makes a value of a text and
+    raises ConfigError without naming the setting. Raises TypeError for a number without a bound.
     """
     if type(default) in (int, float) and ge is None and gt is None:
         raise TypeError(f"a number needs ge or gt: {meaning}")
-    bounds = {"ge": ge, "gt": gt, "le": le}
-    return field(
-        default=default,
-        metadata={"help": meaning, "also": also, "choices": choices, "path": path, "parse": parse} | bounds,
-    )
+    names = {"help": meaning, "also": also, "off": off}
+    bounds = {"ge": ge, "gt": gt, "le": le, "choices": choices, "hint": hint}
+    return field(default=default, metadata=names | bounds | {"path": path, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check_value(item, getattr(self, item.name))
+            check_value(item, getattr(self, item.name))
         self.check_together()
 
     def check_together(self) -> None:
@@ -60,15 +64,21 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the flags of a name, the usual one first: an abbreviation is usual with one hyphen."""
+    return (f"-{name}", flag(name)) if len(name) <= MAX_ABBREVIATION else (flag(name),)
+
+
 def names_of(item: Field[Any]) -> tuple[str, ...]:
     """Return all names of a setting, its own first."""
     return item.name, *item.metadata["also"]
 
 
-def _check_value(item: Field[Any], value: Any) -> None:
+def check_value(item: Field[Any], value: Any) -> None:
+    """Raise ConfigError unless the value is within the setting's bounds."""
     given, bounds = f"{flag(item.name)} {value}", item.metadata
     if bounds["choices"] and value not in bounds["choices"]:
-        raise ConfigError(f"{given} is not one of {', '.join(bounds['choices'])}")
+        raise ConfigError(f"{given} is not one of {', '.join(bounds['choices'])}{bounds['hint']}")
     # each comparison is negated, because nan compares false
     if (least := bounds["ge"]) is not None and not value >= least:
         raise ConfigError(f"{given} is too small: at least {least}")
