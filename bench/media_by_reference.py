@@ -27,7 +27,6 @@ from torch import Tensor
 from bench.measuring import report
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.encode.cache import EncoderCache
-from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.layers.encoder import PreprocessedPart
@@ -132,7 +131,7 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
     loop = EncodeLoop(
         preprocessors=Preprocessors(),
         runner=EncoderRunner(Tower(), torch.float32, instance.compute),
-        queue=EncodeQueue(CAPACITY.encode_batch_patches),
+        max_patches=CAPACITY.encode_batch_patches,
         cache=EncoderCache(2**20),
         sender=sender,
         layout=LAYOUT,

@@ -87,7 +87,7 @@ def decoding(folder: Path) -> Iterator[Served]:
 def workers(service: Served) -> list[int]:
     hosts = [host for instance in service.running.instances for host in instance.loops]
     (host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
-    return host.preprocessors.pids
+    return host.preprocessing.preprocessors.pids
 
 
 def peak_bytes(pid: int) -> int:

@@ -4,7 +4,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.serving import Served, image, image_part, wait_for
-from triptych.encode.loop import PREPROCESS_AHEAD, EncodeLoop
+from triptych.encode.batching import PREPROCESS_AHEAD
+from triptych.encode.loop import EncodeLoop
 
 
 def test_queued_images_are_not_preprocessed_too_early(service: Served) -> None:

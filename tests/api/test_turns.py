@@ -11,9 +11,10 @@ import pytest
 from tests.support.chat import video_part
 from tests.support.clips import clip
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from triptych.encode import loop as encode
+from triptych.encode import preprocessing
+from triptych.encode.batching import MAX_LONG_ITEMS
 from triptych.encode.jobs import EncodeJob
-from triptych.encode.loop import MAX_LONG_ITEMS, EncodeLoop
+from triptych.encode.loop import EncodeLoop
 from triptych.models.base import EncoderInput
 from triptych.router.encode_dispatcher import LONG_ITEMS_PER_CLIENT
 
@@ -23,7 +24,7 @@ TIME_SLICE_SECONDS = 0.05
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short slices, so that a video takes several even on a fast machine."""
-    monkeypatch.setattr(encode, "TIME_SLICE_SECONDS", TIME_SLICE_SECONDS)
+    monkeypatch.setattr(preprocessing, "TIME_SLICE_SECONDS", TIME_SLICE_SECONDS)
 
 
 def long_videos(number: int) -> list[bytes]:
@@ -40,8 +41,8 @@ class Turns:
         (self.host,) = [host for host in hosts if isinstance(host, EncodeLoop)]
         self.log: list[tuple[str, bool, float]] = []
         """Each finished slice: the item's key, whether it is long, and the seconds."""
-        self._next_parts = self.host.preprocess_slice
-        self.host.preprocess_slice = self._noted  # type: ignore[method-assign]
+        self._next_parts = self.host.preprocessing.run_slice
+        self.host.preprocessing.run_slice = self._noted  # type: ignore[method-assign]
 
     def _noted(self, job: EncodeJob) -> list[EncoderInput]:
         began = time.monotonic()

@@ -319,7 +319,7 @@ def test_a_helper_that_fails_is_no_items_fault(harness: EncodeHarness, monkeypat
         raise HelperFailed("a worker could not be started")
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.loop, "preprocessors", fails)
+        patched.setattr(harness.loop.preprocessing, "preprocessors", fails)
         prepared(harness, b"a")
     [(_, failed)] = harness.of(EncodeFailed)
     assert failed.culprit is Culprit.HELPER

@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.support.plans import plan_of
 from triptych.compute_thread import ComputeThread
 from triptych.encode.cache import EncoderCache
-from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.errors import DecodeFailed
@@ -81,7 +80,7 @@ class EncodeHarness:
         self.loop = EncodeLoop(
             preprocessors=self.preprocessors,
             runner=EncoderRunner(Tower(), torch.float32, self.compute),
-            queue=EncodeQueue(64),
+            max_patches=64,
             cache=EncoderCache(2**20),
             sender=self.sender,
             layout=LAYOUT,

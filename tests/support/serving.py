@@ -137,7 +137,7 @@ def served(
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]
             if isinstance(host, EncodeLoop):
                 host.runner.encode = encoder.guard(host.runner.encode)  # type: ignore[method-assign]
-                host.preprocess_slice = preprocessor.guard(host.preprocess_slice)  # type: ignore[method-assign]
+                host.preprocessing.run_slice = preprocessor.guard(host.preprocessing.run_slice)  # type: ignore[method-assign]
 
     loop = RunningLoop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

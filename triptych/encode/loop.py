@@ -5,17 +5,15 @@ Items are processed part by part: a long item's first rows are sent before its l
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
-import msgspec
-
-from triptych.compute_thread import started_executor
+from triptych.encode.batching import EncodeScheduler
 from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
-from triptych.encode.jobs import TIME_SLICE_SECONDS, EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler, Requester
+from triptych.encode.jobs import EncodeJob, EncodePart, Requester
+from triptych.encode.preprocessing import PreprocessorPool, PreprocessRunner
 from triptych.encode.runner import EncoderRunner
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.job_faults import Culprit, FailureRow, culprit_of
@@ -23,7 +21,7 @@ from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
 from triptych.messages.stats import EncodeStats, InstanceStats
 from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
-from triptych.models.base import EncoderInput, Preprocessor
+from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
 from triptych.running_time import running_time
 from triptych.stage_loop import Handlers
@@ -31,26 +29,6 @@ from triptych.transfer.sender import Sender
 from triptych.types import Address, ItemPlan, TransferId
 
 log = logging.getLogger(__name__)
-
-
-PREPROCESS_AHEAD = 2
-"""Maximum number of batches that are preprocessed ahead. Preprocessed parts take far more memory than files."""
-
-MAX_LONG_ITEMS = 4
-"""Maximum number of long items that are preprocessed alternately. Each keeps a decoder open between its time slices."""
-
-
-class PreprocessorPool(Preprocessor, Protocol):
-    """Several preprocessors in other processes. May be called from ``number`` threads at a time."""
-
-    number: int
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the preprocessors."""
-
-    def close(self) -> None:
-        """End the processes. Calls in progress fail."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +54,7 @@ class EncodeLoop:
         *,
         preprocessors: PreprocessorPool,
         runner: EncoderRunner,
-        queue: EncodeQueue,
+        max_patches: int,
         cache: EncoderCache,
         sender: Sender,
         layout: RowLayout,
@@ -85,32 +63,21 @@ class EncodeLoop:
         send: Send,
     ) -> None:
         """``address`` is this instance's own, where frontends answer. ``wake`` is called from other threads."""
-        self.preprocessors = preprocessors
+        self.preprocessing = PreprocessRunner(preprocessors, max_patches, wake)
         self.runner = runner
-        self._queue = queue
+        self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number)
         self._cache = cache
         self.sender = sender
         self._layout = layout
         self._layout_digest = layout.digest
-        self._wake = wake
         self._address = address
         self.send = send
         self.fetcher = MediaFetcher(address, send)
-        self._workers = started_executor(preprocessors.number, "preprocess")
         self.num_requested = 0
         """Encode messages received."""
         self.num_encoded = 0
         """Items that the encoder has encoded."""
-        self._jobs: dict[str, EncodeJob] = {}
-        self._parts: dict[str, EncodePart] = {}
-        self._preprocessing: dict[Future[list[EncoderInput]], EncodeJob] = {}
-        self._scheduler = PreprocessScheduler(
-            queue, workers=preprocessors.number, batches_ahead=PREPROCESS_AHEAD, max_started=MAX_LONG_ITEMS
-        )
-        self._short_item_waits = False
         self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
-        self._retries: list[list[EncodePart]] = []
-        """Parts of batches that have failed."""
         self._failures = FailureRow()
 
     context_length = 0
@@ -141,7 +108,7 @@ class EncodeLoop:
     def _leave_all_of(self, frontend: Address, *, suspect: bool) -> None:
         """Leave a frontend's transfers, which ends the jobs that no other transfer needs. Consumers end those of items
         that are encoded already. ``suspect`` is as in Abort."""
-        for job in list(self._jobs.values()):
+        for job in self._scheduler.jobs:
             for transfer in [one for one, requester in job.transfers.items() if requester.frontend == frontend]:
                 self._leave(job, transfer)
                 self.sender.abort(transfer, "the frontend that owns the request is gone", suspect=suspect)
@@ -150,7 +117,7 @@ class EncodeLoop:
         """Give up the items that haven't begun. Returns them by the frontend that owns them. Consumers are told too,
         because only they can admit another producer to a transfer."""
         handed_back: dict[Address, HandBack] = {}
-        for job in [job for job in self._jobs.values() if not job.preprocess_began]:
+        for job in [job for job in self._scheduler.jobs if not job.preprocess_began]:
             self._drop(job)
             for transfer, requester in job.transfers.items():
                 self.sender.abort(transfer, "the instance drains", suspect=False)
@@ -165,22 +132,22 @@ class EncodeLoop:
 
     @property
     def idle(self) -> bool:
-        return not self._jobs and not self._preprocessing and self._batch is None
+        return not self._scheduler.jobs and not self.preprocessing and self._batch is None
 
     def debug_state(self) -> EncodeLoopState:
         return EncodeLoopState(
-            jobs=list(self._jobs.values()),
-            parts=list(self._parts.values()),
-            queued_patches=self._queue.num_patches,
-            max_batch_patches=self._queue.max_patches,
-            num_preprocessing=len(self._preprocessing),
+            jobs=self._scheduler.jobs,
+            parts=self._scheduler.parts,
+            queued_patches=self._scheduler.queued_patches,
+            max_batch_patches=self._scheduler.max_patches,
+            num_preprocessing=len(self.preprocessing),
             encoding=self._batch is not None,
         )
 
     def add_stats(self, stats: InstanceStats) -> None:
         running = len(self._batch[0]) if self._batch else 0
         stats.encode = EncodeStats(
-            waiting=max(0, len(self._jobs) - running),
+            waiting=max(0, len(self._scheduler.jobs) - running),
             running=running,
             encoded=self.num_encoded,
             cache_queries=self._cache.hits + self._cache.misses,
@@ -191,8 +158,7 @@ class EncodeLoop:
         )
 
     def close(self) -> None:
-        self.preprocessors.close()
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self.preprocessing.close()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -200,7 +166,7 @@ class EncodeLoop:
         now = time.time()
         key = row_name(self._layout_digest, message.key, message.cache_salt)
         try:
-            _check(message, self._jobs.get(key))
+            _check(message, self._scheduler.job(key))
         except TriptychError as error:
             failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), message.attempt)
             self.send(message.reply_to, failed)
@@ -216,14 +182,15 @@ class EncodeLoop:
             owner=message.reply_to,
         )
         self.num_requested += 1
-        if (job := self._jobs.get(key)) is None:  # the end of an earlier attempt may just have ended it
+        if (job := self._scheduler.job(key)) is None:  # the end of an earlier attempt may just have ended it
             if (parts := self._cache.get_item(key)) is not None:
                 for number, rows in enumerate(parts):
                     self._provide(message.transfer, message.plan, number, rows)
                 encoded = Encoded(message.transfer, True, [Interval("queue", now, time.time())], message.attempt)
                 self.send(message.reply_to, encoded)
                 return
-            job = self._jobs[key] = self._new_job(key, message, now)
+            job = self._new_job(key, message, now)
+            self._scheduler.add(job)
             self.fetcher.add(job)
         # an earlier attempt may still be ending
         job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
@@ -240,7 +207,7 @@ class EncodeLoop:
             size=message.size,
             client=message.client,
             cache_salt=message.cache_salt,
-            long=message.plan.is_time_sliced(self._queue.max_patches),
+            long=message.plan.is_time_sliced(self._scheduler.max_patches),
         )
         job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
         return job
@@ -259,8 +226,8 @@ class EncodeLoop:
             return
         if fetched is not None:
             job, pieces = fetched
-            job.inputs = self._inputs(job, pieces)
-            self._scheduler.add(job)
+            self.preprocessing.open(job, pieces)
+            self._scheduler.add_slice(job)
 
     def _on_media_gone(self, message: MediaGone) -> None:
         """Give up a transfer whose frontend doesn't have the file: the request has ended, or another instance has the
@@ -272,7 +239,7 @@ class EncodeLoop:
         """Cancel the job of a transfer that has ended, unless other transfers need it."""
         if transfer in self.sender.transfers:
             return  # only an earlier attempt has ended
-        for job in list(self._jobs.values()):
+        for job in self._scheduler.jobs:
             if transfer in job.transfers:
                 self._leave(job, transfer)
 
@@ -285,86 +252,38 @@ class EncodeLoop:
             self.fetcher.change_source(job, running_time())
 
     def _drop(self, job: EncodeJob) -> None:
-        """End a job and cancel its work that hasn't started, so that active items don't wait behind it."""
-        self._remove(job)
-        for part in self._queue.discard(job):
-            self._parts.pop(part.input.name, None)
-        for future, preprocessing in list(self._preprocessing.items()):
-            if preprocessing is job and future.cancel():
-                self._preprocessing.pop(future, None)
-                self._scheduler.slice_ended(job, 0.0)
-        self._scheduler.remove(job)
+        """End a job and cancel its work that hasn't started."""
+        if self.preprocessing.cancel(job):
+            self._scheduler.slice_ended(job, 0.0)
+        self._scheduler.drop(job)
         self.fetcher.release(job)
 
     def _fail_expired(self) -> None:
         """Fail jobs past their deadline, so that others don't wait behind them."""
-        now = running_time()
-        for job in [job for job in self._jobs.values() if job.deadline < now]:
+        for job in self._scheduler.expired(running_time()):
             self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
-
-    def _remove(self, job: EncodeJob) -> None:
-        """Remove a finished job, but not a newer job of the same key that started after its cancellation."""
-        if self._jobs.get(job.key) is job:
-            del self._jobs[job.key]
-
-    def _is_active(self, job: EncodeJob) -> bool:
-        """Whether the job is in progress: neither finished nor failed nor cancelled."""
-        return self._jobs.get(job.key) is job
 
     # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _preprocess(self, job: EncodeJob) -> None:
-        future = self._workers.submit(self.preprocess_slice, job)
-        self._preprocessing[future] = job
-        future.add_done_callback(lambda _: self._wake())
-
-    def _inputs(self, job: EncodeJob, pieces: list[bytes]) -> Iterator[EncoderInput]:
-        """Yield an item's parts. The preprocessor starts with the first one, in a worker thread."""
-        data = b"".join(pieces)  # without the interpreter's lock, if it is long
-        pieces.clear()
-        for part in self.preprocessors(data, job.plan):
-            name = row_name(self._layout_digest, f"{part.tower}|{part.name}", job.cache_salt)
-            yield msgspec.structs.replace(part, name=name)
-
-    def preprocess_slice(self, job: EncodeJob) -> list[EncoderInput]:
-        """Preprocess the next parts of a job, up to a batch; none when it has no more. Runs in a worker thread.
-
-        A long item's slice ends early once its time is used up or a short item waits.
-        """
-        began = time.monotonic()
-        job.preprocess_began = job.preprocess_began or time.time()
-        inputs: list[EncoderInput] = []
-        patches = 0
-        try:
-            while patches < self._queue.max_patches and (part := next(job.inputs, None)) is not None:
-                inputs.append(part)
-                patches += len(part.patches)
-                if job.long and (self._short_item_waits or time.monotonic() - began > TIME_SLICE_SECONDS):
-                    break
-            return inputs
-        finally:
-            job.preprocess_ended = time.time()
-            job.slice_seconds = time.monotonic() - began
-
     def _collect_preprocessed(self) -> None:
-        for future in [future for future in self._preprocessing if future.done()]:
-            job = self._preprocessing.pop(future)
+        for ended in self.preprocessing.ended():
+            job = ended.job
             self._scheduler.slice_ended(job, job.slice_seconds)
-            if not self._is_active(job):
+            if not self._scheduler.is_active(job):
                 continue
-            if isinstance(error := future.exception(), MemoryError):
-                raise error  # which ends the instance: it would fail item after item, each only after a while
-            if error:
-                self._fail(job, error, self._failures.failed(error, job.key))
+            if isinstance(ended.error, MemoryError):
+                raise ended.error  # which ends the instance: it would fail item after item, each only after a while
+            if ended.error:
+                self._fail(job, ended.error, self._failures.failed(ended.error, job.key))
                 continue
-            for part in future.result():
+            for part in ended.parts:
                 self._on_preprocessed(job, part)
-            if not self._is_active(job):
+            if not self._scheduler.is_active(job):
                 continue
-            if len(job.part_names) < job.plan.num_parts and future.result():
-                self._scheduler.add(job)
+            if len(job.part_names) < job.plan.num_parts and ended.parts:
+                self._scheduler.add_slice(job)
                 continue
-            self._scheduler.remove(job)
+            self._scheduler.all_preprocessed(job)
             self.fetcher.release(job)
             if len(job.part_names) != job.plan.num_parts:
                 planned = job.plan.num_parts
@@ -374,47 +293,30 @@ class EncodeLoop:
 
     def _start_preprocessing(self) -> None:
         """Start preprocessing as far ahead of the encoder as allowed."""
-        while (job := self._scheduler.next()) is not None:
-            self._preprocess(job)
-        self._short_item_waits = self._scheduler.short_item_waits
+        while (job := self._scheduler.next_slice()) is not None:
+            self.preprocessing.start(job)
+        self.preprocessing.short_item_waits = self._scheduler.short_item_waits
 
     def _on_preprocessed(self, job: EncodeJob, part: EncoderInput) -> None:
-        """Take a part's rows from the cache, join another job that waits for them, or enqueue the part."""
-        if not self._is_active(job):
+        """Take a part's rows from the cache, or have it encoded."""
+        if not self._scheduler.is_active(job):
             return
         number = len(job.part_names)
         if number < job.plan.num_parts and part.tower != job.plan.parts[number].tower:
             self._fail(job, PlanMismatch(f"part {number} is for the {part.tower} tower; its plan says another"))
             return
-        job.part_names.append(part.name)
-        if (rows := self._cache.get(part.name)) is not None:
+        name = row_name(self._layout_digest, f"{part.tower}|{part.name}", job.cache_salt)
+        job.part_names.append(name)
+        if (rows := self._cache.get(name)) is not None:
             self._on_encoded(job, number, rows)
-        elif (known := self._parts.get(part.name)) is not None:
-            known.waiters.append((job, number))
         else:
-            self._parts[part.name] = EncodePart(part, [(job, number)])
-            self._queue.add(self._parts[part.name])
+            self._scheduler.add_part(job, number, name, part)
 
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_batch(self) -> None:
-        if self._batch is None and (parts := self._next_retry() or self._queue.next_batch()):
-            now = time.time()
-            for job in {job for part in parts for job, _ in part.waiters}:
-                job.encode_began = job.encode_began or now
+        if self._batch is None and (parts := self._scheduler.next_batch(time.time())):
             self._batch = parts, self.runner.start([part.input for part in parts])
-
-    def _next_retry(self) -> list[EncodePart]:
-        """Return the next half of a batch that has failed, without parts that no job needs any more; empty if there is
-        none."""
-        needed: list[EncodePart] = []
-        while self._retries and not needed:
-            for part in self._retries.pop(0):
-                if any(self._is_active(job) for job, _ in part.waiters):
-                    needed.append(part)
-                else:
-                    del self._parts[part.input.name]
-        return needed
 
     def _collect_batch(self) -> None:
         if self._batch is None or not self._batch[1].done():
@@ -423,22 +325,20 @@ class EncodeLoop:
         if (error := future.exception()) is not None and culprit_of(error) is Culprit.DEVICE:
             return  # the instance ends
         self._batch = None
-        if error is not None and len(parts) > 1:
-            log.warning("encoding %d parts failed (%r); trying the halves", len(parts), error)
-            self._retries[:0] = [parts[: len(parts) // 2], parts[len(parts) // 2 :]]
-            return
-        for part in parts:
-            del self._parts[part.input.name]
         if error is not None:
-            culprit = self._failures.failed(error, parts[0].input.name)
-            for job in {job for job, _ in parts[0].waiters}:
+            if (failed := self._scheduler.batch_failed(parts)) is None:
+                log.warning("encoding %d parts failed (%r); trying the halves", len(parts), error)
+                return
+            culprit = self._failures.failed(error, failed.name)
+            for job in {job for job, _ in failed.waiters}:
                 self._fail(job, error, culprit)
             return
         self._failures.succeeded()
+        self._scheduler.batch_encoded(parts)
         for part, rows in zip(parts, future.result(), strict=True):
-            self._cache.put(part.input.name, rows)
+            self._cache.put(part.name, rows)
             for job, number in part.waiters:
-                if self._is_active(job):
+                if self._scheduler.is_active(job):
                     self._on_encoded(job, number, rows)
                     if job.all_encoded:
                         self._finish(job)
@@ -460,9 +360,9 @@ class EncodeLoop:
             provided += length
 
     def _finish(self, job: EncodeJob) -> None:
-        if not self._is_active(job):
+        if not self._scheduler.is_active(job):
             return
-        self._remove(job)
+        self._scheduler.finish(job)
         self.num_encoded += job.encode_began > 0
         self._cache.put_item(job.key, tuple(job.part_names))
         for transfer, (frontend, attempt) in job.transfers.items():
@@ -471,7 +371,7 @@ class EncodeLoop:
     def _fail(self, job: EncodeJob, error: BaseException, culprit: Culprit = Culprit.ITEM) -> None:
         """Fail a job. The culprit tells the frontend whether to have the request done elsewhere; in either case the
         consumer closes the transfer."""
-        if not self._is_active(job):
+        if not self._scheduler.is_active(job):
             return
         if not isinstance(error, TriptychError):
             log.error("item %s failed", job.key[:16], exc_info=error)

@@ -100,8 +100,7 @@ class EncoderInput(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int]
     """Number of patches in time, rows and columns."""
     name: str
-    """Digest, 64 hexadecimal digits. A preprocessor's covers the content: equal exactly for parts with equal patches,
-    grid and layout. The encode loop's covers the tower, the model, the rows' format and the ``cache_salt``, too."""
+    """Digest of the content, 64 hexadecimal digits: equal exactly for parts with equal patches, grid and layout."""
     tower: str = VISION
     """Name of the tower that encodes the part."""
     layout: tuple[int, ...] = ()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from triptych.config import EncodeConfig
 from triptych.encode.cache import EncoderCache
-from triptych.encode.jobs import EncodeQueue
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.workers import PreprocessWorkers
@@ -30,7 +29,7 @@ def encode_loop_factory(
     return lambda: EncodeLoop(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
-        queue=EncodeQueue(encode.encode_batch_patches),
+        max_patches=encode.encode_batch_patches,
         cache=cache,
         sender=sender,
         layout=model.row_layout,

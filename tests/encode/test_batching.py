@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.plans import plan_of
-from triptych.encode.jobs import EncodeJob, EncodePart, EncodeQueue, PreprocessScheduler
+from triptych.encode.batching import EncodeQueue, PreprocessScheduler
+from triptych.encode.jobs import EncodeJob, EncodePart
 from triptych.models.base import EncoderInput
 
 PLAN = plan_of()
@@ -15,7 +16,7 @@ def job() -> EncodeJob:
 
 def part(patches: int, *jobs: EncodeJob) -> EncodePart:
     made = EncoderInput(np.zeros((patches, 1), dtype=np.float32), (1, 1, patches), "name")
-    return EncodePart(made, [(one, 0) for one in jobs or (job(),)])
+    return EncodePart("name", made, [(one, 0) for one in jobs or (job(),)])
 
 
 @given(sizes=st.lists(st.integers(1, 20), max_size=20), limit=st.integers(1, 20))
