@@ -341,7 +341,7 @@ def _options(name: str) -> str:
     family = FAMILIES[name]
     kind = resolve(family.planner)
     planner = _planner(name) if name in RELEASED or name in GLM else kind
-    names = set(planner.options) - (set() if "video" in family.modalities else FRAME_OPTIONS)
+    names = set(planner.options) - (set() if "video" in family.modalities else FRAME_OPTIONS.keys())
     if issubclass(kind, OmniPlanner):
         names.add(SOUND_OPTION)
     return ", ".join(f"`{name}`" for name in sorted(names)) or "none"

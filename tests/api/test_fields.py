@@ -9,8 +9,8 @@ import pytest
 from tests.support.chat import frames_part, the_error
 from tests.support.completions import answer
 from tests.support.serving import CHAT, Served, image, image_part, served, text_part, wait_for
-from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings, check_options
-from triptych.api.schemas import ImagePart, ImageURL, MediaOptions
+from triptych.api.media_parts import LOW_DETAIL_PIXELS, MediaSettings
+from triptych.api.schemas import ImagePart, ImageURL
 from triptych.encode.loop import EncodeLoop
 from triptych.errors import InvalidRequest
 from triptych.models.text.plan import TextPlanner
@@ -145,9 +145,9 @@ def test_invalid_bounds(service: Served, options: dict[str, int]) -> None:
 
 def test_options_that_a_model_lacks_are_refused_by_name() -> None:
     planner = TextPlanner({"model_type": "qwen3", "max_position_embeddings": 100}, {})
-    check_options(planner, MediaOptions(use_audio_in_video=False, fps=None))
+    MediaSettings.from_options(planner.options, {"use_audio_in_video": False, "fps": None})
     with pytest.raises(InvalidRequest, match="doesn't take fps; it takes none") as refused:
-        check_options(planner, MediaOptions(fps=1.0))
+        MediaSettings.from_options(planner.options, {"fps": 1.0})
     assert refused.value.param == "mm_processor_kwargs.fps"
 
 

@@ -21,8 +21,7 @@ from tests.support.forward import assert_close, assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.released import RELEASED, merged
 from tests.support.tiny import OCR_IDS, OWN_TOWERS, make_tiny
-from triptych.api.media_parts import check_options
-from triptych.api.schemas import MediaOptions
+from triptych.api.media_parts import MediaSettings
 from triptych.checkpoint.config_files import with_text_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch, UnsupportedMedia
@@ -193,10 +192,10 @@ def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_sizes_are_options_of_the_first_alone() -> None:
-    options = MediaOptions(base_size=1024, image_size=640)
-    check_options(released_planner(FIRST), options)
+    options = {"base_size": 1024, "image_size": 640}
+    MediaSettings.from_options(released_planner(FIRST).options, options)
     with pytest.raises(InvalidRequest, match="doesn't take base_size"):
-        check_options(released_planner(SECOND), options)
+        MediaSettings.from_options(released_planner(SECOND).options, options)
 
 
 @pytest.mark.parametrize("side", [16, 32, 48, 80])

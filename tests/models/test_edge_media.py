@@ -29,8 +29,8 @@ from tests.support.reference import UNUSED, image_features, image_processor
 from tests.support.released import BASES, RELEASED
 from tests.support.serving import image_part, served, text_part
 from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
-from triptych.api.media_parts import MediaSettings, check_options
-from triptych.api.schemas import ImagePart, ImageSize, ImageURL, MediaOptions
+from triptych.api.media_parts import MediaSettings
+from triptych.api.schemas import ImagePart, ImageURL
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, with_text_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import (
@@ -205,6 +205,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     ),
 }
 """Values that the API takes of each option, extremes among them. Families refuse some by themselves."""
+WRONG: list[Any] = ["many", [], {}, -1, 1e300, 10**12]
 SIZES = ((200, 150), (900, 10), (1, 1), (600, 3), (3, 600), (700, 500))
 NEEDED = {
     **{name: {"do_pan_and_scan": True} for name in VALUES if name.startswith("pan_and_scan")},
@@ -214,8 +215,8 @@ NEEDED = {
 CLIP = VideoHeader("MP4", 96, 64, 120, 10.0)
 
 
-def context_of(**options: Any) -> ItemContext:
-    settings = MediaSettings.from_options(MediaOptions(**options))
+def context_of(planner: Planner, **options: Any) -> ItemContext:
+    settings = MediaSettings.from_options(planner.options, options)
     return ItemContext(
         settings.bounds,
         settings.sampling,
@@ -246,20 +247,23 @@ def test_options(family: str) -> None:
     """Whatever the API takes is refused by name or makes a plan that the preprocessor can follow; and each option that
     is taken has an effect."""
     planner, preprocess = served_parts(family)
-    assert planner.options <= VALUES.keys()
+    assert planner.options.keys() <= VALUES.keys(), "options without values here"
     for name, values in VALUES.items():
         if name not in planner.options:
             with pytest.raises(InvalidRequest, match=f"the model doesn't take {name}; it takes ") as refused:
-                check_options(planner, MediaOptions(**{name: values[0]}))
+                context_of(planner, **{name: values[0]})
             assert refused.value.param == f"mm_processor_kwargs.{name}"
             continue
-        check_options(planner, MediaOptions(**{name: values[0]}))
+        for wrong in WRONG:
+            with pytest.raises(InvalidRequest, match=f"mm_processor_kwargs.{name}: ") as refused:
+                context_of(planner, **{name: wrong})
+            assert refused.value.param == f"mm_processor_kwargs.{name}"
         others, effects = NEEDED.get(name, {}), 0
-        for context in (context_of(**others, **{name: value}) for value in values):
+        for context in (context_of(planner, **others, **{name: value}) for value in values):
             headers = [CLIP] if name in FRAME_OPTIONS else [ImageHeader("PNG", *size) for size in SIZES]
             for header in headers:
                 found = outcome(planner, header, context)
-                effects += found != outcome(planner, header, context_of(**others))
+                effects += found != outcome(planner, header, context_of(planner, **others))
                 if isinstance(header, ImageHeader) and isinstance(found, ItemPlan):
                     check_made(preprocess, planner, header, context)
         assert effects, f"{name} has no effect"
@@ -280,13 +284,13 @@ def test_size(tmp_path: Path, family: str) -> None:
     sides = family in LONGER_SIDES
     if "size" not in planner.options:
         with pytest.raises(InvalidRequest, match="the model doesn't take size"):
-            check_options(planner, MediaOptions(size=ImageSize(longest_edge=100)))
+            context_of(planner, size={"longest_edge": 100})
         return
     write_settings(tmp_path, tiny_of(family))
     seen = 84 if family in ("idefics3", "smolvlm") else None  # six patches of 14 pixels, of 88
     header = ImageHeader("PNG", 200, 150)
     for size in EDGES[sides]:
-        context, made = context_of(size=size), set()
+        context, made = context_of(planner, size=size), set()
         for width, height in ((200, 150), (64, 48), (90, 300)):
             data = image_of((width, height))
             plan = planner.plan(probe_image(data), context)
@@ -298,12 +302,12 @@ def test_size(tmp_path: Path, family: str) -> None:
         assert planner.plan(header, low) == planner.plan(header, context), "`detail: low` changes the image"
     if sides:
         with pytest.raises(BadMediaSize, match="longest_edge 10000 exceeds the model's own"):
-            planner.plan(header, context_of(size={"longest_edge": 10_000}))
+            planner.plan(header, context_of(planner, size={"longest_edge": 10_000}))
         with pytest.raises(BadMediaSize, match="shortest_edge: the model has a longest_edge alone"):
-            planner.plan(header, context_of(size={"shortest_edge": 10, "longest_edge": 100}))
+            planner.plan(header, context_of(planner, size={"shortest_edge": 10, "longest_edge": 100}))
     else:
-        most = context_of(size={"longest_edge": 10**4})
-        assert planner.plan(header, most).rows == planner.plan(header, context_of(size=EDGES[False][0])).rows
+        most = context_of(planner, size={"longest_edge": 10**4})
+        assert planner.plan(header, most).rows == planner.plan(header, context_of(planner, size=EDGES[False][0])).rows
 
 
 SIZED_VIDEOS = [
@@ -319,12 +323,12 @@ def test_size_of_videos(family: str) -> None:
     planner, _ = served_parts(family)
     if family in LONGER_SIDES:
         with pytest.raises(UnsupportedMedia, match="a video takes no size"):
-            planner.plan(CLIP, context_of(size=EDGES[True][0]))
+            planner.plan(CLIP, context_of(planner, size=EDGES[True][0]))
         return
     for size in EDGES[False]:
-        plan = planner.plan(CLIP, context_of(size=size))
+        plan = planner.plan(CLIP, context_of(planner, size=size))
         bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-        assert plan == planner.plan(CLIP, context_of(**bounds))
+        assert plan == planner.plan(CLIP, context_of(planner, **bounds))
         assert plan.grid != planner.plan(CLIP).grid, "the size has no effect"
 
 
@@ -345,10 +349,6 @@ def test_low_detail(family: str) -> None:
     for size in ((1920, 1080), (300, 200), (1000, 40), (40, 1000), HUGE):
         header = ImageHeader("PNG", *size)
         assert planner.plan(header, low).rows <= planner.plan(header).rows
-
-
-def test_values_have_all_options() -> None:
-    assert VALUES.keys() | {"use_audio_in_video"} == MediaOptions.model_fields.keys()
 
 
 def file_of(image: Image.Image, kind: str) -> bytes:

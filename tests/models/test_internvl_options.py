@@ -14,7 +14,6 @@ from tests.support.forward import random_input
 from tests.support.image_cases import picture, png
 from tests.support.published_files import make_original_internvl
 from tests.support.tiny import OWN_TOWERS
-from triptych.api.schemas import MediaOptions
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, PlanMismatch, UnsupportedMedia
@@ -72,8 +71,7 @@ def test_numbers_of_tiles_are_the_processors(options: dict[str, Any], settings: 
 
 def test_options_that_are_refused(tmp_path: Path) -> None:
     planner = InternVLPlanner(CONFIG, PROCESSOR)
-    assert set(MediaOptions.model_fields) >= TILE_OPTIONS
-    assert planner.options >= TILE_OPTIONS
+    assert planner.options.keys() >= TILE_OPTIONS.keys()
     refused: list[tuple[dict[str, Any], str]] = [
         ({"max_dynamic_patch": 7}, "max_dynamic_patch 7 exceeds the model's own, 6"),
         ({"min_dynamic_patch": 7}, "min_dynamic_patch 7 exceeds the largest number of tiles, 6"),

@@ -18,8 +18,7 @@ from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.llama4 import Llama4Pixels, projected
 from tests.support.tiny import OWN_TOWERS, TILE_IDS, make_tiny
-from triptych.api.media_parts import check_options
-from triptych.api.schemas import MediaOptions
+from triptych.api.media_parts import MediaSettings
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
@@ -179,9 +178,9 @@ def test_options_of_a_request() -> None:
         planner.plan(header, ItemContext(options={"max_patches": 17}))
     with pytest.raises(BadMediaSize, match="no image has"):
         planner.plan(header, ItemContext(PixelBounds(max_pixels=336)))
-    check_options(planner, MediaOptions(max_patches=4, resize_to_max_canvas=True))
+    MediaSettings.from_options(planner.options, {"max_patches": 4, "resize_to_max_canvas": True})
     with pytest.raises(InvalidRequest, match="fps"):
-        check_options(planner, MediaOptions(fps=2))
+        MediaSettings.from_options(planner.options, {"fps": 2})
 
 
 def test_plans_of_other_processes_are_checked() -> None:

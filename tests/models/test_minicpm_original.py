@@ -19,8 +19,7 @@ from tests.support.image_cases import picture, png
 from tests.support.minicpm import OLD_IDS, PROCESSOR, MiniCPMReference, config_of, make_minicpm, pieces_of, pixels_of
 from tests.support.outlines import check_outline
 from tests.support.tiny import MINICPMV4_6, SLICES
-from triptych.api.media_parts import MediaSettings, check_options
-from triptych.api.schemas import MediaOptions
+from triptych.api.media_parts import MediaSettings
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch, UnsupportedMedia
 from triptych.layers.encoder import Encoder
@@ -221,14 +220,13 @@ def test_conversations(tmp_path: Path) -> None:
 
 def test_options_of_requests() -> None:
     """Those of the request reach the plan, and others are refused by name."""
-    options = MediaOptions(max_slice_nums=2, downsample_mode="4x")
+    options = {"max_slice_nums": 2, "downsample_mode": "4x"}
     newer, older = MiniCPMV46Planner(MINICPMV4_6.config, SLICES), MiniCPMVPlanner(CONFIG, PROCESSOR)
-    check_options(newer, options)
-    context = ItemContext(options=MediaSettings.from_options(options).options)
+    context = ItemContext(options=MediaSettings.from_options(newer.options, options).options)
     plan = newer.plan(ImageHeader("PNG", 300, 200), context)
     assert plan.num_parts == 3
     assert plan.patches == 4 * plan.rows
     whole = MiniCPMVPlanner(CONFIG, PROCESSOR | {"slice_mode": False})
     assert whole.plan(ImageHeader("PNG", 300, 200), context).num_parts == 1
     with pytest.raises(InvalidRequest, match="downsample_mode; it takes fps, max_slice_nums, num_frames"):
-        check_options(older, options)
+        MediaSettings.from_options(older.options, options)

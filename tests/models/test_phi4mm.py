@@ -90,7 +90,7 @@ def test_a_request_may_have_fewer_tiles() -> None:
             Phi4MMPlanner(CONFIG, PROCESSOR).plan(header, ItemContext(options={"dynamic_hd": 13}))
     low = ItemContext(PixelBounds(0, 2 * 56 * 56))
     assert Phi4MMPlanner(CONFIG, PROCESSOR).plan(ImageHeader("PNG", 700, 500), low).num_parts == 2
-    assert Phi4MMPlanner(CONFIG, PROCESSOR).options == {"dynamic_hd"}
+    assert Phi4MMPlanner(CONFIG, PROCESSOR).options.keys() == {"dynamic_hd"}
 
 
 @pytest.mark.parametrize("size", [(2000, 11), (11, 2000)])

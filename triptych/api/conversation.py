@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from triptych.api.generation import RequestContext, check_model
-from triptych.api.media_parts import MediaSettings, Place, check_options, check_parts, fetch_all, media_parts
+from triptych.api.media_parts import MediaSettings, Place, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
     LEGACY_CALL_ID,
     ChatCompletionRequest,
@@ -27,8 +27,7 @@ async def plan_conversation(
     check_model(service, request.model)
     variables = template_variables(service, request)
     parts = media_parts(request.messages)
-    check_options(service.prompt_builder.planner, request.mm_processor_kwargs)
-    settings = MediaSettings.from_options(request.mm_processor_kwargs)
+    settings = MediaSettings.from_options(service.prompt_builder.planner.options, request.mm_processor_kwargs)
     check_parts(service, parts, settings)
     started = context.record.now()
     async with context.within_deadline():

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from triptych.api.generation import RequestContext
 from triptych.api.schemas import (
     FRAMES_PER_SECOND,
@@ -17,7 +19,6 @@ from triptych.api.schemas import (
     ImageURL,
     InputAudio,
     InputAudioPart,
-    MediaOptions,
     TextualPart,
     UuidPart,
     VideoPart,
@@ -27,7 +28,7 @@ from triptych.api.service import Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, Planner
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, ImageSize, Options
 from triptych.prompt.media import together
 from triptych.prompt.prompt import PLURALS, media_param
 from triptych.types import (
@@ -40,10 +41,10 @@ from triptych.types import (
     RequestedSize,
 )
 
-FAMILY_OPTIONS = sorted(
-    MediaOptions.model_fields.keys() - AREA_OPTIONS - SIZE_OPTIONS - FRAME_OPTIONS - {"use_audio_in_video"}
-)
-"""``mm_processor_kwargs`` that only some families have."""
+AUDIO_IN_VIDEO: Options = {"use_audio_in_video": bool}
+"""The option of all models, which those without audio tracks refuse if it is true."""
+SHARED_OPTIONS = (AREA_OPTIONS | SIZE_OPTIONS | FRAME_OPTIONS | AUDIO_IN_VIDEO).keys()
+"""``mm_processor_kwargs`` that aren't a family's own."""
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum area of an image with ``detail: low``, as in OpenAI's API."""
 
@@ -76,21 +77,22 @@ class MediaSettings:
     """What media are resized to, in place of ``bounds``."""
 
     @classmethod
-    def from_options(cls, options: MediaOptions | None) -> "MediaSettings":
-        """Raise InvalidRequest for options that exclude each other."""
-        if options is None:
-            return cls()
-        if options.fps is not None and options.num_frames is not None:
+    def from_options(cls, taken: Options, given: Mapping[str, Any] | None) -> "MediaSettings":
+        """Read ``mm_processor_kwargs``, of which a model takes those in ``taken``. Raises InvalidRequest for another
+        one, a value that it may not have, and options that exclude each other."""
+        values = {name: _option(taken, name, value) for name, value in (given or {}).items() if value is not None}
+        if FRAME_OPTIONS.keys() <= values.keys():
             raise InvalidRequest("fps and num_frames exclude each other", "mm_processor_kwargs.fps")
-        if options.size and (options.min_pixels is not None or options.max_pixels is not None):
+        size: ImageSize | None = values.get("size")
+        if size and values.keys() & AREA_OPTIONS:
             raise InvalidRequest("size and min_pixels, max_pixels exclude each other", "mm_processor_kwargs.size")
-        bounds = PixelBounds(options.min_pixels or 0, options.max_pixels or 0)
-        size = MODEL_SIZE
-        if options.size:
-            size = RequestedSize(options.size.shortest_edge or 0, options.size.longest_edge)
-        sampling = FrameSampling(options.fps or 0.0, options.num_frames or 0)
-        own = {name: value for name in FAMILY_OPTIONS if (value := getattr(options, name)) is not None}
-        return cls(bounds, sampling, bool(options.use_audio_in_video), own, size)
+        return cls(
+            PixelBounds(values.get("min_pixels", 0), values.get("max_pixels", 0)),
+            FrameSampling(values.get("fps", 0.0), values.get("num_frames", 0)),
+            values.get("use_audio_in_video", False),
+            {name: value for name, value in values.items() if name not in SHARED_OPTIONS},
+            RequestedSize(size.shortest_edge or 0, size.longest_edge) if size else MODEL_SIZE,
+        )
 
     def bounds_of(self, part: ImagePart, model_max_pixels: int) -> PixelBounds:
         """Return the bounds of an image: the request's own, or those of ``detail: low`` if the model's are larger.
@@ -112,14 +114,14 @@ def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
     }
 
 
-def check_options(planner: Planner, options: MediaOptions | None) -> None:
-    """Raise InvalidRequest for an option that the model's processor doesn't have."""
-    if options is None:
-        return
-    for name in sorted(options.model_fields_set - planner.options - {"use_audio_in_video"}):
-        if getattr(options, name) is not None:
-            taken = ", ".join(sorted(planner.options)) or "none"
-            raise InvalidRequest(f"the model doesn't take {name}; it takes {taken}", f"mm_processor_kwargs.{name}")
+def _option(taken: Options, name: str, value: Any) -> Any:
+    param = f"mm_processor_kwargs.{name}"
+    if (kind := (taken | AUDIO_IN_VIDEO).get(name)) is None:
+        raise InvalidRequest(f"the model doesn't take {name}; it takes {', '.join(sorted(taken)) or 'none'}", param)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{param}: {error}", param) from error
 
 
 def check_parts(service: Service, parts: dict[Place, MediaPart], settings: MediaSettings) -> None:

@@ -33,8 +33,8 @@ FRAMES_PER_SECOND = 2.0
 """Rate of a list of frames that names none."""
 MAX_TOOLS = 128
 MAX_FUNCTION_NAME = 128
-MAX_PIXELS_LIMIT = 2**31
 MAX_TEMPLATE_VARIABLES = 32
+MAX_MEDIA_OPTIONS = 32
 MAX_SCALAR = 1024
 MAX_NUMBER = 2**63
 
@@ -278,63 +278,14 @@ Scalar = Annotated[
 ]
 
 
-class ImageSize(StrictModel):
-    """What images are resized to, under the names of transformers' processors, whose meaning differs by family."""
-
-    shortest_edge: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
-    """Minimum area in pixels; the model's own by default. Families with a longer side in place of an area have none."""
-    longest_edge: int = Field(ge=1, le=MAX_PIXELS_LIMIT)
-    """Maximum area in pixels, or the length in pixels of the longer side (Idefics3, SmolVLM, Pixtral, Mistral 3)."""
+def _option(value: Any) -> Any:
+    for member in value.values() if isinstance(value, dict) else [value]:
+        _scalar(member)
+    return value
 
 
-class MediaOptions(StrictModel):
-    """vLLM's ``mm_processor_kwargs``."""
-
-    min_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
-    """Minimum area that images and frames are resized to, within the model's own bounds."""
-    max_pixels: int | None = Field(None, ge=1, le=MAX_PIXELS_LIMIT)
-    """Maximum area that images and frames are resized to, within the model's own bounds."""
-    size: ImageSize | None = None
-    """What the model's own processor takes in place of ``min_pixels`` and ``max_pixels``."""
-    fps: float | None = Field(None, ge=0.001, le=240.0)
-    """Frames per second that are sampled from videos."""
-    num_frames: int | None = Field(None, ge=1, le=2**16)
-    """Number of frames that are sampled from a video, in place of ``fps``."""
-    max_patches: int | None = Field(None, ge=1, le=2**16)
-    """Tiles that an image is cut into at most, the whole not counted, within the model's own number."""
-    resize_to_max_canvas: bool | None = None
-    """Enlarge small images to the largest canvas of tiles."""
-    min_dynamic_patch: int | None = Field(None, ge=1, le=256)
-    """Tiles that an image becomes at least (InternVL)."""
-    max_dynamic_patch: int | None = Field(None, ge=1, le=256)
-    """Tiles that an image becomes at most (InternVL)."""
-    dynamic_image_size: bool | None = None
-    """Cut images into several tiles (InternVL)."""
-    use_thumbnail: bool | None = None
-    """Show an image as a whole, too, after several tiles (InternVL)."""
-    crop_mode: bool | None = None
-    """Cut images into tiles (DeepSeek-OCR)."""
-    base_size: int | None = Field(None, ge=1, le=2**16)
-    """Pixels per side of the square that shows an image as a whole (DeepSeek-OCR)."""
-    image_size: int | None = Field(None, ge=1, le=2**16)
-    """Pixels per side of a tile or, without ``crop_mode``, of the only view (DeepSeek-OCR)."""
-    use_audio_in_video: bool | None = None
-    """Use the audio tracks of videos, too."""
-    do_pan_and_scan: bool | None = None
-    """Show long images in crops beside the whole, too."""
-    pan_and_scan_min_crop_size: int | None = Field(None, ge=1, le=2**16)
-    """Length in pixels of the shortest side that a crop may have."""
-    pan_and_scan_max_num_crops: int | None = Field(None, ge=1, le=64)
-    pan_and_scan_min_ratio_to_activate: float | None = Field(None, ge=0.0, le=1000.0)
-    """Smallest ratio of an image's sides for which there are crops."""
-    max_slice_nums: int | None = Field(None, ge=1, le=64)
-    """Most slices that an image, or a frame of a video, is cut into."""
-    downsample_mode: Literal["4x", "16x"] | None = None
-    """Patches that become one embedding: ``4x`` for four times as many embeddings as ``16x``."""
-    dynamic_hd: int | None = Field(None, ge=1, le=36)
-    """Largest number of tiles that Phi-4-multimodal cuts an image into, within the model's own number."""
-    max_soft_tokens: int | None = Field(None, ge=1, le=2**16)
-    """The most embeddings of an image or of a frame (Gemma 4)."""
+MediaOptions = Annotated[dict[Name, Annotated[Any, AfterValidator(_option)]], Field(max_length=MAX_MEDIA_OPTIONS)]
+"""vLLM's ``mm_processor_kwargs``: the model's planner says which there are, and what their values may be."""
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────

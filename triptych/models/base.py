@@ -6,7 +6,7 @@ encode and language instances (torch). The protocol of the last one, ``ModelAdap
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -16,12 +16,35 @@ from triptych.types import ItemContext, ItemPlan, MediaHeader, Placement
 
 VISION, AUDIO = "vision", "audio"
 """The names of a family's towers."""
-AREA_OPTIONS = frozenset(("min_pixels", "max_pixels"))
-"""``mm_processor_kwargs`` that become ``ItemContext.bounds``."""
-SIZE_OPTIONS = frozenset(("size",))
+Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class ImageSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What images are resized to, under the names of transformers' processors, whose meaning differs by family."""
+
+    longest_edge: Pixels
+    """Maximum area in pixels, or the length in pixels of the longer side (Idefics3, SmolVLM, Pixtral, Mistral 3)."""
+    shortest_edge: Pixels | None = None
+    """Minimum area in pixels; the model's own by default. Families with a longer side in place of an area have none."""
+
+
+Options = dict[str, Any]
+"""Names of ``mm_processor_kwargs``, each with the type that ``msgspec.convert`` checks its value by."""
+AREA_OPTIONS: Options = {"min_pixels": Pixels, "max_pixels": Pixels}
+"""Those that become ``ItemContext.bounds``."""
+SIZE_OPTIONS: Options = {"size": ImageSize}
 """The one that becomes ``ItemContext.size``."""
-FRAME_OPTIONS = frozenset(("fps", "num_frames"))
-"""``mm_processor_kwargs`` that become ``ItemContext.sampling``."""
+FRAME_OPTIONS: Options = {
+    "fps": Annotated[float, msgspec.Meta(ge=0.001, le=240.0)],
+    "num_frames": Annotated[int, msgspec.Meta(ge=1, le=2**16)],
+}
+"""Those that become ``ItemContext.sampling``."""
+NO_OPTIONS: Options = {}
+
+
+def at_most(most: int) -> Any:
+    """Return the type of an option that is a number from 1 on."""
+    return Annotated[int, msgspec.Meta(ge=1, le=most)]
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -60,9 +83,9 @@ class Planner(Protocol):
     """Rows of the longest atomic span that an item becomes, unless a request's options ask for more; 0 for none."""
     audio_in_video: bool
     """Whether the model can take a video's audio track together with its frames."""
-    options: frozenset[str]
-    """Names of the ``mm_processor_kwargs`` that the model takes; a request with another one is refused.
-    ``use_audio_in_video`` is not among them."""
+    options: Options
+    """The ``mm_processor_kwargs`` that the model takes; a request with another one is refused. Those that no other
+    family has come as ``ItemContext.options``. ``use_audio_in_video`` is not among them."""
 
     def plan(self, header: MediaHeader, context: ItemContext = ...) -> ItemPlan:
         """Return what the item becomes. Raises MediaError if the model can't take the item or what the request asks

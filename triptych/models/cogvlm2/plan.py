@@ -7,7 +7,7 @@ import numpy as np
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig, Positions
+from triptych.models.base import NO_OPTIONS, VISION, ModelConfig, Positions
 from triptych.models.cogvlm2.config import check_template, eva_config, image_token
 from triptych.models.cogvlm2.template import IMAGE
 from triptych.models.shared.mrope import MediaPositions, mrope_positions
@@ -19,7 +19,7 @@ from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan, Placeme
 class CogVLM2Planner(PlainPlanner):
     """``Planner`` of model type ``cogvlm2``. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options: frozenset[str] = frozenset()
+    options = NO_OPTIONS
     template_texts: Mapping[str, str] = {"image": IMAGE}
 
     def __init__(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, VISION, ModelConfig
+from triptych.models.base import AREA_OPTIONS, VISION, ModelConfig, at_most
 from triptych.models.deepseek_ocr.config import image_token, ocr_config, text_config
 from triptych.models.deepseek_ocr.views import BASE_SIZE, CROP_MODE, IMAGE_SIZE, Views
 from triptych.models.shared.plain_planner import PlainPlanner
@@ -25,8 +25,8 @@ class DeepseekOcrPlanner(PlainPlanner):
         ocr = ocr_config(config)
         self._sam = ocr.sam
         self._views = Views.from_configs(ocr, preprocessor_config)
-        sizes = {BASE_SIZE, IMAGE_SIZE} if ocr.is_first else set()
-        self.options = AREA_OPTIONS | {CROP_MODE} | sizes
+        sizes = (BASE_SIZE, IMAGE_SIZE) if ocr.is_first else ()
+        self.options = AREA_OPTIONS | {CROP_MODE: bool} | dict.fromkeys(sizes, at_most(2**16))
         super().__init__(
             {"image": image_token(config)},
             context_length=context_length(text_config(config)),

@@ -4,20 +4,27 @@ Pure."""
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
+from triptych.models.base import Options, at_most
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
 from triptych.models.shared.settings import positive_number, setting
 from triptych.types import OptionValue
 
 ACTIVE, PREFIX = "do_pan_and_scan", "pan_and_scan_"
-OPTIONS = frozenset(
-    (ACTIVE, *(f"{PREFIX}{name}" for name in ("min_crop_size", "max_num_crops", "min_ratio_to_activate")))
-)
-"""``mm_processor_kwargs``, and settings of the processor."""
 MAX_CROPS = 64
 """Bounds what a request or a damaged file can ask for."""
+OPTIONS: Options = {
+    ACTIVE: bool,
+    f"{PREFIX}min_crop_size": at_most(2**16),
+    f"{PREFIX}max_num_crops": at_most(MAX_CROPS),
+    f"{PREFIX}min_ratio_to_activate": Annotated[float, Meta(ge=0.0, le=1000.0)],
+}
+"""``mm_processor_kwargs``, and settings of the processor: whether there are crops beside the whole of a long image, the
+shortest side of a crop in pixels, the most crops, and the least ratio of an image's sides."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom, in pixels."""
@@ -53,7 +60,7 @@ class PanAndScan:
         """Return what a request asks for, the model's own where it has no option. Raises UnsupportedMedia for an option
         of crops if there are none."""
         is_active = bool(options.get(ACTIVE, self.is_active))
-        if not is_active and (unused := sorted(OPTIONS & options.keys() - {ACTIVE})):
+        if not is_active and (unused := sorted(OPTIONS.keys() & options.keys() - {ACTIVE})):
             raise UnsupportedMedia(f"{unused[0]} has no effect without {ACTIVE}")
         return PanAndScan(
             is_active,

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, MediaToken, ModelConfig, at_most
 from triptych.models.gemma4.audio_config import audio_config, check_bands, has_audio
 from triptych.models.gemma4.config import AUDIO_MARKERS, MARKERS, has_spans, text_config, token, vision_config
 from triptych.models.gemma4.geometry import OPTION, BudgetGeometry, frame_geometry
@@ -24,7 +24,7 @@ from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, Vide
 class Gemma4Planner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a value that is invalid or not served."""
 
-    options = AREA_OPTIONS | FRAME_OPTIONS | {OPTION}
+    options = AREA_OPTIONS | FRAME_OPTIONS | {OPTION: at_most(2**16)}
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, SIZE_OPTIONS, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, MediaToken, ModelConfig
 from triptych.models.glm4v.geometry import GlmImageGeometry, half_bounds
 from triptych.models.glm4v.video import Glm46Sampling, GlmSampling, GlmVideoGeometry, is_newer
 from triptych.models.shared.mrope import MediaPositions, grid_positions
@@ -55,7 +55,7 @@ class Glm4vPlanner(PatchPlanner):
         self.placeholder_tokens = {"image": image, "video": image}
         self._start, self._end = (setting(config, f"image_{part}_token_id", int) for part in ("start", "end"))
         self._is_newer = is_newer(config, preprocessor_config, video_config or {})
-        self.options = AREA_OPTIONS | SIZE_OPTIONS | (set() if self._is_newer else {"fps"})
+        self.options = AREA_OPTIONS | SIZE_OPTIONS | ({} if self._is_newer else {"fps": FRAME_OPTIONS["fps"]})
         if self._is_newer:
             self._sampling = Glm46Sampling.from_config(video_config or {}, self._geometry.temporal_patch_size)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from triptych.errors import BadMediaSize, UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, VISION, MediaToken, ModelConfig, Options, at_most
 from triptych.models.internvl.config import (
     frame_settings,
     has_thumbnail,
@@ -35,7 +35,7 @@ VIDEO = "<video>"
 
 
 LEAST, MOST, DYNAMIC, THUMBNAIL = "min_dynamic_patch", "max_dynamic_patch", "dynamic_image_size", "use_thumbnail"
-TILE_OPTIONS = frozenset((LEAST, MOST, DYNAMIC, THUMBNAIL))
+TILE_OPTIONS: Options = {LEAST: at_most(256), MOST: at_most(256), DYNAMIC: bool, THUMBNAIL: bool}
 """``mm_processor_kwargs`` as vLLM has them: tiles at least and at most, whether there may be several, and whether a
 thumbnail follows these."""
 
@@ -129,7 +129,7 @@ class InternVLPlanner(PlainPlanner):
         """Each frame is a tile. Raises UnsupportedMedia for invalid sampling, for bounds, and for options of tiles in a
         request without images, which they are for."""
         check_no_bounds(context)
-        if "image" not in context.modalities and (unused := sorted(TILE_OPTIONS & context.options.keys())):
+        if "image" not in context.modalities and (unused := sorted(TILE_OPTIONS.keys() & context.options.keys())):
             raise UnsupportedMedia(f"each frame of a video is one tile: without images there is no {unused[0]}")
         frames = self._sampling.for_request(context.sampling).frames(header)
         [part] = self._parts(1)

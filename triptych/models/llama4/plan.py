@@ -9,7 +9,7 @@ from typing import Any
 
 from triptych.errors import BadMediaSize
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AREA_OPTIONS, VISION, MediaToken, ModelConfig
+from triptych.models.base import AREA_OPTIONS, VISION, MediaToken, ModelConfig, at_most
 from triptych.models.llama4.config import image_token, text_config, vision_config
 from triptych.models.llama4.tiles import CanvasTiles
 from triptych.models.shared.plain_planner import PlainPlanner
@@ -26,7 +26,7 @@ FILLED = (1,)
 class Llama4Planner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options = AREA_OPTIONS | {"max_patches", "resize_to_max_canvas"}
+    options = AREA_OPTIONS | {"max_patches": at_most(2**16), "resize_to_max_canvas": bool}
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ The reference is ``LlavaProcessor`` in transformers: every image has the same nu
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import VISION, ModelConfig
+from triptych.models.base import NO_OPTIONS, VISION, ModelConfig
 from triptych.models.llava.config import image_token, text_config, vision_config
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
@@ -16,7 +16,7 @@ from triptych.types import ImageHeader, ItemContext, ItemPart, ItemPlan
 class LlavaPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options: frozenset[str] = frozenset()
+    options = NO_OPTIONS
 
     def __init__(
         self,

@@ -6,11 +6,11 @@ or a frame of a video, becomes the whole and slices of it. Items are numbered.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from triptych.errors import UnsupportedMedia
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import FRAME_OPTIONS, VISION, MediaToken, ModelConfig
+from triptych.models.base import FRAME_OPTIONS, VISION, MediaToken, ModelConfig, Options, at_most
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices, text_config, vision_config
 from triptych.models.minicpmv.original import (
     PACKS_FRAMES,
@@ -41,6 +41,8 @@ IMAGE_TEXT = "(<image>./</image>)"
 VIDEO_TEXT = "(<video>./</video>)"
 """The same for a video. Published code has ``IMAGE_TEXT`` for each frame, which would be taken for images."""
 
+SLICE_OPTIONS: Options = {"max_slice_nums": at_most(64)}
+"""The most slices that an image, or a frame of a video, is cut into."""
 MARKERS = frozenset(f"<{slash}{name}>" for name in ("image", "slice", "image_id") for slash in ("", "/"))
 """Tokens around embeddings and numbers."""
 
@@ -146,7 +148,8 @@ class MiniCPMV46Planner(SlicePlanner):
     """``Planner`` of model type ``minicpmv4_6``. Raises CheckpointError for a missing key or a value of the wrong
     type."""
 
-    options = FRAME_OPTIONS | {"max_slice_nums", "downsample_mode"}
+    options = FRAME_OPTIONS | SLICE_OPTIONS | {"downsample_mode": Literal["4x", "16x"]}
+    """``downsample_mode`` 4x makes four times as many embeddings as 16x."""
 
     def __init__(
         self,
@@ -199,7 +202,7 @@ class MiniCPMV46Planner(SlicePlanner):
 class MiniCPMVPlanner(SlicePlanner):
     """``Planner`` of model type ``minicpmv``. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options = FRAME_OPTIONS | {"max_slice_nums"}
+    options = FRAME_OPTIONS | SLICE_OPTIONS
     template_texts: Mapping[str, str] = {"image": IMAGE_TEXT, "video": VIDEO_TEXT}
     _between_frames = "\n"
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from triptych.errors import BadMediaSize
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import AUDIO, VISION, ModelConfig
+from triptych.models.base import AUDIO, VISION, ModelConfig, Options, at_most
 from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings, check_extractor
 from triptych.models.phi4mm.config import SPEECH_LORA, VISION_LORA, audio_token, image_token, loras, vision_config
 from triptych.models.phi4mm.tiles import canvas_of, grid_of, most_tiles
@@ -15,6 +15,8 @@ from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPart, Item
 
 LORA_OF = {"image": VISION_LORA, "audio": SPEECH_LORA}
 """A request with images and audio has the vision LoRA."""
+OPTIONS: Options = {"dynamic_hd": at_most(36)}
+"""The largest number of tiles that an image is cut into, within the model's own number."""
 
 
 class Phi4MMPlanner(PlainPlanner):
@@ -25,7 +27,7 @@ class Phi4MMPlanner(PlainPlanner):
     the request has images, too: then audio is projected otherwise.
     """
 
-    options: frozenset[str] = frozenset(("dynamic_hd",))
+    options = OPTIONS
 
     def __init__(
         self,

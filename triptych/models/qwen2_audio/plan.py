@@ -6,7 +6,7 @@ The reference is ``Qwen2AudioProcessor`` in transformers.
 from typing import Any
 
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import ModelConfig
+from triptych.models.base import NO_OPTIONS, ModelConfig
 from triptych.models.qwen2_audio.config import AUDIO_TOKEN, clip_framing, text_config, tower_config
 from triptych.models.shared.audio import plan_audio
 from triptych.models.shared.plain_planner import PlainPlanner
@@ -17,7 +17,7 @@ from triptych.types import AudioHeader, ItemContext, ItemPlan
 class Qwen2AudioPlanner(PlainPlanner):
     """``Planner`` of this family. Raises CheckpointError for a missing key or a value of the wrong type."""
 
-    options = frozenset()
+    options = NO_OPTIONS
     markers = frozenset(("<|audio_bos|>", "<|audio_eos|>"))
 
     def __init__(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from triptych.errors import UnsupportedMedia
-from triptych.models.base import AREA_OPTIONS, MediaToken, Positions
+from triptych.models.base import AREA_OPTIONS, MediaToken, Options, Positions
 from triptych.models.shared.mrope import plain_positions
 from triptych.models.shared.planner import (
     MAX_SOURCE_PIXELS,
@@ -38,7 +38,7 @@ class PlainPlanner:
 
     atomic_rows = 0
     audio_in_video = False
-    options: frozenset[str] = AREA_OPTIONS
+    options: Options = AREA_OPTIONS
     template_texts: Mapping[str, str] = {}
     markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from triptych.errors import MediaNotServed
 from triptych.models.backbones.rope import context_length
-from triptych.models.base import MediaToken, ModelConfig, Positions
+from triptych.models.base import NO_OPTIONS, MediaToken, ModelConfig, Positions
 from triptych.models.shared.mrope import mrope_positions
 from triptych.models.shared.settings import text_section
 from triptych.types import NO_CONTEXT, ItemContext, ItemPlan, MediaHeader, Placement
@@ -19,7 +19,7 @@ class TextPlanner:
     max_image_pixels = 0
     atomic_rows = 0
     audio_in_video = False
-    options: frozenset[str] = frozenset()
+    options = NO_OPTIONS
     template_texts: Mapping[str, str] = {}
     markers: frozenset[str] = frozenset()
     loras: Mapping[str, str] = {}
