@@ -1,10 +1,11 @@
 """Planning of a conversation: media are fetched, then the chat template makes the prompt from messages and tools."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from triptych.api.generation import RequestContext, check_model
-from triptych.api.media_parts import MediaSettings, Place, check_parts, fetch_all, media_parts
+from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
     LEGACY_CALL_ID,
     ChatCompletionRequest,
@@ -15,7 +16,7 @@ from triptych.api.schemas import (
 from triptych.api.service import Service
 from triptych.errors import InvalidRequest
 from triptych.observe.timeline import Interval
-from triptych.prompt.prompt import PlannedPrompt
+from triptych.prompt.prompt import MediaPart, PlannedPrompt
 
 
 async def plan_conversation(
@@ -77,7 +78,7 @@ def _effort_variables(service: Service, effort: str) -> dict[str, Any]:
     raise InvalidRequest("this model's reasoning effort can't be changed", "reasoning_effort")
 
 
-def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -> dict[str, Any]:
+def _message(m: int, message: ChatMessage, media: dict[PartIndex, MediaPart]) -> dict[str, Any]:
     result: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -93,7 +94,7 @@ def _message(m: int, message: ChatMessage, media: dict[Place, dict[str, Any]]) -
         result |= {"role": "tool", "tool_call_id": LEGACY_CALL_ID}
     if not isinstance(message.content, list):
         return result | {"content": message.content or message.refusal or ""}
-    parts = [
+    parts: list[Mapping[str, Any]] = [
         {"type": "text", "text": part.text} if isinstance(part, TextualPart) else media[m, p]
         for p, part in enumerate(message.content)
     ]

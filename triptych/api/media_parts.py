@@ -30,7 +30,7 @@ from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, Unknown
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
 from triptych.models.base import AREA_OPTIONS, FRAME_OPTIONS, SIZE_OPTIONS, ImageSize, Options
 from triptych.prompt.media import together
-from triptych.prompt.prompt import PLURALS, media_param
+from triptych.prompt.prompt import PLURALS, MediaPart, Modality, media_param
 from triptych.types import (
     MODEL_BOUNDS,
     MODEL_SAMPLING,
@@ -48,8 +48,8 @@ SHARED_OPTIONS = (AREA_OPTIONS | SIZE_OPTIONS | FRAME_OPTIONS | AUDIO_IN_VIDEO).
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum area of an image with ``detail: low``, as in OpenAI's API."""
 
-MediaPart = UuidPart | FramesPart
-MODALITIES: dict[type[MediaPart], str] = {
+RequestPart = UuidPart | FramesPart
+MODALITIES: dict[type[RequestPart], Modality] = {
     ImagePart: "image",
     VideoPart: "video",
     FramesPart: "video",
@@ -57,7 +57,7 @@ MODALITIES: dict[type[MediaPart], str] = {
     InputAudioPart: "audio",
 }
 MediaRef = ImageURL | VideoURL | AudioURL | InputAudio
-Place = tuple[int, int]
+PartIndex = tuple[int, int]
 """Indices of a message and of a part within it."""
 
 
@@ -103,7 +103,7 @@ class MediaSettings:
         return PixelBounds(self.bounds.min_pixels, LOW_DETAIL_PIXELS)
 
 
-def media_parts(messages: list[ChatMessage]) -> dict[Place, MediaPart]:
+def media_parts(messages: list[ChatMessage]) -> dict[PartIndex, RequestPart]:
     """Return all parts that aren't text."""
     return {
         (m, p): part
@@ -124,7 +124,7 @@ def _option(taken: Options, name: str, value: Any) -> Any:
         raise InvalidRequest(f"{param}: {error}", param) from error
 
 
-def check_parts(service: Service, parts: dict[Place, MediaPart], settings: MediaSettings) -> None:
+def check_parts(service: Service, parts: dict[PartIndex, RequestPart], settings: MediaSettings) -> None:
     """Raise InvalidRequest for too many items of a modality, or for audio_in_video with a model that lacks it.
 
     With audio_in_video, a video counts as an audio clip, too."""
@@ -140,8 +140,8 @@ def check_parts(service: Service, parts: dict[Place, MediaPart], settings: Media
 
 
 async def fetch_all(
-    service: Service, parts: dict[Place, MediaPart], settings: MediaSettings, context: RequestContext
-) -> dict[Place, dict[str, Any]]:
+    service: Service, parts: dict[PartIndex, RequestPart], settings: MediaSettings, context: RequestContext
+) -> dict[PartIndex, MediaPart]:
     """Return the parts, with the bytes of their media, as the prompt builder takes them.
 
     Media with a uuid are cached within the context's scope. Raises RequestError, naming the field."""
@@ -151,33 +151,30 @@ async def fetch_all(
 
 
 async def _fetch_part(
-    service: Service, place: Place, part: MediaPart, settings: MediaSettings, context: RequestContext
-) -> dict[str, Any]:
+    service: Service, place: PartIndex, part: RequestPart, settings: MediaSettings, context: RequestContext
+) -> MediaPart:
     if isinstance(part, FramesPart):
         data = await _fetch_frames(place, part, context)
     else:
         data = await _fetch_or_recall(place, part, context, service.uuid_cache)
-    fetched = {"type": MODALITIES[type(part)], "data": data, "field": _field(part)}
+    fetched = MediaPart(type=MODALITIES[type(part)], data=data, field=_field(part))
+    if fetched["type"] == "audio":
+        return fetched
+    fetched["size"], fetched["options"] = settings.size, settings.options
     if isinstance(part, ImagePart):
-        bounds = settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)
-        return fetched | {"bounds": bounds, "size": settings.size, "options": settings.options}
-    if isinstance(part, VideoPart | FramesPart):
-        return fetched | {
-            "bounds": settings.bounds,
-            "size": settings.size,
-            "sampling": settings.sampling,
-            "use_audio": settings.audio_in_video,
-            "options": settings.options,
-        }
+        fetched["bounds"] = settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)
+    else:
+        fetched["bounds"], fetched["sampling"] = settings.bounds, settings.sampling
+        fetched["use_audio"] = settings.audio_in_video
     return fetched
 
 
-def _field(part: MediaPart) -> str:
+def _field(part: RequestPart) -> str:
     """Return the field with the reference to a part's bytes."""
     return {FramesPart: "video", InputAudioPart: "input_audio.data"}.get(type(part), f"{part.type}.url")
 
 
-async def _fetch_or_recall(place: Place, part: UuidPart, context: RequestContext, cache: UuidMediaCache) -> bytes:
+async def _fetch_or_recall(place: PartIndex, part: UuidPart, context: RequestContext, cache: UuidMediaCache) -> bytes:
     """Fetch the part's media and cache them if they have a uuid, or take them from the cache by their uuid."""
     ref: MediaRef | None = getattr(part, part.type)
     modality = MODALITIES[type(part)]
@@ -193,7 +190,7 @@ async def _fetch_or_recall(place: Place, part: UuidPart, context: RequestContext
     raise UnknownMedia(f"no {modality} with uuid {part.uuid!r} is cached: send it again", param)
 
 
-async def _fetch_frames(place: Place, part: FramesPart, context: RequestContext) -> bytes:
+async def _fetch_frames(place: PartIndex, part: FramesPart, context: RequestContext) -> bytes:
     param = f"messages[{place[0]}].content[{place[1]}].video"
     refs = [ImageURL(url=url) for url in part.video]
     frames = await together(_fetch(ref, f"{param}[{n}]", "image", context) for n, ref in enumerate(refs))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from blake3 import blake3
@@ -37,13 +37,44 @@ from triptych.prompt.probe_video import probe_audio_track, probe_video
 from triptych.prompt.template import REASONING_FIELDS, ChatTemplate
 from triptych.prompt.template_forms import PROBE_TOOLS, find_forms
 from triptych.prompt.tokenizer import Tokenizer
-from triptych.types import MODEL_BOUNDS, MODEL_SAMPLING, MODEL_SIZE, ItemContext, ItemPlan, MediaHeader, Placement, Span
+from triptych.types import (
+    MODEL_BOUNDS,
+    MODEL_SAMPLING,
+    MODEL_SIZE,
+    FrameSampling,
+    ItemContext,
+    ItemPlan,
+    MediaHeader,
+    OptionValue,
+    PixelBounds,
+    Placement,
+    RequestedSize,
+    Span,
+)
 
 Message = Mapping[str, Any]
-"""See ``fitting.Message``. A media part has the type ``image``, ``video`` or ``audio``, and ``data`` (bytes).
+"""See ``fitting.Message``; its media parts are ``MediaPart``."""
 
-It may have ``bounds`` (PixelBounds), ``size`` (RequestedSize) and the family's ``options``, and a video ``sampling``
-(FrameSampling) and ``use_audio``. ``field`` is the part's field that the bytes came from, unless it is the URL."""
+Modality = Literal["image", "video", "audio"]
+
+
+class MediaPart(TypedDict):
+    """A part of a message's content that isn't text. What it doesn't say is as the model has it."""
+
+    type: Modality
+    data: bytes
+    """The file."""
+    field: NotRequired[str]
+    """The part's field that the file came from, unless it is the URL."""
+    bounds: NotRequired[PixelBounds]
+    size: NotRequired[RequestedSize]
+    options: NotRequired[Mapping[str, OptionValue]]
+    """Those that only some families have."""
+    sampling: NotRequired[FrameSampling]
+    """Which frames of a video are used."""
+    use_audio: NotRequired[bool]
+    """Whether a video's audio track is used."""
+
 
 PROBES: dict[str, Callable[[bytes], MediaHeader]] = {"image": probe_image, "video": probe_video, "audio": probe_audio}
 """Reads a file's header, for each modality."""
@@ -341,7 +372,7 @@ class PromptBuilder:
                 yield _UnplacedItem(part["data"], plan, label, param, planned.total())
                 planned[modality] += 1
 
-    def _plan(self, part: Mapping[str, Any], counted: MediaBudget, among: Among) -> tuple[ItemPlan, str]:
+    def _plan(self, part: MediaPart, counted: MediaBudget, among: Among) -> tuple[ItemPlan, str]:
         """Return an item's plan and its label."""
         modality = part["type"]
         if not self._family.takes_media:
