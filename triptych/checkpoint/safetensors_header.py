@@ -8,6 +8,7 @@ then the data. A folder has either ``model.safetensors`` or several shards and `
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,14 @@ from triptych.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+OTHER_WEIGHTS = {
+    (".gguf",): "a GGUF file, which isn't served: the safetensors of the same model are",
+    (".bin", ".pt", ".pth", ".ckpt"): "pickled weights, which can run code and aren't served: safetensors are",
+    (".safetensors",): "safetensors under another name than those",
+    (".onnx", ".msgpack", ".h5", ".npz"): "in a format that isn't served: safetensors are",
+}
+"""Suffixes of files with weights → what such a file is."""
 
 LORA_PREFIX = "base_model.model."
 """What peft puts before the names of a model's layers."""
@@ -91,8 +100,10 @@ def weight_files(folder: Path | str) -> list[Path]:
 
 
 def has_weights(folder: Path | str) -> bool:
-    """Return whether a folder has safetensors or an index of them."""
-    return any((Path(folder) / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    """Return whether a folder has a file of weights; an index of such files alone is none. Raises CheckpointError for a
+    malformed index."""
+    single, index = (Path(folder) / name for name in (SINGLE_FILE, INDEX_FILE))
+    return single.is_file() or (index.is_file() and any(index.with_name(name).is_file() for name in shard_names(index)))
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -107,12 +118,30 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return {key: _tensor_info(file, key, entry, size - data_start) for key, entry in header.items()}
 
 
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the shards that an index names, which may be missing. Raises CheckpointError for an index
+    that is malformed, or names something else than a safetensors file beside it."""
+    names = sorted(set(_read_index(index).values()))
+    for name in names:
+        _check_shard_name(index, name)
+    return names
+
+
+def no_weights(names: Iterable[str]) -> str:
+    """Return the end of an error message: what a folder of these files has in place of safetensors, if anything."""
+    for suffixes, meaning in OTHER_WEIGHTS.items():
+        if found := next((name for name in sorted(names) if name.endswith(suffixes)), ""):
+            return f"; {found} is {meaning}"
+    return ""
+
+
 def _main_file(folder: Path) -> Path:
     """Return the single file or, without one, the index. If both exist, transformers prefers the single file too."""
     for name in (SINGLE_FILE, INDEX_FILE):
         if (folder / name).is_file():
             return folder / name
-    raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    other = no_weights(path.name for path in folder.iterdir()) if folder.is_dir() else ""
+    raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{other}")
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -125,12 +154,16 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _shard_path(index: Path, name: str) -> Path:
     """Return the shard's path, which must be in the index's own folder, so that an index can't name other files."""
-    if not name.endswith(".safetensors") or any(character in name for character in "/\\\0"):
-        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    _check_shard_name(index, name)
     shard = index.with_name(name)
     if not shard.is_file():
         raise CheckpointError(f"{shard}: missing; {index.name} names it")
     return shard
+
+
+def _check_shard_name(index: Path, name: str) -> None:
+    if not name.endswith(".safetensors") or any(character in name for character in "/\\\0"):
+        raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
 
 
 def _parse_header(stream: BinaryIO, file: Path, size: int) -> tuple[dict[str, Any], int]:

@@ -17,6 +17,7 @@ from triptych.observe import logs
 COMMANDS = {
     "serve": "serve a model: all processes of a topology, or one instance that joins a frontend",
     "run": "ask one question about pictures, videos and audio, on the terminal",
+    "pull": "download a model from the Hugging Face Hub, to serve it later",
     "demo": "serve the bundled model and ask it about the bundled pictures",
     "doctor": "check machine, model, fabrics and ports, and show what each role would load, without loading it",
     "top": "show a running service at work: stages, instances, queues, requests and what binds",

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         quantized = described_format(section)
         tensors, stages = _outline(config.model, adapter, has_towers=family.takes_media)
-        model = "the folder has no weights; sizes follow from config.json, for weights that aren't quantized"
+        model = "no weights are there; sizes follow from config.json, for weights that aren't quantized"
     console = Console()
     model_type = model_type_of(checkpoint_config)
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     checks = [
         _tried("tensors", lambda: _tensors(config.model, adapter, has_towers=family.takes_media))
         if stored
-        else Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there"),
+        else _no_weights(arguments.model, config.model),
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, quantized, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
@@ -94,6 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
         shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
     console.print(shown)
     return 1 if any(check.wrong for check in checks) else 0
+
+
+def _no_weights(given: str, folder: Path) -> Check:
+    if Path(given).is_dir():
+        return Check("weights", "", f"neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+    return Check("weights", f"not downloaded yet: {given} is on the Hugging Face Hub")
 
 
 def _outline(

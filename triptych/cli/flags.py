@@ -7,12 +7,14 @@ import math
 import re
 from argparse import SUPPRESS
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quantization_section
-from triptych.checkpoint.safetensors_header import has_weights, read_folder
+from triptych.checkpoint.safetensors_header import has_weights, no_weights, read_folder
 from triptych.cli import sources
+from triptych.cli.fitting import check_memory
 from triptych.cli.spelling import Fits
 from triptych.config import (
     CONFIG_GROUPS,
@@ -36,9 +38,10 @@ from triptych.config import (
 )
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
+from triptych.hub import Check, HubName, fetch, no_check
 from triptych.layers.stored.registry import described_format
 from triptych.models.registry import family_of
-from triptych.topology import Topology
+from triptych.topology import Role, Topology
 
 TEXT_ONLY = "1PD"
 """The default topology of a model that takes no media."""
@@ -57,7 +60,9 @@ _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
 
 def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    meaning = f"a checkpoint folder, or {DEMO!r} for the bundled model"
+    meaning = (
+        f"a checkpoint folder, a name on the Hugging Face Hub (ORG/NAME[@REVISION]), or {DEMO!r} for the bundled model"
+    )
     parser.add_argument("model", metavar="MODEL", help=meaning, nargs=None if required else "?")
 
 
@@ -163,7 +168,7 @@ def fill_in_start(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is None and name in file and not (is_chosen and name in ("role", "topology")):
             setattr(arguments, name, str(file[name]))
     if arguments.model is None:
-        raise ConfigError("MODEL is missing: give a checkpoint folder first, or as model in the file of --config")
+        raise ConfigError("MODEL is missing: give a folder or ORG/NAME first, or as model in the file of --config")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +207,14 @@ def _given(item: dataclasses.Field[Any], arguments: argparse.Namespace) -> Itera
 
 
 def serve_config(arguments: argparse.Namespace, *, needs_weights: bool = True) -> ServeConfig:
-    """Return all settings of a service. Raises ConfigError, and CheckpointError as ``model_folder`` does."""
+    """Return all settings of a service. Raises ConfigError, and StartError as ``model_folder`` does."""
+    engine = settings(EngineConfig, arguments)
+    # an encode instance loads towers alone, and a frontend nothing
+    is_small = (getattr(arguments, "role", None) or "").upper() in (Role.E, "FRONTEND")
+    check = partial(check_memory, arguments.model, engine) if needs_weights and not is_small else no_check
     return ServeConfig(
-        model=model_folder(arguments.model, needs_weights=needs_weights),
-        engine=settings(EngineConfig, arguments),
+        model=model_folder(arguments.model, needs_weights=needs_weights, check=check),
+        engine=engine,
         encode=settings(EncodeConfig, arguments),
         transfer=settings(TransferConfig, arguments),
         cluster=settings(ClusterConfig, arguments),
@@ -222,24 +231,42 @@ def number(text: str) -> float:
     return value
 
 
-def model_folder(name: str, *, needs_weights: bool = True) -> Path:
-    """Return the checkpoint folder that MODEL names. Raises CheckpointError when it isn't one, its weights are in a
-    format that isn't served, or a shard is missing; with ``needs_weights``, also when it has none."""
+def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_check) -> Path:
+    """Return the checkpoint folder that MODEL names, downloaded if that is a name on the Hub; ``check`` is called
+    before its weights are. Raises StartError as ``hub.fetch`` does. Raises CheckpointError for a folder that isn't one
+    of a model, whose weights are in a format that isn't served, or that lacks a shard; with ``needs_weights``, also for
+    one that has none."""
     folder = MODEL_DIR if name == DEMO else Path(name)
-    if not folder.is_dir():
-        raise CheckpointError(f"{name}: no such folder, and the only bundled model is {DEMO!r}")
-    folder = folder.resolve()
-    if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
-        # before anything is said of weights that wouldn't help
-        described_format(quantization_section(load_config(folder)))
+    if folder.is_file():
+        what = no_weights([folder.name]).partition(" is ")[2] or "a file"
+        raise CheckpointError(f"{name}: it is {what}; MODEL is a folder, or a name on the Hugging Face Hub")
+    if folder.is_dir():
+        folder = folder.resolve()
+    elif hub_name := HubName.parse(name):
+        folder = fetch(hub_name, (_check_served, check), needs_weights=needs_weights)
+    else:
+        raise CheckpointError(
+            f"{name}: no such folder; MODEL may also be {DEMO!r}, or a name on the Hugging Face Hub, as ORG/NAME"
+        )
+    _check_served(folder)
     if needs_weights or has_weights(folder):
         read_folder(folder)
     return folder
 
 
+def _check_served(folder: Path, _: int = 0) -> None:
+    """Check what a folder's config says, before anything is said of weights that wouldn't help."""
+    if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
+        family_of(config := load_config(folder))
+        described_format(quantization_section(config))
+
+
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
-    """Return the name that requests give as model."""
-    return config.frontend.http.served_model_name or (DEMO if arguments.model == DEMO else config.model.name)
+    """Return the name that requests give as model: that of the folder, or as on the Hub."""
+    given = arguments.model
+    return config.frontend.http.served_model_name or (
+        given if given == DEMO or (HubName.parse(given) and not Path(given).is_dir()) else config.model.name
+    )
 
 
 def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:

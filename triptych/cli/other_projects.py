@@ -13,12 +13,13 @@ _LOGS = "use --log-level, or --enable-log-requests for a line of each request"
 _TABLE = {
     # the model and its files
     "model model_path m model_id": "give the model first: triptych serve MODEL",
-    "hf hf_repo hfr hf_file hff model_url mu": "give a checkpoint folder first: triptych serve MODEL",
+    "hf hf_repo hfr hf_file hff model_url mu": "give the model's name first: triptych serve ORG/NAME",
     "mmproj mmproj_url no_mmproj": "the towers are in the checkpoint's folder: leave it out, or use --role PD for none",
     "tokenizer tokenizer_path tokenizer_mode chat_template chat_template_file chat_template_content_format "
     "skip_tokenizer_init": _PREPARED,
-    "revision tokenizer_revision code_revision": "download that revision, and give its folder as MODEL",
-    "download_dir hf_token token": "MODEL is a folder on this machine: leave it out",
+    "revision tokenizer_revision code_revision": "it follows the model's name: ORG/NAME@REVISION",
+    "download_dir": "set HF_HOME, whose folder hub has the downloaded models",
+    "hf_token token hft": "set HF_TOKEN: other users can read command lines",
     "load_format model_loader_extra_config": "weights are read from safetensors: leave it out",
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "generation_config override_generation_config sampling_defaults": "defaults are those of the checkpoint's "

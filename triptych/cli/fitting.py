@@ -1,0 +1,47 @@
+"""Whether a model's weights fit in this machine's memory, before they are downloaded."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from triptych.checkpoint.config_files import load_config, quantization_section
+from triptych.config import EngineConfig
+from triptych.errors import StartError
+from triptych.observe.machine import available_bytes
+
+SHARES = {"none": 1.0, "int8": 0.52, "int4": 0.3}
+"""About the share of 16-bit weights that a layer's weights take, with scales, by ``--quantization``."""
+
+
+def check_memory(name: str, engine: EngineConfig, folder: Path, num_bytes: int) -> None:
+    """Raise StartError if weights of ``num_bytes`` don't fit in free memory; ``folder`` has the model's config. On a
+    GPU nothing is checked: its memory is known only when an instance starts."""
+    if not _computes_on_cpus(engine.device):
+        return
+    free, config = available_bytes(), load_config(folder)
+    needed = {method: _needed(config, num_bytes, share) for method, share in SHARES.items()}
+    if engine.dtype == "float32" and not quantization_section(config):
+        needed["none"] = 2 * num_bytes
+    if needed[engine.quantization] <= free:
+        return
+    smaller = next((method for method, size in needed.items() if size <= free), None)
+    way_out = f"; --quantization {smaller} needs about {needed[smaller] / 1e9:.1f} GB" if smaller else ""
+    raise StartError(
+        f"{name}: this machine can't serve it: {needed[engine.quantization] / 1e9:.1f} GB of weights, {free / 1e9:.1f} "
+        f"GB of memory free{way_out}"
+    )
+
+
+def _needed(config: Mapping[str, Any], num_bytes: int, share: float) -> int:
+    """Return about how many bytes weights take if a share is left of the decoder's layers."""
+    if quantization_section(config):
+        return num_bytes  # it stays as it is stored
+    text = config.get("text_config", config)
+    values = [text.get(name) for name in ("vocab_size", "hidden_size")]
+    embeddings = 2 * values[0] * values[1] if all(type(value) is int for value in values) else 0
+    kept = min(num_bytes, embeddings if text.get("tie_word_embeddings") else 2 * embeddings)
+    return int(kept + share * (num_bytes - kept))
+
+
+def _computes_on_cpus(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
