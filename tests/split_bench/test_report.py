@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from triptych.load_test.drawings import MISSING
 from triptych.split_bench import report
 from triptych.split_bench.figures import Results, Spread
 from triptych.split_bench.findings import changed, findings
 from triptych.split_bench.plan import QUICK
-from triptych.split_bench.plot import Axis
 from triptych.split_bench.tables import EMBEDDINGS, KV, tables_of
 from triptych.split_bench.transfers import RowsPerToken, TransferSizes
 
@@ -62,6 +62,16 @@ def test_drawings_are_whole_and_linked(results: Results, tmp_path: Path) -> None
         assert ElementTree.parse(tmp_path / "split" / name).getroot().tag.endswith("svg")
 
 
+def test_a_report_is_whole_without_matplotlib(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "can_draw", lambda: False)
+    page = written(results, tmp_path)
+    assert MISSING in page
+    assert ".svg" not in page
+    assert not (tmp_path / "split").exists()
+
+
 def test_what_failed_is_named_and_the_rest_is_written(tmp_path: Path) -> None:
     results = Results(tables_of(PLAN, {}, SIZES))
     results.fail("round 1: instance d0 was killed | by SIGKILL", "closed", [("text", "1E1P1D")])
@@ -106,11 +116,3 @@ def test_gains_and_costs_are_beyond_the_spread() -> None:
     assert changed({"a": (low, high, True), "b": (low, high, False)}) == "gained: a × 1.91; cost: b × 1.91"
     assert changed({"a": (high, low, True), "b": (high, low, False)}) == "gained: b × 0.52; cost: a × 0.52"
     assert changed({"a": (low, wide, True)}) == "no difference beyond the spread: a"
-
-
-def test_axes_have_round_numbers_or_the_values() -> None:
-    assert Axis("", [0.0, 930.0]).ticks == [0, 200, 400, 600, 800]
-    assert Axis("", [8192.0, 1024.0], is_log=True).ticks == [1024.0, 8192.0]
-    assert Axis("", [1024.0, 4096.0], is_log=True).share(2048.0) == pytest.approx(0.5)
-    assert Axis("", [0.0]).share(0.0) == 0.0
-    assert Axis("", [5.0], is_log=True).share(5.0) == 0.5

@@ -11,6 +11,7 @@ from triptych.chaos.measure import FaultResult
 from triptych.chaos.plot import latency_plot
 from triptych.chaos.questions import Kind
 from triptych.load_test.client import percentile
+from triptych.load_test.drawings import MISSING, can_draw
 
 HEADINGS = (
     "fault", "topology", "requests", "lost", "wrong", "allowed to fail", "p99 (s)", "added p99 (s)", "limit (s)",
@@ -19,13 +20,14 @@ HEADINGS = (
 
 
 def write(results: Sequence[FaultResult], page: Path, command: str) -> None:
-    """Write the page, and the drawings into a folder beside it. Raises OSError."""
+    """Write the page and, with matplotlib, the drawings into a folder beside it. Raises OSError."""
     folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
-    for result in results:
-        name = result.fault.name
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for result in results if can_draw() else ():
+        folder.mkdir(exist_ok=True)
         title = f"{result.fault.title} ({result.fault.topology})"
-        (folder / f"{name}.svg").write_text(latency_plot(title, result.calm, result.outcomes, result.marks))
+        path = folder / f"{result.fault.name}.svg"
+        latency_plot(title, result.calm, result.outcomes, result.marks, path)
     page.write_text("\n".join(_page(results, folder.name, command)) + "\n")
 
 
@@ -49,16 +51,20 @@ def _page(results: Sequence[FaultResult], folder: str, command: str) -> Iterator
     yield "| " + " | ".join(HEADINGS) + " |"
     yield "|" + " --- |" * len(HEADINGS)
     for result in results:
-        yield "| " + " | ".join(_cells(result, folder)) + " |"
+        yield "| " + " | ".join(_cells(result)) + " |"
+    if not can_draw():
+        yield f"\n{MISSING}"
     for result in results:
         name = result.fault.name
-        yield f"\n## {name}\n\n{result.fault.title}.\n\n![requests over time]({folder}/{name}.svg)"
+        yield f"\n## {name}\n\n{result.fault.title}."
+        if can_draw():
+            yield f"\n![requests over time]({folder}/{name}.svg)"
         yield from (f"\n- {failure}" for failure in result.failures)
 
 
-def _cells(result: FaultResult, folder: str) -> Iterator[str]:
+def _cells(result: FaultResult) -> Iterator[str]:
     fault = result.fault
-    yield f"[{fault.title}]({folder}/{fault.name}.svg)"
+    yield f"[{fault.title}](#{fault.name})"
     yield fault.topology
     yield str(len(result.outcomes))
     yield str(len(result.lost))

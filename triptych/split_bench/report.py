@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych import __version__
+from triptych.load_test.drawings import MISSING, can_draw
 from triptych.split_bench.figures import Results, Row, Table
 from triptych.split_bench.findings import findings
 from triptych.split_bench.plan import SplitPlan
@@ -28,13 +29,15 @@ class About:
 
 
 def write(results: Results, plan: SplitPlan, about: About, page: Path, data: Path | None) -> None:
-    """Write the page, its drawings into a folder of the same name, and the JSON if a path is given. Raises OSError."""
+    """Write the page, with matplotlib its drawings into a folder of the same name, and the JSON if a path is given.
+    Raises OSError."""
     folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
+    page.parent.mkdir(parents=True, exist_ok=True)
     shown = []
-    for name, title, svg in plots(results, plan):
-        (folder / f"{name}.svg").write_text(svg)
-        shown.append(f"![{title}]({folder.name}/{name}.svg)")
+    for plot in plots(results, plan) if can_draw() else ():
+        folder.mkdir(exist_ok=True)
+        plot.save(folder / f"{plot.name}.svg")
+        shown.append(f"![{plot.title}]({folder.name}/{plot.name}.svg)")
     page.write_text("\n".join(_page(results, plan, about, shown)) + "\n")
     if data is not None:
         data.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +73,9 @@ def _page(results: Results, plan: SplitPlan, about: About, drawings: list[str]) 
         yield "\nThe run was interrupted: cells have fewer rounds, and some rows have none."
     for table in results.tables:
         yield from _table(results, table)
-    if drawings:
+    if drawings or not can_draw():
         yield "\n## Drawings\n\nBars reach from the lowest to the highest round.\n"
-        yield "\n\n".join(drawings)
+        yield "\n\n".join(drawings or [MISSING])
     yield "\n## What splitting gained or cost here\n"
     yield (
         "Drawn from the figures above. “No difference beyond the spread” is said where the ranges of the rounds "
