@@ -38,7 +38,7 @@ TESTS = {
         "api/test_fair_executor.py::test_one_client_never_occupies_all_threads"
     ],
     "preparing media on encode instances": [
-        "encode/test_jobs.py::test_long_items_alternate_and_few_are_started",
+        "encode/test_batching.py::test_long_items_alternate_and_few_are_started",
         "router/test_admission.py::test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_next",
     ],
     "reading a stream": ["api/test_disconnects.py::test_a_stream_whose_client_reads_nothing_ends"],
