@@ -186,7 +186,7 @@ class Frontend:
             "pd", Role.PD, self._language.address, [LAYOUT], os.getpid(), 1, CAPACITY, 2**20, model=ModelIdentity()
         )
         self.router.handle(register)
-        while not self.router.can_serve:
+        while not self.router.availability.can_serve:
             await asyncio.sleep(0.01)
             self._take()
 

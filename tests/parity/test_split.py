@@ -195,8 +195,8 @@ def test_without_an_encoder_images_are_rejected_and_not_listed(model: Model) -> 
     async def run() -> None:
         async with running(model.folder, "1P1D") as service:
             router = service.frontend.router
-            assert router.can_serve
-            assert not router.takes_media
+            assert router.availability.can_serve
+            assert not router.availability.takes_media
             with pytest.raises(MediaNotServed):
                 await service.answer(next(case.messages for case in CASES if case.images))
 

@@ -276,7 +276,7 @@ def test_items_beside_one_that_ends_its_encode_instances_are_not_given_up_with_i
     assert harness.outstanding() == 0
 
 
-@pytest.mark.parametrize("ends", ["answered", "given up", "cancelled", "moved"])
+@pytest.mark.parametrize("ends", ["answered", "whole", "given up", "cancelled", "moved"])
 def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_with_it(ends: str) -> None:
     harness = RouterHarness(P0, D0, restart_hold=60.0)
     harmful, other = harness.submit(), harness.submit()
@@ -294,6 +294,8 @@ def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_wit
     assert [message.generate.request for _, message in harness.of(Prefill)][4:] == [harmful.request]
     if ends == "answered":
         harness.router.handle(Tokens(harmful.request, [5], 0))
+    elif ends == "whole":  # with its first report
+        assert finish(harness, harmful) == [7]
     elif ends == "given up":
         harness.router.handle(Deregister(P0))
         with pytest.raises(InstanceLost, match="3 instances"):
@@ -301,10 +303,8 @@ def test_prompts_beside_one_that_ends_its_prefill_instances_are_not_given_up_wit
         harness.register(P0, pid=4)
     elif ends == "cancelled":
         harness.router.lifecycle.cancel(harmful.request)
-        harness.wait(0.25, P0, D0)
     else:  # tokens were lost, so it begins again elsewhere
         harness.router.handle(Tokens(harmful.request, [5], 1))
-        harness.wait(0.25, P0, D0)
     assert [message.generate.request for _, message in harness.of(Prefill)][5:] == [other.request]
     assert finish(harness, other) == [7]
     if ends in {"answered", "moved"}:

@@ -115,13 +115,13 @@ def test_a_draining_prefill_instance_still_serves_requests_in_flight() -> None:
     harness = RouterHarness("p0", "d0")
     stream = harness.submit()
     harness.set_role("p0", Role.PD, force=True)
-    assert not harness.router.can_serve
+    assert not harness.router.availability.can_serve
     with pytest.raises(Unavailable, match="prefill"):
         harness.submit()
     harness.need_prefill(stream)
     assert harness.of(Prefill)[-1][0] == "p0"
     harness.register("p0", Role.PD)
-    assert harness.router.can_serve
+    assert harness.router.availability.can_serve
     harness.router.handle(Tokens(stream.request, [3], 0))
     harness.need_prefill(stream, generated=(3,))  # it lost its pages, and no prefill instance is left
     to, again = harness.of(Generate)[-1]

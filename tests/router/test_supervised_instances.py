@@ -48,10 +48,10 @@ def test_an_instance_that_has_ended_is_lost_before_its_lease_expires() -> None:
     harness = RouterHarness(PD0)
     join(harness, E0, Role.E, 7)
     report(harness, LaunchedInstance(E0, Role.E, LaunchState.RESTARTING, restart_in=1.0, incarnation=6))
-    assert harness.router.can_serve, "that was an earlier process"
+    assert harness.router.availability.can_serve, "that was an earlier process"
     report(harness, LaunchedInstance(E0, Role.E, LaunchState.RESTARTING, 1, 1.5, {"SIGKILL": 1}, incarnation=7))
-    assert not harness.router.can_serve
-    assert harness.router.missing_stages() == "no encode instance: e0 restarts in 2 s"
+    assert not harness.router.availability.can_serve
+    assert harness.router.availability.missing_stages() == "no encode instance: e0 restarts in 2 s"
     harness.router.handle(GetStatus(Address("operator")))
     ((_, status),) = harness.of(Status)
     assert [(one.name, one.restarts) for one in status.launched] == [(E0, 1)]

@@ -57,8 +57,8 @@ class Readiness:
         """Return why the service isn't ready, or an empty string if it is."""
         if self._router.draining or self._router.leaving:
             return "the service is shutting down"
-        if not self._router.can_serve:
-            return self._router.missing_stages() or "a stage has no instance"
+        if not self._router.availability.can_serve:
+            return self._router.availability.missing_stages() or "a stage has no instance"
         if self._shown_by_clients():
             return ""
         if self._age() > (FRESH_FAILURE_SECONDS if self._reason else FRESH_SECONDS) and self._probe is None:
@@ -73,7 +73,7 @@ class Readiness:
         """Return whether each stage that a probe would use has recently worked for a client."""
         recent = self._clock() - FRESH_SECONDS
         has_tokens = self._router.last_token > recent
-        return has_tokens and (not self._router.takes_media or self._router.last_encoded > recent)
+        return has_tokens and (not self._router.availability.takes_media or self._router.last_encoded > recent)
 
     def _age(self) -> float:
         return self._clock() - self._probed_at
@@ -97,7 +97,7 @@ class Readiness:
                 log.warning("not ready: %s", self._reason)
 
     async def _generate_token(self) -> None:
-        has_media = self._router.takes_media
+        has_media = self._router.availability.takes_media
         content = [{"type": "text", "text": "?"}, *([{"type": "image", "data": _image()}] if has_media else [])]
         messages: list[Message] = [{"role": "user", "content": content}]
         prompt = self._builder.build(messages, self._router.membership.context_length())

@@ -113,7 +113,7 @@ class Service:
     @property
     def input_modalities(self) -> list[str]:
         """Modalities that requests may contain."""
-        return ["text", *(sorted(self.prompt_builder.modalities) if self.router.takes_media else ())]
+        return ["text", *(sorted(self.prompt_builder.modalities) if self.router.availability.takes_media else ())]
 
     @property
     def context_length(self) -> int:

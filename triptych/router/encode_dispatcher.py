@@ -124,6 +124,8 @@ class EncodeDispatcherState:
     pending: frozenset[RequestId]
     """Requests with items that are not encoded yet."""
     queue: QueueState
+    heads: tuple[Ticket[EncodeTask], ...]
+    """The first queued items of each client, priority and kind."""
 
 
 def cost_of(plan: ItemPlan) -> int:
@@ -170,9 +172,11 @@ class EncodeDispatcher:
         self._unfinished: dict[InFlightEncode, None] = {}
         self._num_long: Counter[tuple[Address, str]] = Counter()
         """Unfinished time-sliced items of a client at an instance."""
+        self.num_openings = 0
+        """Changes so far that may let waiting work go on: an item was queued, or room was freed."""
 
     def enqueue(self, task: EncodeTask) -> bool:
-        """Queue an item; call ``dispatch`` afterwards. Return whether it replaces an earlier transfer of the same item,
+        """Queue an item. Return whether it replaces an earlier transfer of the same item,
         as after a preemption. Does nothing if the instance has asked for the item later or this is known already."""
         items = self._requests.setdefault(task.request, _RequestItems())
         if any(known.asked >= task.asked for known in items.known(task.index)):
@@ -189,6 +193,7 @@ class EncodeDispatcher:
             kind = _CACHED
         if self._on_trial(task.request):
             kind = f"{_ON_TRIAL} {task.request}"
+        self.num_openings += 1
         return self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
 
     def trial_begins(self, request: RequestId) -> None:
@@ -336,7 +341,6 @@ class EncodeDispatcher:
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
         self._changed(encode.task.request)
-        self.dispatch()
 
     def _note_cached(self, encode: InFlightEncode) -> None:
         """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
@@ -346,8 +350,7 @@ class EncodeDispatcher:
             instance.encoded.add(task.cache_name, num_bytes, instance.encode_cache_bytes)
 
     def release(self, request: RequestId) -> None:
-        """Release a request's items, because it has ended or another instance computes its prompt. Call ``dispatch``
-        afterwards."""
+        """Release a request's items, because it has ended or another instance computes its prompt."""
         if items := self._requests.pop(request, None):
             for index in [*items.queued, *(encode.task.index for encode in items.in_flight.values())]:
                 self._release_item(items, index)
@@ -356,9 +359,7 @@ class EncodeDispatcher:
         """Drop the queued items of a language instance that is gone."""
         for ticket in self._queue:
             if ticket.work.consumer == consumer:
-                self._queue.remove(ticket)
-                del self._requests[ticket.work.request].queued[ticket.work.index]
-                self._changed(ticket.work.request)
+                self._dequeue(self._requests[ticket.work.request], ticket.work.index)
 
     def instance_lost(self, instance: InstanceLease) -> tuple[list[TransferId], list[RequestId]]:
         """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the
@@ -373,8 +374,8 @@ class EncodeDispatcher:
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
-        """Forget what an instance was assigned and hasn't begun, at no cost to the clients; call ``dispatch``
-        afterwards. Returns the requests concerned, whose consumers ask for the items again."""
+        """Forget what an instance was assigned and hasn't begun, at no cost to the clients. Returns the
+        requests concerned, whose consumers ask for the items again."""
         held = self._at.get(instance.address, {})
         returned = [one for transfer in transfers if (one := held.get(transfer)) is not None]
         for encode in returned:
@@ -394,6 +395,7 @@ class EncodeDispatcher:
             unfinished=frozenset(self._unfinished),
             pending=frozenset(filter(self.is_pending, self._requests)),
             queue=self._queue.debug_state(),
+            heads=tuple(self._queue.heads()),
         )
 
     def oldest(self) -> float | None:
@@ -427,16 +429,23 @@ class EncodeDispatcher:
             held.pop(transfer, None)
             if not held:
                 del self._at[encode.instance.address]
-        if ticket := items.queued.pop(index, None):
-            self._queue.remove(ticket)
-            self._changed(ticket.work.request)
-        return bool(earlier or ticket)
+        return self._dequeue(items, index) or bool(earlier)
+
+    def _dequeue(self, items: _RequestItems, index: int) -> bool:
+        """Take an item out of the queue; return False if it isn't there."""
+        if (ticket := items.queued.pop(index, None)) is None:
+            return False
+        self._queue.remove(ticket)
+        self.num_openings += 1  # others may have waited behind it
+        self._changed(ticket.work.request)
+        return True
 
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:
         """Free the capacity that an item takes at its encode instance. ``done`` is the cost that was actually work."""
         if encode not in self._unfinished:
             return
         del self._unfinished[encode]
+        self.num_openings += 1
         instance, client = encode.instance, encode.task.client
         instance.outstanding -= encode.cost
         instance.patches -= encode.patches

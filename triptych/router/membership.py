@@ -154,7 +154,7 @@ class Membership:
     """What supervisors say of the processes that they keep running."""
     _last_served: dict[Stage, float] = field(default_factory=dict)
     """When each stage last had an instance that takes work."""
-    _number: int = 0
+    number: int = 0
     """Changes of the leases so far, but for the work that they have."""
 
     def add(self, message: Register, now: float) -> InstanceLease:
@@ -163,7 +163,7 @@ class Membership:
         if held is not None and is_same(held, message):
             held.last_seen = now
             held.credit = message.credit or message.capacity.whole
-            self._number += 1
+            self.number += 1
             return held
         lease = InstanceLease(
             name=message.name,
@@ -185,7 +185,7 @@ class Membership:
         )
         lease.history.add(message.stats, now)
         self._leases[lease.address] = lease
-        self._number += 1
+        self.number += 1
         return lease
 
     def refresh(self, message: Heartbeat, now: float) -> InstanceLease | None:
@@ -194,7 +194,7 @@ class Membership:
             lease.last_seen, lease.stats = now, message.stats
             lease.credit = message.credit or lease.capacity.whole
             lease.history.add(message.stats, now)
-            self._number += 1
+            self.number += 1
         return lease
 
     def remove(self, lease: InstanceLease, now: float) -> None:
@@ -202,34 +202,34 @@ class Membership:
         for stage in lease.role.stages:
             self.serves(stage, now)  # it did, until now
         del self._leases[lease.address]
-        self._number += 1
+        self.number += 1
 
     def drain(self, lease: InstanceLease) -> None:
         """Give an instance no new work any more: it is about to leave."""
         lease.draining = True
-        self._number += 1
+        self.number += 1
 
     def avoid(self, lease: InstanceLease, now: float) -> None:
         """Prefer others for a while: an instance has failed, perhaps by its own fault."""
         lease.avoided_until = now + AVOIDED_SECONDS
-        self._number += 1
+        self.number += 1
 
     def end_avoidance(self, now: float) -> None:
         """Give instances work again that haven't failed for a while. Call a few times a second."""
         for lease in self._leases.values():
             if lease.avoided_until is not None and now >= lease.avoided_until:
                 lease.avoided_until = None
-                self._number += 1
+                self.number += 1
 
     def set_next_role(self, lease: InstanceLease, role: Role | None) -> None:
         """Note the role that an instance is about to take; None if it keeps its own."""
         lease.next_role = role
-        self._number += 1
+        self.number += 1
 
     def version(self, now: float) -> tuple[int, ...]:
         """Return a value that is another one when instances, or what supervisors say of them, have changed. The work
         that instances have been given isn't part of that."""
-        return self._number, *self.launched.version(now)
+        return self.number, *self.launched.version(now)
 
     def serves(self, stage: Stage, now: float) -> bool:
         """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being

@@ -150,8 +150,8 @@ class PipelineView:
         why_not = ""
         if router.draining or router.leaving:
             why_not = "the service is shutting down"
-        elif not router.can_serve:
-            why_not = router.missing_stages() or "a stage has no instance"
+        elif not router.availability.can_serve:
+            why_not = router.availability.missing_stages() or "a stage has no instance"
         leases = list(router.membership)
         num_frontends = max([1, len(self._among.ports), *(lease.num_frontends for lease in leases)])
         join = next((lease.join for lease in leases if lease.num_frontends > 1), "")

@@ -58,8 +58,8 @@ class RemotePrefill(Assignment):
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in flight. ``RequestTable`` changes ``phase``, ``decode``, ``prefill`` and
-    ``prefill_needed``."""
+    """A request in flight. ``RequestTable`` changes ``phase``, ``decode``, ``prefill``,
+    ``prefill_needed`` and ``has_answered``."""
 
     id: RequestId
     prompt: PlannedPrompt
@@ -119,6 +119,10 @@ class RequestState:
     def token_cost(self) -> int:
         """Cost on the account of the language instance that answers it, in tokens."""
         return len(self.generate.tokens) + self.generate.sampling.max_tokens
+
+    def num_to_prefill(self, needed: PrefillNeeded) -> int:
+        """Return how many tokens a prefill instance computes for a decode instance that asks for that."""
+        return max(0, len(self.generate.tokens) + len(needed.generated) - needed.first_token)
 
     @cached_property
     def prefix_hashes(self) -> list[bytes]:

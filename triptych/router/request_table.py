@@ -34,6 +34,8 @@ class RequestTable:
         self._order = itertools.count()
         self.changes = RecentChanges()
         """Requests whose phase or instances have changed; ``EncodeDispatcher`` notes those whose items have."""
+        self.num_openings = 0
+        """Changes so far that may let waiting work go on: work was queued, room was freed, or a trial has ended."""
         self.computing_cost = 0.0
         """Forecast cost of the requests that language instances can compute now."""
 
@@ -44,11 +46,13 @@ class RequestTable:
         self._num_of_client[state.client] += 1
         self._num_in_phase[state.phase] += 1
         heapq.heappush(self._deadlines, (state.deadline, state.arrival, state.id))
+        self.num_openings += 1
         self.changes.note(state.id)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that has ended, and take it off its instances' accounts."""
         self.unassign(state)
+        self.num_openings += 1  # others may have waited behind it
         self.enter(state, RequestPhase.DONE)
         self._num_in_phase[RequestPhase.DONE] -= 1
         del self._requests[state.id]
@@ -72,6 +76,7 @@ class RequestTable:
     def assign(self, state: RequestState, instance: InstanceLease, cost: int) -> None:
         """Give a request to the language instance that will answer it."""
         state.decode = Assignment(instance, cost)
+        state.has_answered = False
         instance.assign(cost)
         instance.add_request(1, may_stall=state.may_stall)
         self._by_instance[instance.address][state.id] = state
@@ -80,6 +85,7 @@ class RequestTable:
     def needs_prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
         """Note that a request's decode instance asks for its prompt's KV."""
         state.prefill_needed = needed
+        self.num_openings += 1
         self._prefill_changed(state)
 
     def assign_prefill(self, state: RequestState, prefill: RemotePrefill) -> None:
@@ -93,6 +99,7 @@ class RequestTable:
         """Take a request's remote prefill, if it has one, off its instance's account: it is done, cancelled or lost."""
         if (prefill := state.prefill) is not None:
             state.prefill = state.prefill_needed = None
+            self.num_openings += 1
             prefill.instance.outstanding -= prefill.cost
             self._forget(state, prefill.instance)
             self._prefill_changed(state)
@@ -105,17 +112,24 @@ class RequestTable:
             self._prefill_changed(state)
         if (decode := state.decode) is not None:
             state.decode = None
+            self.num_openings += 1
             decode.instance.outstanding -= decode.cost
             decode.instance.add_request(-1, may_stall=state.may_stall)
             self._forget(state, decode.instance)
             self.changes.note(state.id)
 
-    def first_token(self, state: RequestState) -> None:
-        """Note that a request's first token is about to be recorded: from now on it doesn't stall. Idempotent."""
-        if state.decode is not None and state.may_stall:
+    def answered(self, state: RequestState) -> None:
+        """Note that tokens of a dispatched request are about to be recorded: it doesn't stall any more, and isn't on
+        trial. Idempotent."""
+        if state.has_answered or state.decode is None:
+            return
+        if state.may_stall or state.on_trial:
+            self.num_openings += 1
+        if state.may_stall:
             state.decode.instance.add_request(-1, may_stall=True)
             state.decode.instance.add_request(1, may_stall=False)
             self.changes.note(state.id)
+        state.has_answered = True
 
     def get(self, request: RequestId) -> RequestState | None:
         return self._requests.get(request)

@@ -50,6 +50,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.events import EventLog
 from triptych.observe.metrics import Metrics
+from triptych.router.availability import Availability
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
@@ -96,7 +97,7 @@ class Router:
         self.launcher_view = self.membership.launched
         """What supervisors say of the processes that they keep running."""
         self.metrics.registry.register(RestartCollector(self.launcher_view))
-        self._expects_encoders = expects_encoders
+        self.availability = Availability(self.membership, expects_encoders=expects_encoders, clock=clock)
         self._address = address
         self._send = send
         self._disconnect = disconnect
@@ -114,9 +115,10 @@ class Router:
             membership=self.membership,
             config=admission,
             metrics=self.metrics,
-            expects_encoders=expects_encoders,
+            availability=self.availability,
             clock=clock,
         )
+        self._transitions = self.lifecycle.transitions
         self._requests, self._encodes = self.lifecycle.requests, self.lifecycle.encodes
         admitted = self.lifecycle.admission
         self.metrics.watch("num_requests_queued", "requests queued at the frontend", lambda: len(admitted))
@@ -126,6 +128,8 @@ class Router:
         stages = StageCollector(self.membership, self.lifecycle, expects_encoders=expects_encoders)
         self.metrics.registry.register(stages)
         self._role_changes = RoleChanges(self.membership, address=address, send=self._notify, reply=self._reply)
+        self._recovering: list[tuple[str, list[RequestId]]] = []
+        """Instances that were lost since the last call of ``_settle``, and the requests that each worked on."""
         self._handlers = self._message_handlers()
 
     def _message_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
@@ -172,7 +176,8 @@ class Router:
         """Fail every request with ``error``, queued or dispatched."""
         for state in [*self.lifecycle.admission.queued(), *self._requests]:
             if self._requests.get(state.id):
-                self.lifecycle.fail(state, error)
+                self._transitions.fail(state, error)
+        self._settle()
 
     @property
     def control(self) -> str:
@@ -183,17 +188,6 @@ class Router:
     def num_requests(self) -> int:
         """Requests in flight: admitted and not ended."""
         return len(self._requests)
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether every stage has an instance."""
-        encodes = self.membership.encode_instances() or not self._expects_encoders
-        return bool(self.membership.serving_instances() and encodes)
-
-    @property
-    def takes_media(self) -> bool:
-        """Whether requests may have media, now or as soon as every stage has an instance."""
-        return self._expects_encoders or bool(self.membership.encode_instances())
 
     def debug_state(self) -> RouterState:
         return RouterState(
@@ -211,8 +205,16 @@ class Router:
         """Handle one message from an instance or an operator."""
         if handler := self._handlers.get(type(message)):
             handler(message)
+            self._settle()
         else:
             log.warning("%s is not for the frontend", type(message).__name__)
+
+    def _settle(self, *, time_passed: bool = False) -> None:
+        """Have everything that waits go on as far as it can, and say what has become of lost instances' requests."""
+        self.lifecycle.pump.run(time_passed=time_passed)
+        for name, affected in self._recovering:
+            self._report_recovery(name, affected)
+        self._recovering.clear()
 
     def _on_prefill_needed(self, message: PrefillNeeded) -> None:
         """A decode instance has pages for a request, and needs its prompt's KV."""
@@ -220,16 +222,13 @@ class Router:
         if state is None or state.decode is None or message.consumer != state.decode.instance.address:
             self._cancel_at(message.consumer, Cancel(message.request))
         elif state.prefill_needed is None or message.asked > state.prefill_needed.asked:
-            self.lifecycle.prefill(state, message)
+            self._transitions.needs_prefill(state, message)
 
     def _on_encode_needed(self, message: EncodeNeeded) -> None:
         """A language instance lacks these items' embeddings: queue them for encoding."""
         state = self._requests.current(message.request)
         if state is None or not state.prefills(message.consumer, message.prefill):
             self._cancel_at(message.consumer, Cancel(message.request, message.prefill))
-            return
-        if not self._can_encode():
-            self.lifecycle.fail_missing(state, Stage.ENCODE)
             return
         for needed in message.items:
             if needed.item >= len(state.prompt.items):
@@ -252,18 +251,12 @@ class Router:
             )
             if self._encodes.enqueue(task):
                 self.metrics.reencoded()
-        self.lifecycle.update_phase(state)
-        self._encodes.dispatch()
+        self._transitions.update_phase(state)
 
     def _cancel_at(self, address: Address, cancel: Cancel) -> None:
         """End a request at a language instance that works on it and shouldn't: its Cancel came before, or was lost."""
         if self.membership.get(address):
             self._notify(address, cancel)
-
-    def _can_encode(self) -> bool:
-        """Whether items of requests in flight can be encoded, now or soon."""
-        soon = self.membership.serves(Stage.ENCODE, self.clock())
-        return soon or bool(self.membership.encode_instances(begun=True))
 
     def _on_fetch_media(self, message: FetchMedia) -> None:
         """An encode instance lacks the rows of an item, and needs a piece of its file."""
@@ -278,13 +271,13 @@ class Router:
         assert state is not None, "items are released when their request ends"
         state.stream.record.add(message.intervals, encode.instance.name, encode.task.index)
         self._encodes.finish(encode, cached=message.cached)
-        self.lifecycle.update_phase(state)
+        self._transitions.update_phase(state)
 
     def _on_encode_failed(self, message: EncodeFailed) -> None:
         encode = self._encodes.get(message.transfer, message.attempt)
         if encode is not None and (state := self._requests.get(encode.task.request)):
             error = message.error.error(message.message, encode.task.item.param)
-            self.lifecycle.failed_at(encode.instance, state, error, message.culprit)
+            self._transitions.failed_at(encode.instance, state, error, message.culprit)
 
     def _on_tokens(self, message: Tokens) -> None:
         state = self._requests.current(message.request)
@@ -293,51 +286,42 @@ class Router:
         if message.first > len(state.generated):
             log.warning("request %s: tokens before the %dth are missing", state.id, message.first)
             self.metrics.recovered("decode")
-            self.lifecycle.requeue(state)
-            self.lifecycle.dispatch_queued()
+            self._transitions.requeue(state)
             return
         self._requests.prefilled(state)
         self.last_token = self.clock()
         try:
             report = state.stream.read(message)
         except TriptychError as error:
-            self.lifecycle.fail(state, error)
+            self._transitions.fail(state, error)
             return
         admission, record, engine = self.lifecycle.admission, state.stream.record, state.decode.instance.name
         admission.generated(state, len(report.tokens), self.last_token, first=not state.generated)
         state.generated += report.tokens
         record.num_reused = max(record.num_reused, message.reused)
-        was_on_trial = state.on_trial
-        frees_room = state.may_stall or was_on_trial
-        state.has_answered = True
-        self._requests.first_token(state)
+        self._requests.answered(state)
         self.metrics.received_tokens(record, len(report.tokens))
         if message.finish_reason is not None:
             record.add(message.intervals, engine)
-            self.lifecycle.end(state, report.finish_reason or message.finish_reason)
+            self._transitions.end(state, report.finish_reason or message.finish_reason)
         elif report.finish_reason is not None:
-            self.lifecycle.end_early(state, report.finish_reason)
+            self._transitions.end_early(state, report.finish_reason)
         else:
-            self.lifecycle.update_phase(state)
-            if frees_room:
-                self.lifecycle.dispatch_queued()
-            if was_on_trial:
-                self._encodes.dispatch()
-                self.lifecycle.prefill_waiting()
+            self._transitions.update_phase(state)
         state.stream.put(report)
 
     def _on_failed(self, message: Failed) -> None:
         state, sender = self._requests.current(message.request), self.membership.get(message.sender)
         if state is not None and sender is not None and state.works_on(sender):
             error = message.error.error(message.message, message.param)
-            self.lifecycle.failed_at(sender, state, error, message.culprit)
+            self._transitions.failed_at(sender, state, error, message.culprit)
 
     # ── operators ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_get_status(self, message: GetStatus) -> None:
         now = self.clock()
         instances = [lease.status(now) for lease in self.membership]
-        ready = self.can_serve and not self.draining
+        ready = self.availability.can_serve and not self.draining
         launched = self.launcher_view.processes(now)
         change, spares = self.launcher_view.change(now), self.launcher_view.spares(now)
         status = Status(ready, self.draining, self.num_requests, instances, self._identity, launched, change, spares)
@@ -407,9 +391,6 @@ class Router:
             self.events.add("changed" if changed else "joined", f"{lease.name} joined as {lease.role}")
         registered = Registered(self._lease.lease_expiry, self._address, message.join, message.resets)
         self._notify(lease.address, registered)
-        self.lifecycle.prefill_waiting()
-        self._encodes.dispatch()
-        self.lifecycle.dispatch_queued()
 
     def _is_outdated(self, message: Register) -> bool:
         """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
@@ -443,14 +424,12 @@ class Router:
             if (state := self._requests.current(dispatch)) is None:
                 continue
             if state.decode is not None and state.decode.instance is lease:
-                self.lifecycle.requeue(state)
+                self._transitions.requeue(state)
             elif state.prefill is not None and state.prefill.instance is lease and state.prefill_needed:
-                self.lifecycle.prefill(state, state.prefill_needed)
+                self._transitions.needs_prefill(state, state.prefill_needed)
         for request in self._encodes.hand_back(lease, message.transfers):
             if state := self._requests.get(request):
-                self.lifecycle.update_phase(state)
-        self._encodes.dispatch()
-        self.lifecycle.dispatch_queued()
+                self._transitions.update_phase(state)
 
     def _on_deregister(self, message: Deregister) -> None:
         lease = self.membership.get(message.address)
@@ -489,16 +468,9 @@ class Router:
         joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self.membership]
         self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
 
-    def missing_stages(self) -> str:
-        """Return which stages have no instance, and when one is started again."""
-        needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
-        served = {stage for lease in self.membership if lease.takes_work for stage in lease.role.stages}
-        now = self.clock()
-        return "; ".join(self.launcher_view.why_missing(stage, now) for stage in needed if stage not in served)
-
     def tick(self) -> None:
-        """Expire leases and requests whose time has run out, and dispatch what has got room meanwhile, as by a larger
-        credit. Call a few times a second."""
+        """Expire leases and requests whose time has run out, and dispatch what may go meanwhile. Call a few times a
+        second."""
         now = self.clock()
         self.membership.end_avoidance(now)
         for lease in self.membership.expired(now):
@@ -508,10 +480,7 @@ class Router:
         self.lifecycle.admission.forecast.tick(now)
         self._reset_where_messages_were_lost(now)
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))
-        self.lifecycle.fail_unservable()
-        self._encodes.dispatch()
-        self.lifecycle.dispatch_queued()
-        self.lifecycle.prefill_waiting()
+        self._settle(time_passed=True)
         self.load.tick(now)
 
     def _remove_instance(
@@ -540,34 +509,31 @@ class Router:
         suspects = blamed(affected.values()) if suspect else set()
         for state in affected.values():
             state.interrupted = True
-            if state.id in suspects and not self.lifecycle.instance_lost(state, why):
+            if state.id in suspects and not self._transitions.instance_lost(state, why):
                 continue
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")
-                self.lifecycle.requeue(state)
-            elif state.id in encoding and not self._can_encode():
-                self.lifecycle.fail_missing(state, Stage.ENCODE)
+                self._transitions.requeue(state)
+            elif state.id in encoding and not self.availability.can_encode:
+                self._transitions.fail_missing(state, Stage.ENCODE)
             elif state.id in encoding:
                 self.metrics.recovered("encode")
-                self.lifecycle.update_phase(state)
-        self._encodes.dispatch()
-        self.lifecycle.dispatch_queued()
-        self.lifecycle.fail_unservable()
-        self._report_recovery(lease, list(affected))
+                self._transitions.update_phase(state)
+        self._recovering.append((lease.name, list(affected)))
         self._disconnect(lease.address)
 
-    def _report_recovery(self, lease: InstanceLease, affected: list[RequestId]) -> None:
+    def _report_recovery(self, lost: str, affected: list[RequestId]) -> None:
         """Add events of what has become of the requests that an instance worked on when it was lost."""
         left = [state for one in affected if (state := self._requests.get(one))]
         queued = sum(state.phase is RequestPhase.QUEUED for state in left)
         if continued := len(left) - queued:
             verb = "continues" if continued == 1 else "continue"
-            self.events.add("recovered", f"{_requests(continued)} of {lease.name} {verb}")
+            self.events.add("recovered", f"{_requests(continued)} of {lost} {verb}")
         if queued:
             verb = "was" if queued == 1 else "were"
-            self.events.add("recovered", f"{_requests(queued)} of {lease.name} {verb} queued again")
+            self.events.add("recovered", f"{_requests(queued)} of {lost} {verb} queued again")
         if failed := len(affected) - len(left):
-            self.events.add("failed", f"{_requests(failed)} of {lease.name} failed")
+            self.events.add("failed", f"{_requests(failed)} of {lost} failed")
 
     def _notify(self, to: Address, message: Message) -> None:
         """Send a message, and only log a failure: an unreachable peer loses its lease soon."""

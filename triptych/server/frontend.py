@@ -230,7 +230,7 @@ class Frontend:
         """Accept connections, once instances that run already have joined."""
         if self._awaits_instances:
             began = asyncio.get_running_loop().time()
-            while self.router.launcher_view.standby or not self.router.can_serve:
+            while self.router.launcher_view.standby or not self.router.availability.can_serve:
                 if not self.router.launcher_view.standby and asyncio.get_running_loop().time() > began + MAX_WAIT:
                     break
                 await asyncio.sleep(TICK / 5)

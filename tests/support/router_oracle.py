@@ -1,0 +1,111 @@
+"""What may go on in a router, by rules of its own: simple ones, that look at all requests and all instances."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from triptych.router.admission import RECOVERED_PRIORITY
+from triptych.router.encode_dispatcher import CACHED_CREDITS, LONG_ITEMS_PER_CLIENT, EncodeDispatcherState, EncodeTask
+from triptych.router.membership import InstanceLease
+from triptych.router.request_state import MAX_LOSSES, RequestState
+from triptych.router.router import Router
+
+
+def waits_in_vain(router: Router) -> Iterator[str]:
+    """Yield what waits although an instance has room for it and may have it."""
+    members, lifecycle, encode = router.membership, router.lifecycle, router.debug_state().encode
+    for state in _heads(lifecycle.admission.queued()):
+        fitting = [one for one in members.serving_instances() if _has_room(state, one) and _may_be(router, state, one)]
+        yield from (f"request {state.id} for {one.name}" for one in fitting)
+    prefills = members.prefill_instances(begun=True)
+    for state in lifecycle.requests:
+        if state.prefill_needed is not None and state.prefill is None:
+            fitting = [one for one in prefills if _may_be(router, state, one)]
+            fitting = fitting if prefills else members.serving_instances()
+            yield from (f"prompt of {state.id} for {one.name}" for one in fitting)
+    encoders = [_Encoder(encode, one) for one in members.encode_instances(begun=True)]
+    for ticket in encode.heads:
+        task, state = ticket.work, lifecycle.requests.get(ticket.work.request)
+        assert state is not None
+        if any(one.takes(ticket.kind) for one in encoders):
+            fitting = [one.instance for one in encoders if one.has_capacity(task)]
+            yield from (f"item {task.transfer} for {one.name}" for one in fitting if _may_be(router, state, one))
+
+
+def false_accounts(router: Router) -> Iterator[str]:
+    """Yield the accounts of instances that are not those of the requests and items in flight."""
+    books = router.debug_state()
+    for instance in router.membership:
+        work = [one for state in books.requests.values() for one in (state.decode, state.prefill) if one]
+        cost = sum(one.cost for one in work if one.instance is instance)
+        decoding = [one for one in books.requests.values() if one.decode and one.decode.instance is instance]
+        stalling = sum(one.may_stall for one in decoding)
+        items = [one for one in books.encode.unfinished if one.instance is instance]
+        true = {
+            "outstanding": cost + sum(one.cost for one in items),
+            "num_stalling": stalling,
+            "num_ready": len(decoding) - stalling,
+            "patches": sum(one.patches for one in items),
+            "num_long": sum(one.long for one in items),
+        }
+        for name, value in true.items():
+            if getattr(instance, name) != value:
+                yield f"{instance.name}: {name} is {getattr(instance, name)}, not {value}"
+
+
+def _heads(queued: list[RequestState]) -> Iterator[RequestState]:
+    """Yield the first request of each client, priority and kind: the others come after it."""
+
+    def queue(state: RequestState) -> tuple[str, int, bool]:
+        priority = min(state.priority, RECOVERED_PRIORITY) if state.num_dispatches else state.priority
+        return state.client, priority, state.may_stall
+
+    for _, states in groupby(sorted(queued, key=queue), key=queue):
+        yield next(states)
+
+
+def _has_room(state: RequestState, instance: InstanceLease) -> bool:
+    at = instance.num_ready, instance.num_stalling if state.may_stall else 0
+    return max(at) < instance.credit.requests
+
+
+def _may_be(router: Router, state: RequestState, instance: InstanceLease) -> bool:
+    """Return whether a request that may end its instances would be alone with that at an instance."""
+    if state.losses < MAX_LOSSES - 1:
+        return True
+    encodes = router.debug_state().encode.unfinished
+    encoded = {one.task.request for one in encodes if one.instance is instance}
+    others = [one for one in router.lifecycle.requests if one is not state and one.on_trial]
+    if state.works_on(instance):
+        return not any(one.id in encoded for one in others)
+    return not any(one.id in encoded or one.works_on(instance) for one in others)
+
+
+class _Encoder:
+    """An encode instance, and what it has not finished."""
+
+    def __init__(self, encode: EncodeDispatcherState, instance: InstanceLease) -> None:
+        self.instance = instance
+        self.credit = instance.credit
+        items = [one for one in encode.unfinished if one.instance is instance]
+        self.patches = sum(one.patches for one in items)
+        self.clients = [one.task.client for one in items if one.long]
+
+    def takes(self, kind: str) -> bool:
+        """Return whether it has capacity for some items that were queued as such a kind."""
+        match kind:
+            case "short":
+                return self.patches < self.credit.patches
+            case "long":
+                return len(self.clients) < self.credit.long_items
+            case "cached":
+                return self.patches < CACHED_CREDITS * self.credit.patches
+        return True
+
+    def has_capacity(self, task: EncodeTask) -> bool:
+        """Return whether it has capacity for an item."""
+        if task.cache_name in self.instance.encoded:
+            return self.patches < CACHED_CREDITS * self.credit.patches
+        if not task.item.plan.is_time_sliced(self.instance.capacity.encode_batch_patches):
+            return self.patches < self.credit.patches
+        own = self.clients.count(task.client)
+        return len(self.clients) < self.credit.long_items and own < LONG_ITEMS_PER_CLIENT

@@ -1,0 +1,204 @@
+"""The steps in the life of a request once it is admitted: it is given to an instance, goes back to the queue, and ends.
+
+They change state and send what instances must hear of that. ``Pump`` has what waits go on afterwards.
+"""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from triptych.errors import InstanceLost, TriptychError
+from triptych.job_faults import Culprit
+from triptych.messages.codec import Message, Send
+from triptych.messages.work import Cancel, Prefill, PrefillNeeded, time_left
+from triptych.observe.metrics import Metrics
+from triptych.observe.timeline import Interval
+from triptych.router.admission import Admission
+from triptych.router.availability import Availability
+from triptych.router.encode_dispatcher import EncodeDispatcher
+from triptych.router.membership import InstanceLease, Membership
+from triptych.router.request_state import MAX_FAILURES, MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
+from triptych.router.request_table import RequestTable
+from triptych.topology import Stage
+from triptych.types import Address, RequestId
+
+log = logging.getLogger(__name__)
+
+LOST = "an instance that worked on this request was lost, and no other can continue it"
+MIN_QUEUE_SECONDS = 0.002
+"""Waits shorter than this (seconds) aren't recorded as queueing."""
+
+
+class Transitions:
+    """Moves requests from one phase to the next.
+
+    ``notify`` sends a message and only logs a failure; ``send`` raises."""
+
+    def __init__(
+        self,
+        *,
+        requests: RequestTable,
+        admission: Admission,
+        encodes: EncodeDispatcher,
+        membership: Membership,
+        availability: Availability,
+        metrics: Metrics,
+        send: Send,
+        notify: Callable[[Address, Message], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._requests = requests
+        self._admission = admission
+        self._encodes = encodes
+        self._membership = membership
+        self._availability = availability
+        self._metrics = metrics
+        self._send = send
+        self._notify = notify
+        self._clock = clock
+        self.num_freed = 0
+        """Requests that have ended or gone back to the queue so far: each may have made room for others."""
+
+    # ── dispatch ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def dispatch(self, state: RequestState, instance: InstanceLease) -> None:
+        """Send a request that was dequeued to a language instance."""
+        again = state.num_dispatches > 0
+        state.generate = msgspec.structs.replace(
+            state.generate,
+            request=RequestId(f"{state.id}.{state.num_dispatches}") if again else state.id,
+            generated=list(state.generated),
+            timeout=time_left(state.deadline, self._clock()),
+        )
+        try:
+            self._send(instance.address, state.generate)
+        except TriptychError as error:
+            self._admission.refund(state)
+            state.stream.record.error = type(error).__name__
+            self.end(state, "error")
+            state.stream.put(error)
+            return
+        if again:
+            log.info("request %s moved to %s after %d tokens", state.id, instance.name, len(state.generated))
+        else:
+            state.dispatched = self._clock()
+            record = state.stream.record
+            if (started := record.now()) - record.submitted > MIN_QUEUE_SECONDS:
+                record.intervals.append(Interval("queue", record.submitted, started))
+        state.num_dispatches += 1
+        self._requests.assign(state, instance, state.token_cost)
+        self.update_phase(state)
+
+    def update_phase(self, state: RequestState) -> None:
+        """Set a dispatched request's phase; call whenever its items or tokens have changed."""
+        if self._encodes.is_pending(state.id):
+            phase = RequestPhase.ENCODING
+        elif state.stream.record.first_token:
+            phase = RequestPhase.DECODING
+        else:
+            phase = RequestPhase.PREFILLING
+        self._enter(state, phase)
+
+    def _enter(self, state: RequestState, phase: RequestPhase) -> None:
+        now = self._clock()
+        if state.phase is not phase:
+            state.entered = now
+            self._requests.enter(state, phase)
+        self._admission.phase_changed(now)
+
+    def needs_prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
+        """Have a request's prompt wait for a prefill instance, for the decode instance that asks for it."""
+        self.cancel_prefill(state)
+        self._encodes.release(state.id)  # its items were for the previous prefill instance
+        self.update_phase(state)
+        self._requests.needs_prefill(state, needed)
+
+    def prefill(self, state: RequestState, needed: PrefillNeeded, instance: InstanceLease) -> None:
+        """Send a waiting prompt to a prefill instance."""
+        self._requests.assign_prefill(state, RemotePrefill(instance, state.num_to_prefill(needed), needed.transfer))
+        generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
+        prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
+        self._notify(instance.address, prefill)
+
+    def cancel_prefill(self, state: RequestState) -> None:
+        """Cancel a request's remote prefill, if it has one."""
+        if state.prefill is not None and self._membership.get(state.prefill.instance.address):
+            self._notify(state.prefill.instance.address, Cancel(state.generate.request, state.prefill.transfer))
+        self._requests.prefilled(state)
+
+    # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def requeue(self, state: RequestState) -> None:
+        """Continue a dispatched request on another language instance from the tokens received so far, once one has
+        room. Sampling is deterministic, so the same tokens follow."""
+        assert state.decode is not None
+        self.num_freed += 1
+        self._notify(state.decode.instance.address, Cancel(state.generate.request))
+        self.cancel_prefill(state)
+        self._requests.unassign(state)
+        self._encodes.release(state.id)
+        self._enter(state, RequestPhase.QUEUED)
+        self._admission.add(state)
+
+    def failed_at(self, instance: InstanceLease, state: RequestState, error: TriptychError, culprit: Culprit) -> None:
+        """Handle an instance's failure to do its part of a request: the request ends with the error if it is at fault,
+        or has failed too often; else it continues elsewhere, or there again."""
+        if not culprit.ends_request:
+            self._membership.avoid(instance, self._clock())
+            state.failures += 1
+            if state.failures < MAX_FAILURES:
+                log.warning("request %s failed at %s (culprit: %s): %s", state.id, instance.name, culprit, error)
+                self.requeue(state)
+                return
+        self.fail(state, error)
+
+    def instance_lost(self, state: RequestState, why: str) -> bool:
+        """Count the loss of an instance that worked on a request. Fails the request and returns False if it may have
+        been the cause."""
+        state.losses += 1
+        if state.losses < MAX_LOSSES:
+            if state.on_trial:
+                self._encodes.trial_begins(state.id)
+            return True
+        self.fail(
+            state,
+            InstanceLost(
+                f"given up after {state.losses} instances were lost while they worked on it; the last one {why}"
+            ),
+        )
+        return False
+
+    def fail_missing(self, state: RequestState, stage: Stage) -> None:
+        """Fail a dispatched request that needs a stage without an instance."""
+        self.fail(state, InstanceLost(LOST) if state.interrupted else self._availability.missing(stage))
+
+    # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fail(self, state: RequestState, error: TriptychError) -> None:
+        """End a request with an error."""
+        state.stream.record.error = type(error).__name__
+        self.end_early(state, "error")
+        state.stream.put(error)
+
+    def end_early(self, state: RequestState, reason: str) -> None:
+        """End a request, also at its instance."""
+        decode, dispatch = state.decode, state.generate.request
+        self.end(state, reason)
+        if decode is not None:
+            self._notify(decode.instance.address, Cancel(dispatch))
+
+    def end(self, state: RequestState, reason: str) -> None:
+        """Remove a request, set its finish reason unless it has one, and release its work."""
+        self.num_freed += 1
+        record, now = state.stream.record, self._clock()
+        record.finish_reason = record.finish_reason or reason
+        self._metrics.ended(record)
+        self._admission.remove(state)
+        if state.num_dispatches:
+            whole = record.finish_reason not in ("abort", "error")
+            self._admission.ended(state, record.num_tokens, now, whole=whole)
+        self.cancel_prefill(state)
+        self._requests.remove(state)
+        self._encodes.release(state.id)
+        self._admission.phase_changed(now)
