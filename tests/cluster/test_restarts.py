@@ -150,6 +150,18 @@ def test_a_frontend_that_drains_leaves_new_requests_to_its_successor(service: Co
     wait_for(lambda: is_whole(service), 60, service)
 
 
+def test_what_a_frontend_finishes_gets_instances_that_start_meanwhile(service: Command) -> None:
+    with stream_of(url_of(service), "tiny", 1000) as lines:
+        frontend, instance = child(service, "frontend"), child(service, "pd0")
+        frontend.send_signal(signal.SIGTERM)
+        service.wait_for_line(r"\[frontend\] .* SIGTERM")
+        instance.kill()
+        assert list(lines)[-1] == "data: [DONE]"
+        assert is_gone(frontend.pid)
+    assert httpx.get(f"{url_of(service)}/health", trust_env=False, timeout=60).status_code == 200
+    wait_for(lambda: is_whole(service), 60, service)
+
+
 @pytest.mark.slow
 def test_an_instance_that_is_told_to_end_drains_and_comes_back(service: Command) -> None:
     url = url_of(service)

@@ -1,5 +1,6 @@
 """``triptych rollout`` replaces all processes of a service under load, and no request fails."""
 
+import os
 import re
 import shutil
 import signal
@@ -120,6 +121,33 @@ def test_revisions_there_and_back(folder: Path, other_folder: Path, topology: st
         with loaded(url, old, new):
             roll(service, "--model", str(folder), *arguments)
         assert answers(url) == old
+        assert "Traceback" not in service.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["1PD", "1P1D"])
+@pytest.mark.parametrize("to", ["same", "other", "back"])
+def test_what_an_old_frontend_finishes_gets_instances_that_start_meanwhile(
+    folder: Path, other_folder: Path, topology: str, to: str
+) -> None:
+    with triptych("serve", folder, *FAST, "--topology", topology) as service:
+        url = service.wait_until_ready()
+        if to == "back":  # the control address of the instances is no longer the operators'
+            roll(service, "--model", str(other_folder))
+        arguments = () if to == "same" else ("--model", str(other_folder if to == "other" else folder))
+        with rollout(service, *arguments) as command:
+            command.wait_for_line("starting the new frontend")
+            instances = {one.name: one.pid for one in status(service).instances}
+            with stream_of(url, "tiny", 3000) as lines:
+                if to == "same":
+                    command.wait_for_line("draining the old frontend")
+                else:
+                    command.wait_for_line("frontend takes over")
+                for pid in instances.values():
+                    os.kill(pid, signal.SIGKILL)
+                assert list(lines)[-1] == "data: [DONE]"
+            assert command.end(240) == 0, command.text + "\n" + service.text
+        whole_status(service)
         assert "Traceback" not in service.text
 
 

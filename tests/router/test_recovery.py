@@ -211,16 +211,6 @@ def test_many_connections_that_break_at_once_reset_an_instance_once_more() -> No
     assert len(harness.of(RegisterAgain)) == 2
 
 
-def test_a_frontend_that_hands_over_resets_no_instance_which_would_not_come_back() -> None:
-    harness = RouterHarness(PD0)
-    stream = harness.submit()
-    harness.wait(RESET_PAUSE, PD0)
-    harness.router.handed_over = True
-    harness.router.handle(MessagesLost(PD0))
-    assert harness.of(RegisterAgain) == []
-    assert finish(harness, stream) == [7]
-
-
 def test_a_request_is_given_up_after_three_instances_were_lost_while_they_worked_on_it() -> None:
     harness = RouterHarness(PD0, restart_hold=60.0)
     harmful = harness.submit()

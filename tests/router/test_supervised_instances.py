@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 
 from tests.support.router_harness import E0, E1, EPD0, PD0, PD1, ROLES, RouterHarness
 from triptych.errors import Unavailable
+from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
     ChangeRefused,
     GetStatus,
@@ -20,7 +21,7 @@ from triptych.messages.operations import (
     StartScale,
     Status,
 )
-from triptych.messages.work import Draining, Encode, Register, Stop
+from triptych.messages.work import Draining, Encode, HandingOver, Heartbeat, Register, RegistrationRefused, Stop
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -34,6 +35,24 @@ def report(harness: RouterHarness, *instances: LaunchedInstance) -> None:
 def join(harness: RouterHarness, name: Address, role: Role, incarnation: int) -> None:
     peer = harness.lease(PD0)
     harness.router.handle(Register(str(name), role, name, peer.layouts, 1, incarnation, peer.capacity, 100))
+
+
+def test_instances_hear_of_replaced_frontends_when_they_register_and_with_each_heartbeat() -> None:
+    """So that what such a frontend has to finish gets instances that start meanwhile, also those of its own model."""
+    old, harness = Address("old"), RouterHarness(PD0)
+    peer = harness.lease(PD0)
+    harness.router.handle(LauncherReport(SUPERVISOR, [], finishing=[old]))
+    of_another_model = ModelIdentity(weights="another")
+    refused = Register("e0", Role.E, E0, peer.layouts, 1, 1, peer.capacity, 100, model=of_another_model)
+    harness.sent.clear()
+    for message in (refused, Heartbeat(PD0)):
+        harness.router.handle(message)
+        assert (message.address, HandingOver(old)) in harness.sent
+    assert [type(message) for to, message in harness.sent if to == E0] == [HandingOver, RegistrationRefused]
+    harness.router.handle(LauncherReport(SUPERVISOR, []))
+    harness.sent.clear()
+    harness.router.handle(Heartbeat(PD0))
+    assert not harness.of(HandingOver)
 
 
 def test_a_report_is_answered_with_who_has_joined() -> None:

@@ -23,12 +23,13 @@ from triptych.messages.work import (
     RegistrationRefused,
 )
 from triptych.server.frontend_lease import REFUSED_INTERVAL, RETRY_INTERVAL, FrontendLease
-from triptych.server.frontends import Frontends
+from triptych.server.frontends import FINISHING_SECONDS, MAX_FINISHING, Frontends
 from triptych.topology import Role
 from triptych.types import Address
 
 OWN, PEER = Address("tcp://127.0.0.1:9"), Address("tcp://127.0.0.1:8")
 A, B = Address("tcp://127.0.0.1:1"), Address("tcp://127.0.0.1:2")
+OLD = Address("tcp://127.0.0.1:11")
 EXPIRY, BEAT = 2.0, 0.5
 CAPACITY = Capacity(32, 1024)
 
@@ -313,12 +314,27 @@ def test_a_frontend_that_was_restarted_is_reached_by_new_connections_alone() -> 
     assert {A, own} <= set(instance.wire.disconnected)
 
 
-def test_one_that_hands_over_keeps_its_lease_when_messages_of_it_were_lost() -> None:
-    old, instance = Address("tcp://127.0.0.1:11"), Instance()
-    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0), HandingOver(old))
-    assert instance.frontends.messages_lost(old)
-    assert instance.frontends.holds(old)
-    assert not instance.given_up
+@pytest.mark.parametrize("how", ["messages_lost", "again", "silence", "register", "start_over"])
+def test_a_lease_with_one_that_finishes_is_taken_again_at_its_own_address(how: str) -> None:
+    instance = Instance(A)
+    instance.get(Registered(EXPIRY, OLD, "127.0.0.1:1", 0), HandingOver(OLD))
+    instance.get(Registered(EXPIRY, B, "127.0.0.1:1", 0))
+    instance.wire.take(Register)
+    match how:
+        case "messages_lost":
+            assert instance.frontends.messages_lost(OLD)
+        case "again":
+            instance.get(RegisterAgain(OLD))
+        case "silence":
+            instance.wait(EXPIRY + BEAT, B)
+        case _:
+            getattr(instance.frontends, how)()
+    assert not instance.frontends.holds(OLD)
+    instance.wait(BEAT, B)
+    [last, *_] = [message for to, message in reversed(instance.wire.take(Register)) if to == OLD]
+    assert isinstance(last, Register) and last.join == "127.0.0.1:11"
+    instance.get(Registered(EXPIRY, OLD, last.join, last.resets))
+    assert instance.frontends.holds(OLD)
 
 
 def test_one_that_says_so_and_stays_keeps_its_work() -> None:
@@ -332,13 +348,68 @@ def test_one_that_says_so_and_stays_keeps_its_work() -> None:
     assert not instance.given_up
 
 
-@pytest.mark.parametrize("how", ["register", "start_over"])
-def test_a_change_of_the_instance_ends_what_was_handed_over(how: str) -> None:
-    old, instance = Address("tcp://127.0.0.1:11"), Instance()
-    instance.get(Registered(EXPIRY, old, "127.0.0.1:1", 0), HandingOver(old))
-    getattr(instance.frontends, how)()
-    assert not instance.frontends.holds(old)
-    assert old in [to for to, _ in instance.wire.take(Deregister)]
+def test_an_instance_that_starts_gets_leases_with_those_that_finish() -> None:
+    instance = Instance(A)
+    instance.registered(A)
+    instance.get(HandingOver(OLD))
+    instance.registered(OLD)
+    instance.frontends.beat(InstanceStats())
+    assert OLD in [to for to, _ in instance.wire.take(Heartbeat)]
+    instance.get(FrontendEnding(OLD))
+    assert instance.given_up == [OLD]
+    instance.wait(1.0)
+    assert OLD not in [to for to, _ in instance.wire.take(Register)]
+
+
+def test_one_that_finishes_and_is_named_no_more_is_forgotten() -> None:
+    instance = Instance(A)
+    instance.registered(A)
+    for _ in range(3):
+        instance.get(HandingOver(OLD))
+        instance.wait(FINISHING_SECONDS / 2, A)
+    assert OLD in [to for to, _ in instance.wire.take(Register)]
+    instance.wait(FINISHING_SECONDS, A)
+    instance.wire.take(Register)
+    instance.wait(5.0, A)
+    assert not instance.wire.take(Register)
+    assert OLD in instance.wire.disconnected
+
+
+def test_no_more_than_some_are_asked_whatever_messages_name() -> None:
+    instance = Instance(A)
+    instance.registered(A)
+    instance.get(*(HandingOver(Address(f"tcp://127.0.0.1:{port}")) for port in range(100, 200)))
+    assert len({to for to, _ in instance.wire.take(Register)}) == MAX_FINISHING
+
+
+def test_an_instance_of_the_model_before_gets_a_lease_with_the_one_that_finishes_alone() -> None:
+    refusal, instance = RegistrationRefused("pd0", 7, "another model", "127.0.0.1:1"), Instance(A)
+    instance.get(HandingOver(OLD), refusal)
+    instance.frontends.step()
+    instance.registered(OLD)
+    instance.wait(40.0, OLD)
+    instance.get(refusal, FrontendEnding(OLD))
+    with pytest.raises(InstanceRefused, match="another model"):
+        instance.frontends.step()
+
+
+def test_the_end_of_the_service_waits_for_one_that_finishes() -> None:
+    instance = Instance(A)
+    instance.get(Registered(EXPIRY, OLD, "127.0.0.1:1", 0), HandingOver(OLD))
+    instance.get(Registered(EXPIRY, B, "127.0.0.1:1", 0), FrontendEnding(B))
+    assert not instance.frontends.ended
+    instance.get(FrontendEnding(OLD))
+    assert instance.frontends.ended
+
+
+def test_an_earlier_lease_with_one_that_finishes_does_not_hide_the_next() -> None:
+    """A frontend ignores registrations that are older than the lease that it has."""
+    instance = Instance(A)
+    instance.get(Registered(EXPIRY, OLD, "127.0.0.1:1", 0), RegisterAgain(OLD))
+    instance.wait(BEAT)
+    instance.get(HandingOver(OLD))
+    [last] = [message for to, message in instance.wire.take(Register) if to == OLD]
+    assert isinstance(last, Register) and last.resets == 1
 
 
 def test_a_lost_peer_is_disconnected_once_all_have_lost_it() -> None:

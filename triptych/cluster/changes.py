@@ -4,7 +4,7 @@ operator."""
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from triptych.cluster.answers import Answers
@@ -55,6 +55,8 @@ class Plan:
     """What is done, for the log."""
     warning: str = ""
     """What the operator should know, even if the change is complete."""
+    finishing: Mapping[str, ChildSpec] = field(default_factory=dict)
+    """How old processes are started again for the requests that an old frontend has to finish."""
     take_over: Callable[[str], object] = lambda _: None
     """Called with the name of a process when the new one takes over, before the old one ends."""
     end: Callable[[bool], object] = lambda _: None
@@ -154,8 +156,8 @@ class Changes:
                     self._cluster.remove(name, plan.drain_timeout)
                     self._text = f"draining {name}"
                 case Switch(frontend, instances):
-                    for spec in plan.specs:  # no old one is started again
-                        self._cluster.promote(spec)
+                    for spec in plan.specs:
+                        self._cluster.promote(spec, plan.finishing.get(spec.name))
                     plan.take_over(frontend)
                     self._cluster.retire(specs[frontend], plan.drain_timeout)
                     self._text = f"{frontend} takes over, with {', '.join(instances)}"

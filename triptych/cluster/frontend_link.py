@@ -43,6 +43,8 @@ class FrontendLink:
         self._cluster = cluster
         self._frontends: dict[Address, bool] = {}
         """Where each frontend listens, and whether it is on standby."""
+        self._replaced: dict[Address, Callable[[], bool]] = {}
+        """Those that others have replaced, and whether they still run."""
         for control in controls:
             self.add(control)
         try:
@@ -59,21 +61,30 @@ class FrontendLink:
         """Exchange reports with the frontend there, too; one on standby accepts no connections. Raises StartError for
         an address that can't be resolved."""
         try:
-            self._frontends[endpoint_of(control)] = standby
+            where = endpoint_of(control)
         except BadAddress as error:
             raise StartError(str(error)) from None
+        self._frontends[where] = standby
+        self._replaced.pop(where, None)
+
+    def replaced(self, control: str, runs: Callable[[], bool]) -> None:
+        """Tell all that another one replaces the frontend there, as long as it runs."""
+        self._replaced[endpoint_of(control)] = runs
 
     def remove(self, control: str) -> None:
         """Exchange no more reports with the frontend there."""
-        self._frontends.pop(endpoint_of(control), None)
-        self._channel.disconnect(endpoint_of(control))
+        where = endpoint_of(control)
+        self._frontends.pop(where, None)
+        self._replaced.pop(where, None)
+        self._channel.disconnect(where)
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
         launched, spares = self._cluster.launched(), self._cluster.spares
         text = self._changes.text[:MAX_TEXT]
+        finishing = [where for where, runs in self._replaced.items() if runs()]
         for frontend, standby in self._frontends.items():
-            report = LauncherReport(self._channel.address, launched, self.stopping, text, standby, spares)
+            report = LauncherReport(self._channel.address, launched, self.stopping, text, standby, spares, finishing)
             try:
                 self._channel.send(frontend, report)
             except TriptychError as error:

@@ -13,7 +13,7 @@ from triptych import exit_codes
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.launcher import Launcher, RunningProcess
 from triptych.cluster.rollout import Replacing
-from triptych.cluster.supervision import Ended, EndService, Restart, Supervision
+from triptych.cluster.supervision import FIRST_DELAY, Decision, Ended, EndService, Restart, StayDown, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState, SparePlace
 from triptych.running_time import running_time
@@ -50,6 +50,13 @@ class SupervisedProcess:
     @property
     def has_ended(self) -> bool:
         return self.task is not None and self.task.done()
+
+    @property
+    def state_when_replaced(self) -> LaunchState:
+        """Its state, where another one has its place."""
+        if self.waits:
+            return LaunchState.RESTARTING
+        return LaunchState.STARTING if self.restarts and not self.ready else LaunchState.DRAINING
 
 
 class LocalCluster:
@@ -144,7 +151,7 @@ class LocalCluster:
             )
             for name, current in self._current.items()
         ]
-        others = [(one, LaunchState.DRAINING) for one in self._old.values()]
+        others = [(one, one.state_when_replaced) for one in self._old.values()]
         others += [(one, LaunchState.STARTING) for one in self._new.values() if not self._is_current(one)]
         return kept + [
             LaunchedInstance(
@@ -199,15 +206,19 @@ class LocalCluster:
         self._begin(process)
         self.changed.set()
 
-    def promote(self, spec: ChildSpec) -> None:
-        """Let the process of ``spec``, which may run already, take the place of the one of its name. That one works on,
-        but isn't started again."""
+    def promote(self, spec: ChildSpec, again: ChildSpec | None = None) -> None:
+        """Let the process of ``spec``, which may run already, take the place of the one of its name. That one works on.
+        Until it is retired it is started again as ``again`` says; at once, if it isn't ready. None: it never is."""
         name = spec.name
         new = self._new.setdefault(name, SupervisedProcess(spec, restarts=False))
         if self._current[name] is new:
             return
-        self._old[name] = self._current[name]
-        self._old[name].restarts = False
+        old = self._old[name] = self._current[name]
+        old.restarts = again is not None
+        if again is not None:
+            old.spec = again
+            if not old.ready and old.child is not None:
+                old.child.send(signal.SIGKILL)
         self._current[name] = new
         self.supervision.started(name)
         self._settle(name)
@@ -320,7 +331,6 @@ class LocalCluster:
             self._lose(ChildFailed(f"{process.spec} can't be supervised"))
 
     async def _run_again_and_again(self, process: SupervisedProcess) -> None:
-        name = process.spec.name
         while not process.stopping:
             ended, who, last_line = await self._run(process)
             last_words = f": {last_line}" if ended.code > 0 and last_line else ""
@@ -328,23 +338,28 @@ class LocalCluster:
                 process.why_ended = "" if process.stopping else f"{who} {ended}{last_words}"
                 self.changed.set()
                 return
-            decision = self.supervision.ended(name, ended, self._clock())
+            decision = self._decide(process, ended)
+            process.waits = isinstance(decision, Restart)
             self.changed.set()
             match decision:
                 case Restart(delay, times):
                     often = f"{_ordinal(times)} time in 10 min"
                     log.warning("%s %s%s; starting again in %.1f s (%s)", who, ended, last_words, delay, often)
-                    process.waits = True
                     await asyncio.sleep(delay)
                     process.waits = False
-                    if not self._is_current(process):  # another has taken its place meanwhile
-                        return
                 case EndService(why, exit_code):
                     self._lose(ChildFailed(f"{who} {ended}{last_words}{'; ' * bool(why)}{why}", exit_code))
                     return
                 case _:
                     log.error("%s %s%s; not starting it again", who, ended, last_words)
                     return
+
+    def _decide(self, process: SupervisedProcess, ended: Ended) -> Decision:
+        """Decide what follows from the end of a process that may be started again. One that was replaced is only needed
+        until requests have ended."""
+        if self._is_current(process):
+            return self.supervision.ended(process.spec.name, ended, self._clock())
+        return StayDown() if ended.code in exit_codes.PERMANENT else Restart(FIRST_DELAY, 1)
 
     async def _run(self, process: SupervisedProcess) -> tuple[Ended, str, str]:
         """Run a process once. Return how it ended, its description and its last line."""

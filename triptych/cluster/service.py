@@ -278,6 +278,7 @@ class LocalService:
         joins = [reserve(config.cluster.cluster_host, 0)]
         specs, own_controls = self._children(config, joins)
         instances = {one.name: one.groups for one in specs if one.role is not None}
+        old = self._instances(self._config, self._topology, [*self._own_controls.values()])
         policy = Revision(self._frontend_names[0], instances, surge=surge, timeout=_step_timeout(config))
 
         def end(_: bool) -> None:
@@ -289,7 +290,8 @@ class LocalService:
                 if bound not in self._reserved:
                     bound.close()
 
-        return self._plan(specs, own_controls, policy, _drain_timeout(config), end)
+        plan = self._plan(specs, own_controls, policy, _drain_timeout(config), end)
+        return replace(plan, finishing={one.name: one for one in old})
 
     def _plan(
         self,
@@ -307,6 +309,8 @@ class LocalService:
         def take_over(name: str) -> None:
             if name in own_controls:
                 self._link.add(host_port_of(own_controls[name]))
+                before = host_port_of(self._own_controls[name])
+                self._link.replaced(before, lambda: self._cluster.replacing(name).old_runs)
                 self._link.report()
 
         names = [one.name for one in specs]
@@ -319,6 +323,8 @@ class LocalService:
             unused = bound
             if name in replaced:
                 unused, self._own_controls[name] = self._own_controls[name], bound
+            else:
+                self._link.add(host_port_of(self._own_controls[name]))
             self._link.remove(host_port_of(unused))
             unused.close()
 

@@ -80,6 +80,8 @@ class LauncherReport(Struct, frozen=True, tag=True):
     """The frontend that gets this accepts no connections yet: another one serves."""
     spares: Annotated[list[SparePlace], Meta(max_length=10_000)] = []
     """The places that it keeps free, or waits for."""
+    finishing: Annotated[list[Address], Meta(max_length=1_000)] = []
+    """The frontends that have been replaced, and finish their requests."""
 
 
 class JoinedInstance(Struct, frozen=True):

@@ -150,10 +150,12 @@ class FrontendEnding(Struct, frozen=True, tag=True):
 
 
 class HandingOver(Struct, frozen=True, tag=True):
-    """Frontend → instance: another frontend takes over the control address by which you joined; register there, too.
-    This one keeps its lease until its requests have ended."""
+    """Frontend → instance: a frontend has been replaced, and finishes its requests. It says so itself once another one
+    takes over the control address by which you joined: register there, too, and keep its lease. Others say so with each
+    answer to a heartbeat: register with it, too."""
 
     frontend: Address
+    """The own address of the one that finishes."""
 
 
 class Deregister(Struct, frozen=True, tag=True):

@@ -49,6 +49,10 @@ class LauncherView:
         """Whether another frontend still serves, by what a supervisor says."""
         return any(report.standby for report, _ in self._reports.values())
 
+    def finishing(self, now: float) -> list[Address]:
+        """Return the frontends that have been replaced, and finish their requests."""
+        return [one for report, _ in self._recent(now) for one in report.finishing]
+
     def launchers(self, now: float) -> list[Address]:
         """Return the supervisors that sent a report recently."""
         return [launcher for launcher, (_, received) in self._reports.items() if now - received <= FRESH_SECONDS]

@@ -35,6 +35,7 @@ from triptych.messages.work import (
     Failed,
     FetchMedia,
     HandBack,
+    HandingOver,
     Heartbeat,
     HeartbeatReceived,
     MessagesLost,
@@ -156,9 +157,6 @@ class Router:
             StartScale: self._on_start_change,
             StopService: self._on_start_change,
         }
-
-    handed_over = False
-    """Whether instances have been told to register with another frontend: one that loses its lease here is gone."""
 
     leaving = False
     """Whether another frontend takes over: requests that still come are admitted, but none should be sent here."""
@@ -380,6 +378,7 @@ class Router:
             self._notify(message.address, Stop())
             self._disconnect(message.address)
             return
+        self._name_finishing(message.address)
         if incompatibility := self.membership.incompatibility(message, self._identity):
             log.warning("refused %s: %s", message.name, incompatibility)
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
@@ -407,9 +406,15 @@ class Router:
     def _on_heartbeat(self, message: Heartbeat) -> None:
         if (lease := self.membership.refresh(message, self.clock())) is not None:
             self._notify(lease.address, HeartbeatReceived(self._address, self.lifecycle.demand(lease)))
+            self._name_finishing(lease.address)
         else:
             self._notify(message.address, RegisterAgain(self._address))
             self._disconnect(message.address)  # it may have been refused, and be gone by now
+
+    def _name_finishing(self, instance: Address) -> None:
+        """Tell an instance, which may have joined since, or may serve their model, of replaced frontends."""
+        for one in self.launcher_view.finishing(self.clock()):
+            self._notify(instance, HandingOver(one))
 
     def _on_draining(self, message: Draining) -> None:
         if lease := self.membership.get(message.address):
@@ -448,7 +453,7 @@ class Router:
         """Have the senders of lost messages register again. What these said can't be known, so all of their work is
         done again. Instances that have just registered have a moment to hear of all that one fault has lost."""
         for lease in self.membership:
-            if lease.lost_messages and now - lease.since >= RESET_PAUSE and not self.handed_over:
+            if lease.lost_messages and now - lease.since >= RESET_PAUSE:
                 why = "has sent messages that were lost"
                 log.warning("%s %s", lease.name, why)
                 self._remove_instance(lease, why, suspect=False, is_alive=True)

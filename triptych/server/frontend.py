@@ -66,6 +66,9 @@ class Frontend:
     """Channel, router and HTTP server of one service, on the running event loop. An async context manager: inside,
     requests are served as soon as instances have joined at ``control``."""
 
+    _handed_over = False
+    """Whether instances have been told that another one takes over."""
+
     def __init__(
         self,
         config: ServeConfig,
@@ -160,7 +163,7 @@ class Frontend:
         self.router.end_all(InstanceLost("the service has ended"))
         # a frontend that is restarted alone leaves its instances to its successor
         leaves_instances = self._supervised or self._config.lease.leave_instances
-        if self.router.launcher_view.stopping or self.router.handed_over or not leaves_instances:
+        if self.router.launcher_view.stopping or self._handed_over or not leaves_instances:
             self._tell_instances(FrontendEnding(self.channel.address))
         for lease in self.router.membership:
             self.router.handle(Deregister(lease.address, resets=lease.resets))
@@ -204,15 +207,28 @@ class Frontend:
 
     async def _hand_over(self) -> None:
         """Close the listening socket, which the supervisor keeps open, and every connection after its next response.
-        Instances register with the next frontend at once, so that it can serve while this one finishes."""
+        Instances register with the next frontend as soon as there is one, so that it can serve while this one finishes.
+        Until then those that start join this one."""
+        closing = asyncio.create_task(self._server.end())
+        try:
+            while not closing.done() or self._is_busy:
+                self._leave_control_addresses()
+                await asyncio.sleep(TICK / 2)
+            await closing
+        finally:
+            closing.cancel()
+            self._leave_control_addresses(at_once=True)
+
+    def _leave_control_addresses(self, *, at_once: bool = False) -> None:
+        """Leave them to the next frontend, if a supervisor has replaced this one, or ``at_once``."""
+        is_replaced = self.channel.address in self.router.launcher_view.finishing(self.router.clock())
+        if self._handed_over or not self._taken or not (at_once or is_replaced):
+            return
         self._taking_over.cancel()
         for where in self._taken:
             self.channel.stop_listening(where)
-        if self._taken:
-            self.router.handed_over = True
-            self._tell_instances(HandingOver(self.channel.address))
-        await self._server.end()
-        await self._wait_until_idle()
+        self._handed_over = True
+        self._tell_instances(HandingOver(self.channel.address))
 
     async def _leave(self) -> None:
         """Answer what still comes, on connections that close after it, until nothing runs; then accept no others."""
@@ -222,9 +238,13 @@ class Frontend:
         await self._wait_until_idle()
 
     async def _wait_until_idle(self) -> None:
-        # a request may have ended while the HTTP server is still sending its response
-        while self.router.num_requests or self._server.server_state.tasks:
+        while self._is_busy:
             await asyncio.sleep(TICK / 2)
+
+    @property
+    def _is_busy(self) -> bool:
+        # a request may have ended while the HTTP server is still sending its response
+        return bool(self.router.num_requests or self._server.server_state.tasks)
 
     async def _serve(self) -> None:
         """Accept connections, once instances that run already have joined."""

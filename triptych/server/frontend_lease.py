@@ -85,7 +85,7 @@ class FrontendLease:
     def hand_over(self) -> "FrontendLease":
         """Reach the frontend by its own address from now on. Return the lease of the one that takes over its place."""
         successor = FrontendLease(self.join, self.endpoint, resets=self.resets)
-        self.endpoint = self.address
+        self.join, self.endpoint = self.address.removeprefix("tcp://"), self.address
         return successor
 
     def lose(self, *, suspect: bool) -> None:

@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 
 REMINDER_INTERVAL = 10.0
 """Seconds between log lines about frontends that don't answer."""
+FINISHING_SECONDS = 20.0
+"""Seconds for which an instance tries to register with a frontend that finishes, after it was last named. One that
+refuses the instance names others twice in that time."""
+MAX_FINISHING = 8
+"""Frontends that finish at a time, of those that the instance hasn't joined before. One is replaced at a time."""
 MAX_UNHEARD = 1000
 """Most senders of lost messages that are remembered because they may be frontends."""
 LOOKUP_POLL, RETRY_POLL = 0.02, 0.1
@@ -60,6 +65,8 @@ class _Frontend:
     """Why its name couldn't be resolved."""
     lost_peers: set[Address] = field(default_factory=set)
     """Instances that it has reported as lost, and others haven't."""
+    named_at: float = 0.0
+    """When another frontend, or itself, last said that it finishes its requests."""
 
 
 class Frontends:
@@ -78,9 +85,9 @@ class Frontends:
     ) -> None:
         """``joins`` are the frontends' control addresses (HOST:PORT). ``registration`` returns the instance's
         registration. ``give_up`` is called with the address of a frontend whose work is to be dropped."""
-        self._all = [_Frontend(FrontendLease(join), NameLookup(join)) for join in joins]
+        self._places = [self._new(FrontendLease(join)) for join in joins]
         self._finishing: list[_Frontend] = []
-        """Those that another has taken over from. Each holds its lease until its requests have ended."""
+        """Those that another has taken over from, and that finish their requests."""
         self._channel = channel
         self._config = lease
         self._capacity = capacity
@@ -117,7 +124,7 @@ class Frontends:
     @property
     def ended(self) -> bool:
         """Whether every frontend has said that it ends."""
-        return all(one.lease.ending for one in self._all)
+        return not self._held and all(one.lease.ending for one in self._places)
 
     @property
     def next_step(self) -> float:
@@ -127,16 +134,18 @@ class Frontends:
         return self._config.heartbeat if all(one.lease.held for one in self._all) else RETRY_POLL
 
     @property
+    def _all(self) -> list[_Frontend]:
+        return [*self._places, *self._finishing]
+
+    @property
     def _held(self) -> list[_Frontend]:
-        return [one for one in (*self._all, *self._finishing) if one.lease.held]
+        return [one for one in self._all if one.lease.held]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register(self) -> None:
         """Register with every frontend, or register again, because the instance has changed."""
         now = self._clock()
-        for one in list(self._finishing):
-            self._lose(one)
         for one in self._all:
             one.lease.register_now()
             one.remind_at = now + REMINDER_INTERVAL
@@ -153,6 +162,9 @@ class Frontends:
                     "the frontend at %s is silent for %g s; giving up its work", one.lease.join, one.lease.expiry
                 )
                 self._lose(one)
+        for one in list(self._finishing):
+            if not one.lease.held and now - one.named_at > FINISHING_SECONDS:
+                self._forget(one)
         self._register_where_due(now)
         self._check_answers(now)
 
@@ -165,15 +177,12 @@ class Frontends:
 
     def messages_lost(self, sender: Address) -> bool:
         """Return whether the sender of lost messages is a frontend that holds a lease. Its work is given up, and the
-        instance registers with it again; one that has handed over keeps its lease, because the instance registers with
-        it no more. A frontend that holds none yet may have answered, and given work, by what was lost: it loses the
-        lease with its next answer."""
+        instance registers with it again. A frontend that holds none yet may have answered, and given work, by what was
+        lost: it loses the lease with its next answer."""
         for one in self._all:
             if one.lease.held and one.lease.address == sender:
                 self._lose_with_messages(one)
                 return True
-        if self.holds(sender):
-            return True
         if len(self._unheard) < MAX_UNHEARD and not all(one.lease.held for one in self._all):
             self._unheard.add(sender)
         return False
@@ -212,7 +221,7 @@ class Frontends:
             structs.replace(
                 register,
                 join=lease.join,
-                num_frontends=len(self._all),
+                num_frontends=len(self._places),
                 resets=lease.resets,
                 credit=credit,
                 suspect=lease.suspect,
@@ -230,8 +239,8 @@ class Frontends:
         if refused and not self._held and (timed_out or len(refused) == len(self._all)):
             raise InstanceRefused(f"the frontend refuses this instance: {refused[0].lease.refusal}")
         if timed_out:
-            raise FrontendSilent("; ".join(map(self._problem, self._all)))
-        for one in self._all:
+            raise FrontendSilent("; ".join(map(self._problem, self._places)))
+        for one in self._places:
             if not (one.lease.held or self.leaving) and now >= one.remind_at:
                 one.remind_at = now + REMINDER_INTERVAL
                 log.warning("%s", self._problem(one))
@@ -263,17 +272,14 @@ class Frontends:
         """Deregister everywhere, also where an answer to the registration is still to come. ``suspect`` is as in
         Deregister."""
         self.leaving = True
-        for one in (*self._all, *self._finishing):
+        for one in self._all:
             self._deregister(one, suspect=suspect)
 
     def start_over(self) -> None:
         """Lose all leases, because the instance has failed and has dropped its work, and register again."""
-        for one in (*self._all, *self._finishing):
+        for one in self._all:
             self._deregister(one, suspect=True)
             one.lease.lose(suspect=True)
-        for one in self._finishing:
-            self._channel.disconnect(one.lease.address)
-        self._finishing.clear()
         self.register()
 
     def _deregister(self, one: _Frontend, *, suspect: bool) -> None:
@@ -293,11 +299,13 @@ class Frontends:
         self._give_up(one.lease.address)
         self._deregister(one, suspect=False)
         one.lease.lose(suspect=False)
-        if one in self._finishing:
-            self._finishing.remove(one)
-            self._channel.disconnect(one.lease.address)
         one.lost_peers.clear()
         one.remind_at = self._clock() + REMINDER_INTERVAL
+
+    def _forget(self, one: _Frontend) -> None:
+        """Register no more with a frontend that had requests to finish."""
+        self._finishing.remove(one)
+        self._channel.disconnect(one.lease.address)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,8 +331,8 @@ class Frontends:
                 if self.leaving:  # it was asked before, and would give work to an instance that ends
                     self._deregister(one, suspect=False)
                     continue
-                # one that has said that it hands over, and stays
-                self._finishing = [o for o in self._finishing if o.lease.address != message.frontend]
+                if one in self._places:  # one that has said that it hands over, and stays
+                    self._finishing = [o for o in self._finishing if o.lease.address != message.frontend]
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
                     one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
                     continue
@@ -359,17 +367,33 @@ class Frontends:
                 one.lease.answered(message, self._clock())
 
     def _on_ending(self, message: FrontendEnding) -> None:
-        for one in self._held:
-            if one.lease.address == message.frontend:
+        for one in [one for one in self._all if one.lease.address == message.frontend]:
+            if one.lease.held:
                 log.info("the frontend at %s ends", one.lease.join)
                 self._lose(one)
                 one.lease.ending = True
+            if one in self._finishing:
+                self._forget(one)
 
     def _on_handing_over(self, message: HandingOver) -> None:
-        for one in [held for held in self._all if held.lease.held and held.lease.address == message.frontend]:
+        """A frontend finishes its requests: keep its lease, or get one, and register where another takes over."""
+        now = self._clock()
+        for one in [one for one in self._places if one.lease.held and one.lease.address == message.frontend]:
             log.info("another frontend takes over at %s", one.lease.join)
-            successor = _Frontend(one.lease.hand_over(), NameLookup(one.lease.join))
-            self._all[self._all.index(one)] = successor
+            successor = one.lease.hand_over()
+            self._places[self._places.index(one)] = self._new(successor, now)
+            one.lookup = NameLookup(one.lease.join)
             self._finishing.append(one)
-            successor.remind_at = self._clock() + REMINDER_INTERVAL
-        self._register_where_due(self._clock())
+        is_known = any(one.lease.address == message.frontend for one in (*self._held, *self._finishing))
+        if not is_known and len(self._finishing) < MAX_FINISHING:
+            resets = max((one.lease.resets for one in self._all), default=0)  # it may still have an earlier lease
+            join = message.frontend.removeprefix("tcp://")
+            self._finishing.append(self._new(FrontendLease(join, address=message.frontend, resets=resets), now))
+        for one in self._finishing:
+            if one.lease.address == message.frontend:
+                one.named_at = now
+        self._register_where_due(now)
+
+    @staticmethod
+    def _new(lease: FrontendLease, now: float = 0.0) -> _Frontend:
+        return _Frontend(lease, NameLookup(lease.join), remind_at=now + REMINDER_INTERVAL)
