@@ -1,6 +1,7 @@
 """Thin and huge images, requests' options, and media that can't be used, with every family that takes images."""
 
 import io
+import random
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from tests.support.published_files import ORIGINALS
 from tests.support.reference import UNUSED, image_features, image_processor
 from tests.support.released import BASES, RELEASED
 from tests.support.serving import image_part, served, text_part
+from tests.support.sounds import sound, tone
 from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
 from triptych.api.media_parts import MediaSettings
 from triptych.api.schemas import ImagePart, ImageURL
@@ -47,8 +49,17 @@ from triptych.models.base import FRAME_OPTIONS, Planner, Preprocessor
 from triptych.models.registry import FAMILIES, family_of, resolve
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.probe import probe_image
+from triptych.prompt.probe_audio import probe_audio
 from triptych.prompt.probe_video import probe_video
-from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPlan, MediaHeader, PixelBounds, VideoHeader
+from triptych.types import (
+    AudioHeader,
+    ImageHeader,
+    ItemContext,
+    ItemPlan,
+    MediaHeader,
+    PixelBounds,
+    VideoHeader,
+)
 
 MINICPM_VERSION = 4.5
 FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
@@ -494,3 +505,29 @@ def test_a_service_lives_on(tmp_path: Path, family: str) -> None:
             assert the_error(service.post([part]), 400, f"{field}.{kind}.url")
         assert service.text(good) == before
         service.settle()
+
+
+@pytest.mark.parametrize("family", EDGE_MEDIA)
+def test_some_parts_are_those_of_all(family: str) -> None:
+    planner, preprocess = served_parts(family)
+    modalities, source = FAMILIES[family].modalities, random.Random(7)
+    media: list[tuple[bytes, MediaHeader, AudioHeader | None]] = []
+    for size in ((640, 410), (90, 300)):
+        data = png(picture(*size, seed=1400))
+        media.append((data, probe_image(data), None))
+    if "video" in modalities:
+        data = clip(frames=20, width=96, height=64, seed=1401)
+        media.append((data, probe_video(data), None))
+    if "audio" in modalities:
+        data = sound("wav", tone(1.3, 16_000))
+        media.append((data, probe_audio(data), None))
+    if planner.audio_in_video:
+        data = clip(frames=30, width=64, height=64, sound=tone(3, 48_000))
+        media.append((data, probe_video(data), probe_audio(data)))
+    for data, header, heard in media:
+        plan = planner.plan(header, ItemContext(sound=heard))
+        names = [part.name for part in preprocess(data, plan)]
+        assert len(names) == plan.num_parts
+        for count in {1, plan.num_parts // 2, plan.num_parts} - {0}:
+            some = sorted(source.sample(range(plan.num_parts), count))
+            assert [part.name for part in preprocess(data, plan, some)] == [names[number] for number in some]

@@ -9,12 +9,19 @@ import numpy as np
 
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.errors import DecodeFailed, InternalError
-from triptych.models.base import EncoderInput, Preprocessor
+from triptych.models.base import EncoderInput, Parts, Preprocessor
 from triptych.models.registry import family_of, resolve
 from triptych.sandbox.child import Handler
 from triptych.sandbox.protocol import Limits, WorkerSpec
 from triptych.sandbox.workers import WorkerPool
 from triptych.types import ItemPlan
+
+
+class _Task(msgspec.Struct, frozen=True):
+    """What is asked of a preprocessor besides its data."""
+
+    plan: ItemPlan
+    parts: Sequence[int] | None
 
 
 class _PartHeader(msgspec.Struct, frozen=True):
@@ -41,13 +48,13 @@ class PreprocessWorkers:
         """Wait until all processes are ready. Raises StartError when one can't start."""
         self._workers.wait_until_ready()
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Yield an item's parts; each is preprocessed when it is asked for.
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
+        """Yield an item's parts, of these numbers; each is preprocessed when it is asked for.
 
         Raises what the family's preprocessor raises, and DecodeFailed when a worker dies while processing the item or
         exceeds its time or memory.
         """
-        for payload, values in self._workers.results(msgspec.msgpack.encode(plan), data):
+        for payload, values in self._workers.results(msgspec.msgpack.encode(_Task(plan, parts)), data):
             header = msgspec.msgpack.decode(payload, type=_PartHeader)
             if values is None or len(values) != 4 * math.prod(header.shape):
                 raise InternalError("a worker returned an invalid result")
@@ -71,7 +78,8 @@ def serve(folder: str) -> Handler:
     )
 
     def handle(request: bytes, data: bytes) -> Iterator[tuple[bytes, Sequence[memoryview]]]:
-        for part in preprocessor(data, msgspec.msgpack.decode(request, type=ItemPlan)):
+        task = msgspec.msgpack.decode(request, type=_Task)
+        for part in preprocessor(data, task.plan, task.parts):
             rows, values = part.patches.shape
             payload = msgspec.msgpack.encode(_PartHeader(part.name, (rows, values), part.grid, part.tower, part.layout))
             yield payload, [np.ascontiguousarray(part.patches, np.float32).data]

@@ -130,11 +130,21 @@ class EncoderInput(msgspec.Struct, frozen=True):
     """What the family's tower needs to know of the part beyond its grid. Nothing else reads it."""
 
 
+Parts = Sequence[int] | None
+"""Numbers of an item's parts, ascending and at least one; None stands for all."""
+
+
+def chosen(plan: ItemPlan, parts: Parts) -> Sequence[int]:
+    """Return the numbers of parts."""
+    return range(plan.num_parts) if parts is None else parts
+
+
 class Preprocessor(Protocol):
     """Turns an item's bytes into encoder inputs, exactly as planned."""
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        """Yield the item's ``plan.num_parts`` parts in order, each computed when it is requested.
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = ...) -> Iterator[EncoderInput]:
+        """Yield these parts of the item in order, each computed when it is requested, with as little as possible of
+        what only others need.
 
         Raises MediaError if the bytes can't be decoded, and PlanMismatch if the result isn't what was planned.
         """

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.cogvlm2.config import eva_config
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.images import decode_image
@@ -28,7 +28,7 @@ class CogVLM2Preprocessor:
         self._vision = eva_config(config)
         self._table = normalised_bytes({"image_mean": CLIP_MEAN, "image_std": CLIP_STD})
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; its ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or

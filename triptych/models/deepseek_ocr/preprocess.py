@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.deepseek_ocr.config import ocr_config
 from triptych.models.deepseek_ocr.views import OcrView, Views
 from triptych.models.shared.fixed_size import fixed_size_input
@@ -36,7 +36,7 @@ class DeepseekOcrPreprocessor:
         self._resample = resampling(preprocessor_config)
         self._table = normalised_bytes(DEFAULTS | preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; each view's ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
@@ -47,17 +47,18 @@ class DeepseekOcrPreprocessor:
         is_cut = plan.num_parts > 1
         grid = self._views.grid(header.width, header.height, plan.bounds) if is_cut else None
         _, whole, *stretched = plan.parts[-1].payload if len(plan.parts[-1].payload) > 1 else (0, 0)
-        parts = self._views.parts(grid, whole, bool(stretched)) if self._views.takes(whole) else ()
-        if [(part.payload, part.runs) for part in plan.parts] != [(one.payload, one.runs) for one in parts]:
+        views = self._views.parts(grid, whole, bool(stretched)) if self._views.takes(whole) else ()
+        if [(part.payload, part.runs) for part in plan.parts] != [(one.payload, one.runs) for one in views]:
             raise PlanMismatch("an image's views aren't those of its plan")
         image = decode_image(data, header.format, (header.width, header.height))
-        if grid is not None:
-            canvas = image.resize((grid[0] * tile, grid[1] * tile), self._resample)
-            for number, one in enumerate(parts[:-1]):
+        canvas = None if grid is None else image.resize((grid[0] * tile, grid[1] * tile), self._resample)
+        for number in chosen(plan, parts):
+            if grid is not None and canvas is not None and number < len(views) - 1:
                 left, top = tile * (number % grid[0]), tile * (number // grid[0])
-                yield self._input(canvas.crop((left, top, left + tile, top + tile)), one.view)
-        square = image.resize((whole, whole), self._resample) if stretched else self._padded(image, whole)
-        yield self._input(square, OcrView.WHOLE)
+                yield self._input(canvas.crop((left, top, left + tile, top + tile)), views[number].view)
+            else:
+                square = image.resize((whole, whole), self._resample) if stretched else self._padded(image, whole)
+                yield self._input(square, OcrView.WHOLE)
 
     def _padded(self, image: Image.Image, side: int) -> Image.Image:
         """Return the image within a grey square."""

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.gemma3.config import vision_config
 from triptych.models.gemma3.pan_and_scan import MAX_CROPS, Box
 from triptych.models.shared.fixed_size import fixed_size_input
@@ -35,7 +35,7 @@ class Gemma3Preprocessor:
         if (size := preprocessor_config.get("size", square)) != square:
             raise CheckpointError(f"{PREPROCESSOR_FILE}: size must be the tower's, {square}, not {size!r}")
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode one image, and resize and cut the whole and its crops; each one's ``patches`` are float32
         [patches, 3 * patch²].
 
@@ -50,7 +50,7 @@ class Gemma3Preprocessor:
                 f"an image and its crops become {len(boxes)} squares; its plan has a grid of {plan.grid}"
             )
         image = decode_image(data, header.format, (header.width, header.height))
-        for box in boxes:
+        for box in (boxes[number] for number in chosen(plan, parts)):
             pixels = np.asarray(image.crop(box).resize((side, side), self._resample))
             yield fixed_size_input([pixels], self._table, self._clip.patch_size)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.gemma4.audio_config import has_audio
 from triptych.models.gemma4.geometry import BudgetGeometry, frame_geometry
 from triptych.models.gemma4.speech import SpeechFeatures, WholeClip
@@ -35,14 +35,14 @@ class Gemma4Preprocessor(VideoPreprocessor):
         self._frame_geometry = frame_geometry(config, video_config or {})
         self._framing = WholeClip(SpeechFeatures.from_config(preprocessor_config)) if has_audio(config) else None
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Yield an image's or a clip's part, or one for each frame of a video; see ``VideoPreprocessor`` and
         ``audio_parts``."""
         header = plan.header
         if isinstance(header, AudioHeader):
             if self._framing is None:
                 raise PlanMismatch("the plan is one of audio, which the model doesn't take")
-            return audio_parts(data, plan, header, self._framing)
+            return audio_parts(data, plan, header, self._framing, parts)
         if isinstance(header, VideoHeader):
             resized = self._frame_geometry.within(plan.bounds).resized(header.height, header.width)
             if resized != (plan.resized_height, plan.resized_width):
@@ -50,4 +50,4 @@ class Gemma4Preprocessor(VideoPreprocessor):
                     f"a frame is resized to {resized[1]} by {resized[0]} pixels; its plan says {plan.resized_width} by "
                     f"{plan.resized_height}"
                 )
-        return super().__call__(data, plan)
+        return super().__call__(data, plan, parts)

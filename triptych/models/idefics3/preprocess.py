@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.idefics3.config import vision_config
 from triptych.models.idefics3.tiles import EdgeTiles, scaled_to
 from triptych.models.idefics3.video import longest_edge
@@ -38,7 +38,7 @@ class Idefics3Preprocessor:
         self._resample = resampling(DEFAULTS | preprocessor_config)
         self._table = normalised_bytes(DEFAULTS | preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; each tile's ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
@@ -52,12 +52,12 @@ class Idefics3Preprocessor:
             raise PlanMismatch(f"an image becomes {canvas.columns} by {canvas.rows} tiles; its plan says otherwise")
         image = decode_image(data, header.format, (header.width, header.height))
         stretched = image.resize(canvas.scaled, self._resample).resize(size, self._resample)
-        if canvas.parts > 1:
-            for top in range(0, size[1], side):
-                for left in range(0, size[0], side):
-                    yield self._input(stretched.crop((left, top, left + side, top + side)))
-            stretched = stretched.resize((side, side), self._resample)
-        yield self._input(stretched)
+        for number in chosen(plan, parts):
+            if number == canvas.parts - 1:  # the whole, which is the only tile if there is one
+                yield self._input(stretched.resize((side, side), self._resample) if number else stretched)
+            else:
+                left, top = side * (number % canvas.columns), side * (number // canvas.columns)
+                yield self._input(stretched.crop((left, top, left + side, top + side)))
 
     def _input(self, tile: Image.Image) -> EncoderInput:
         return fixed_size_input([np.asarray(tile)], self._table, self._clip.patch_size)
@@ -75,20 +75,19 @@ class SmolVLMPreprocessor(Idefics3Preprocessor):
         self._mode = torch_mode(settings)
         self._frame_table = normalised_video_bytes(settings, HALF, HALF)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Yield the tiles of an image as ``Idefics3Preprocessor`` does, or that of each sampled frame of a video.
 
         Raises MediaError if the bytes can't be decoded, and PlanMismatch if the result isn't what was planned.
         """
         if not isinstance(plan.header, VideoHeader):
-            yield from super().__call__(data, plan)
+            yield from super().__call__(data, plan, parts)
             return
         side = self._clip.image_size
-        numbers = sampled_frames(plan)
-        if len(numbers) != plan.num_parts or plan.resized_height != side:
+        if len(sampled_frames(plan)) != plan.num_parts or plan.resized_height != side:
             raise PlanMismatch("the plan of a video doesn't have a tile for each frame")
         scaled = scaled_to(plan.header.width, plan.header.height, self._edge)
-        for frame in decoded_frames(data, numbers, plan.header):
+        for frame in decoded_frames(data, sampled_frames(plan, parts), plan.header):
             # copied, because a decoder's frames are read-only, of which torch warns
             stretched = resized(np.array(frame)[None], scaled[::-1], self._mode)
             tile = resized(stretched, (side, side), self._mode)[0]

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.internvl.config import frame_settings, tile_grids, tile_settings, unified, vision_config
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.frame_tiles import FrameTiles
@@ -32,7 +32,7 @@ class InternVLPreprocessor:
         self._table = normalised_bytes(tile_config)
         self._frames = FrameTiles(frame_settings(config, preprocessor_config, video_config), self._vision.tile_size)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut an image or the frames of a video; each tile's ``patches`` are float32
         [patches, 3 * patch²].
 
@@ -40,7 +40,7 @@ class InternVLPreprocessor:
         the tiles aren't the planned ones.
         """
         if isinstance(plan.header, VideoHeader):
-            for frame in self._frames(data, plan):
+            for frame in self._frames(data, plan, parts):
                 yield fixed_size_input([frame], self._frames.table, self._vision.patch_size)
             return
         assert isinstance(plan.header, ImageHeader)
@@ -51,11 +51,12 @@ class InternVLPreprocessor:
             raise PlanMismatch(f"an image becomes {columns} by {rows} tiles; its plan says {planned}")
         image = decode_image(data, plan.header.format, (plan.header.width, plan.header.height))
         canvas = image.resize((columns * side, rows * side), self._resample)
-        for tile in range(tiles):
-            left, top = side * (tile % columns), side * (tile // columns)
-            yield self._input(canvas.crop((left, top, left + side, top + side)))
-        if plan.num_parts > tiles:
-            yield self._input(image.resize((side, side), self._resample))
+        for number in chosen(plan, parts):
+            if number == tiles:
+                yield self._input(image.resize((side, side), self._resample))
+            else:
+                left, top = side * (number % columns), side * (number // columns)
+                yield self._input(canvas.crop((left, top, left + side, top + side)))
 
     def _input(self, tile: Image.Image) -> EncoderInput:
         return fixed_size_input([np.asarray(tile)], self._table, self._vision.patch_size)

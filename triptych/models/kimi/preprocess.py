@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.kimi.geometry import KimiK25Geometry, KimiVLGeometry, settings_of
 from triptych.models.kimi.video import FrameGeometry
 from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
@@ -51,20 +51,20 @@ class KimiK25Preprocessor(PatchPreprocessor):
         self._video_mode = torch_mode(video_settings)
         self._video_table = normalised_video_bytes(video_settings, HALF, HALF)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Yield an image as ``PatchPreprocessor`` does, and a video as one part per chunk of frames, whose patches are
         frame by frame. Raises as ``PatchPreprocessor`` does."""
         header = plan.header
         if not isinstance(header, VideoHeader):
-            yield from super().__call__(data, plan)
+            yield from super().__call__(data, plan, parts)
             return
         geometry = self._frames.within(plan.bounds)
         if geometry.resized(header.height, header.width) != (plan.resized_height, plan.resized_width):
             raise PlanMismatch("the plan of a video has frames of another size")
         content = geometry.content(header.height, header.width)
-        sampled = decoded_frames(data, sampled_frames(plan), header)
-        for part in plan.parts:
-            chunk = list(islice(sampled, len(part.payload)))
+        sampled = decoded_frames(data, sampled_frames(plan, parts), header)
+        for number in chosen(plan, parts):
+            chunk = list(islice(sampled, len(plan.parts[number].payload)))
             if not chunk:
                 raise PlanMismatch("the plan of a video has a chunk without frames")
             yield self._chunk(chunk, content, plan)

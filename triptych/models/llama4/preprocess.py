@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.llama4.config import vision_config
 from triptych.models.llama4.plan import FILLED
 from triptych.models.llama4.tiles import CanvasTiles
@@ -38,7 +38,7 @@ class Llama4Preprocessor:
         self._mode = torch_mode(DEFAULTS | preprocessor_config, PREPROCESSOR_FILE)
         self._table = normalised_in_bfloat16(preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize, pad and cut one image; each tile's ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
@@ -54,11 +54,12 @@ class Llama4Preprocessor:
         image = decode_image(data, header.format, (header.width, header.height))
         pixels = np.array(image)[None]  # a copy, because torch warns of Pillow's, which are read-only
         whole = padded(resized(pixels, canvas.scaled, self._mode)[0], *size)
-        for top in range(0, size[0], side):
-            for left in range(0, size[1], side):
+        for number in chosen(plan, parts):
+            if number == canvas.rows * canvas.columns:
+                yield self._input(resized(pixels, (side, side), self._mode)[0])
+            else:
+                top, left = side * (number // canvas.columns), side * (number % canvas.columns)
                 yield self._input(whole[top : top + side, left : left + side])
-        if canvas.parts > 1:
-            yield self._input(resized(pixels, (side, side), self._mode)[0])
 
     def _input(self, tile: NDArray[np.uint8]) -> EncoderInput:
         return fixed_size_input([tile], self._table, self._clip.patch_size)

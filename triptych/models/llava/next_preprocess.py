@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.llava.anyres import AnyResolution, ImageView, View, frame_layout, scaled
 from triptych.models.llava.config import tile_config
 from triptych.models.llava.preprocess import mean_colour, squared
@@ -39,7 +39,7 @@ class LlavaNextPreprocessor:
         self._table = normalised_bytes(preprocessor_config)
         self._background = mean_colour(preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; each view's ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
@@ -51,7 +51,7 @@ class LlavaNextPreprocessor:
         if [view.payload for view in views] != [part.payload for part in plan.parts]:
             raise PlanMismatch("an image's tiles aren't those of its plan")
         image = decode_image(data, header.format, (header.width, header.height))
-        for one in views:
+        for one in (views[number] for number in chosen(plan, parts)):
             tiles = [np.asarray(tile) for tile in self._tiles(image, one)]
             yield fixed_size_input(tiles, self._table, self._tile.patch_size, one.layout.numbers)
 
@@ -83,13 +83,13 @@ class LlavaOneVisionPreprocessor(LlavaNextPreprocessor):
         super().__init__(config, preprocessor_config)
         self._frames = FrameTiles(video_config or {}, self._tile.image_size)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Return the parts of an image as ``LlavaNextPreprocessor`` does, and one for each frame of a video."""
         if not isinstance(plan.header, VideoHeader):
-            yield from super().__call__(data, plan)
+            yield from super().__call__(data, plan, parts)
             return
-        for number, frame in enumerate(self._frames(data, plan), start=1):
-            layout = frame_layout(self._tile.side, newlines=int(number == plan.num_parts))
+        for number, frame in zip(chosen(plan, parts), self._frames(data, plan, parts), strict=False):
+            layout = frame_layout(self._tile.side, newlines=int(number == plan.num_parts - 1))
             yield fixed_size_input([frame], self._frames.table, self._tile.patch_size, layout.numbers)
 
     def _views(self, header: ImageHeader, plan: ItemPlan) -> tuple[ImageView, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.llava.config import vision_config
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.geometry import PREPROCESSOR_FILE
@@ -35,7 +35,7 @@ class LlavaPreprocessor:
         self._short_side = _short_side(preprocessor_config, self._side)
         self._background = _background(preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize, crop and cut one image; its ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.minicpmv.config import UNITS, frame_slices, image_slices
 from triptych.models.minicpmv.original import PACKS_FRAMES, original_slices, query_num, version_of
 from triptych.models.minicpmv.sampling import grouped_frames, sliced_frames, temporal_ids
@@ -46,7 +46,7 @@ class MiniCPMV46Preprocessor:
         self._video_mode = torch_mode(video_config or {})
         self._video_table = normalised_video_bytes(video_config or {}, MEAN, STD)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut an image or the frames of a video; each piece's ``patches`` are float32
         [patches, 3 * patch²], and its ``layout`` is (unit,), the patches per side of an embedding.
 
@@ -57,9 +57,13 @@ class MiniCPMV46Preprocessor:
             slices, (numbers, grid) = self._frame_slices.in_units(unit), sliced_frames(plan)
             cut = slices.cut_into(header.width, header.height, *grid)
             _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2, [1] * len(numbers))
-            for frame in decoded_frames(data, numbers, header):
+            pieces = _pieces(plan, parts, cut)
+            frames = decoded_frames(data, [numbers[group] for group in pieces], header)
+            for wanted, frame in zip(pieces.values(), frames, strict=True):
                 resize = partial(self._resized_frame, np.array(frame))
-                yield from _inputs([resize], cut, slices.patch_size, self._video_table, (unit,))
+                yield from _inputs(
+                    [resize], cut, wanted, patch_size=slices.patch_size, table=self._video_table, layout=(unit,)
+                )
             return
         assert isinstance(header, ImageHeader)
         slices = self._slices.in_units(unit)
@@ -67,7 +71,9 @@ class MiniCPMV46Preprocessor:
         _check(plan, cut, slices.patch_size, lambda patches: patches // unit**2)
         image = decode_image(data, header.format, (header.width, header.height))
         resize = partial(_resized_image, image, self._resample)
-        yield from _inputs([resize], cut, slices.patch_size, self._table, (unit,))
+        yield from _inputs(
+            [resize], cut, chosen(plan, parts), patch_size=slices.patch_size, table=self._table, layout=(unit,)
+        )
 
     def _resized_frame(self, frame: Pixels, size: tuple[int, int]) -> Pixels:
         pixels: Pixels = resized(frame[None], size[::-1], self._video_mode)[0]
@@ -87,7 +93,7 @@ class MiniCPMVPreprocessor:
         settings = {ours: preprocessor_config.get(theirs, 0.5) for ours, theirs in names}
         self._table = normalised_bytes(settings)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut an image or the frames of a video; each piece's ``patches`` are float32
         [patches, 3 * patch²]. The pieces of frames that are shown together are one part, whose ``layout`` are the times
         of the frames if the tower takes them.
@@ -96,25 +102,29 @@ class MiniCPMVPreprocessor:
         """
         header = plan.header
         if isinstance(header, VideoHeader):
-            yield from self._frames(data, plan, header)
+            yield from self._frames(data, plan, header, parts)
             return
         assert isinstance(header, ImageHeader)
         cut = _planned_cut(plan, header, self._slices)
         _check(plan, cut, self._slices.patch_size, lambda _: self._queries)
         image = decode_image(data, header.format, (header.width, header.height))
         resize = partial(_resized_image, image, Image.Resampling.BICUBIC)
-        yield from _inputs([resize], cut, self._slices.patch_size, self._table)
+        yield from _inputs([resize], cut, chosen(plan, parts), patch_size=self._slices.patch_size, table=self._table)
 
-    def _frames(self, data: bytes, plan: ItemPlan, header: VideoHeader) -> Iterator[EncoderInput]:
+    def _frames(self, data: bytes, plan: ItemPlan, header: VideoHeader, parts: Parts) -> Iterator[EncoderInput]:
         groups, grid = grouped_frames(plan)
         cut = self._slices.cut_into(header.width, header.height, *grid)
         _check(plan, cut, self._slices.patch_size, lambda _: self._queries, [len(group) for group in groups])
-        sampled = decoded_frames(data, [frame for group in groups for frame in group], header)
-        for group in groups:
+        pieces = _pieces(plan, parts, cut)
+        sampled = decoded_frames(data, [frame for number in pieces for frame in groups[number]], header)
+        for number, wanted in pieces.items():
+            group = groups[number]
             images = [Image.fromarray(np.array(frame)) for frame in islice(sampled, len(group))]
             resizes = [partial(_resized_image, image, Image.Resampling.BICUBIC) for image in images]
             layout = temporal_ids(group, header) if self._packs else ()
-            yield from _inputs(resizes, cut, self._slices.patch_size, self._table, layout)
+            yield from _inputs(
+                resizes, cut, wanted, patch_size=self._slices.patch_size, table=self._table, layout=layout
+            )
 
 
 def _planned_cut(plan: ItemPlan, header: ImageHeader, slices: Slices) -> Cut:
@@ -149,16 +159,29 @@ def _check(
         raise PlanMismatch(f"{len(together)} images become {len(patches)} pieces each; their plan says otherwise")
 
 
+def _pieces(plan: ItemPlan, parts: Parts, cut: Cut) -> dict[int, list[int]]:
+    """Return the numbers of the wanted pieces of each group of frames that has some."""
+    wanted: dict[int, list[int]] = {}
+    for number in chosen(plan, parts):
+        group, piece = divmod(number, len(cut.pieces))
+        wanted.setdefault(group, []).append(piece)
+    return wanted
+
+
 def _inputs(
     resizes: Sequence[Callable[[tuple[int, int]], Pixels]],
     cut: Cut,
+    wanted: Sequence[int],
+    *,
     patch_size: int,
     table: ByteTable,
     layout: tuple[int, ...] = (),
 ) -> Iterator[EncoderInput]:
-    """Yield the pieces of an image, or of several together; ``resizes`` return an image in a width and height."""
-    for pieces in zip(*(_cut_up(resize, cut) for resize in resizes), strict=True):
-        yield fixed_size_input(pieces, table, patch_size, layout)
+    """Yield the wanted pieces of an image, or of several together; ``resizes`` return an image in a width and
+    height."""
+    for number, pieces in enumerate(zip(*(_cut_up(resize, cut) for resize in resizes), strict=True)):
+        if number in wanted:
+            yield fixed_size_input(pieces, table, patch_size, layout)
 
 
 def _cut_up(resize: Callable[[tuple[int, int]], Pixels], cut: Cut) -> Iterator[Pixels]:

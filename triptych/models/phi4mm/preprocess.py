@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 
 from triptych.errors import PlanMismatch
 from triptych.media.audio import decode_audio
-from triptych.models.base import AUDIO, EncoderInput, ModelConfig
+from triptych.models.base import AUDIO, EncoderInput, ModelConfig, Parts, chosen
 from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings
 from triptych.models.phi4mm.config import vision_config
 from triptych.models.phi4mm.tiles import MOST_TILES, canvas_of, most_tiles
@@ -41,11 +41,11 @@ class Phi4MMPreprocessor:
         self._filterbank = LogFilterbank(setting(audio_settings(config), "input_size", int, default=80))
         self._table = normalised_bytes(STATISTICS | preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Yield an image's parts, or a clip's. Raises as these do."""
         if isinstance(plan.header, AudioHeader):
             return self._audio(data, plan, plan.header)
-        return self._image(data, plan)
+        return self._image(data, plan, parts)
 
     def _audio(self, data: bytes, plan: ItemPlan, header: AudioHeader) -> Iterator[EncoderInput]:
         """Yield a clip's features, float32 [frames, bands]. Raises MediaError if the bytes can't be decoded, and
@@ -60,7 +60,7 @@ class Phi4MMPreprocessor:
         digest.update(features.view(np.uint8).data)
         yield EncoderInput(features, (len(features), 1, 1), digest.hexdigest(), AUDIO, layout)
 
-    def _image(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def _image(self, data: bytes, plan: ItemPlan, parts: Parts) -> Iterator[EncoderInput]:
         """Decode, scale and cut one image; each part's ``patches`` are float32 [patches, 3 * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size or
@@ -85,8 +85,8 @@ class Phi4MMPreprocessor:
             for y in range(0, rows * side, side)
             for x in range(0, columns * side, side)
         ]
-        yield fixed_size_input(tiles, self._table, patch, canvas.layout)
-        yield self._whole(pixels)
+        for number in chosen(plan, parts):
+            yield self._whole(pixels) if number else fixed_size_input(tiles, self._table, patch, canvas.layout)
 
     def _whole(self, pixels: NDArray[np.uint8]) -> EncoderInput:
         """Return the whole of uint8 [height, width, channels] as one tile, scaled after normalisation."""

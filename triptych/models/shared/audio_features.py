@@ -7,13 +7,15 @@ from blake3 import blake3
 
 from triptych.errors import PlanMismatch
 from triptych.media.audio import decode_audio
-from triptych.models.base import AUDIO, EncoderInput
+from triptych.models.base import AUDIO, EncoderInput, Parts, chosen
 from triptych.models.shared.audio import AudioFraming
 from triptych.types import AudioHeader, ItemPlan
 
 
-def audio_parts(data: bytes, plan: ItemPlan, header: AudioHeader, framing: AudioFraming) -> Iterator[EncoderInput]:
-    """Yield the parts of a clip, or of a video's audio track, that ``plan_audio`` has planned.
+def audio_parts(
+    data: bytes, plan: ItemPlan, header: AudioHeader, framing: AudioFraming, parts: Parts = None
+) -> Iterator[EncoderInput]:
+    """Yield those of the chosen parts that are a clip's, or of a video's audio track, that ``plan_audio`` has planned.
 
     A window's patches are its feature frames, float32 [frames, bands]; its grid counts those that its rows stand for.
     Computes all features first, because they are normalised by the clip's maximum. Raises MediaError if the bytes can't
@@ -21,11 +23,14 @@ def audio_parts(data: bytes, plan: ItemPlan, header: AudioHeader, framing: Audio
     """
     mel = framing.mel
     windows = list(framing.windows(mel.num_frames(header.resampled(mel.rate))))
-    planned = [part.payload for part in plan.parts if part.tower == AUDIO]
-    if planned != [window[:2] for window in windows]:
+    planned = [number for number, part in enumerate(plan.parts) if part.tower == AUDIO]
+    if [plan.parts[number].payload for number in planned] != [window[:2] for window in windows]:
         raise PlanMismatch("the plan divides audio into other windows than the model does")
     features = mel(decode_audio(data, header, mel.rate), framing.more)
-    for first, length, given in windows:
+    wanted = frozenset(chosen(plan, parts))
+    for number, (first, length, given) in zip(planned, windows, strict=True):
+        if number not in wanted:
+            continue
         patches = np.zeros((given, mel.num_bands), dtype=np.float32)
         heard = features[first : first + given]
         patches[: len(heard)] = heard

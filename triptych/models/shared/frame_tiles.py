@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import CheckpointError, PlanMismatch
+from triptych.models.base import Parts
 from triptych.models.shared.frames import decoded_frames, normalised_video_bytes, resized, torch_mode
 from triptych.models.shared.patches import CLIP_MEAN, CLIP_STD
 from triptych.models.shared.video import FILE, sampled_frames
@@ -26,15 +27,14 @@ class FrameTiles:
         """The normalised value of each byte."""
         self._mode = torch_mode(video_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[NDArray[np.uint8]]:
-        """Yield the tile of each sampled frame: uint8 [side, side, channels].
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[NDArray[np.uint8]]:
+        """Yield the tile of each part's frame: uint8 [side, side, channels].
 
         Raises MediaError if the bytes can't be decoded, and PlanMismatch if the result isn't what was planned.
         """
         assert isinstance(plan.header, VideoHeader)
-        numbers = sampled_frames(plan)
-        if len(numbers) != plan.num_parts or plan.resized_height != self.side:
+        if len(sampled_frames(plan)) != plan.num_parts or plan.resized_height != self.side:
             raise PlanMismatch("the plan of a video doesn't have a tile for each frame")
-        for frame in decoded_frames(data, numbers, plan.header):
+        for frame in decoded_frames(data, sampled_frames(plan, parts), plan.header):
             # copied, because a decoder's frames are read-only, of which torch warns
             yield resized(np.array(frame)[None], (self.side, self.side), self._mode)[0]

@@ -13,7 +13,7 @@ from PIL import Image
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.media import frames
 from triptych.media.video import Frame, decode_frames
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import (
@@ -54,17 +54,17 @@ class VideoPreprocessor(PatchPreprocessor):
         self._video_mode = torch_mode(video_config or {})
         self._video_table = normalised_video_bytes(video_config or {}, self.video_mean, self.video_std)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Yield an image as ``PatchPreprocessor`` does, and a video as one part per temporal patch.
 
         The last temporal patch is padded with the last frame, as in the reference. Raises MediaError if the bytes
         can't be decoded, and PlanMismatch if the result isn't what was planned.
         """
         if not isinstance(plan.header, VideoHeader):
-            yield from super().__call__(data, plan)
+            yield from super().__call__(data, plan, parts)
             return
         size = self._geometry.temporal_patch_size
-        sampled = decoded_frames(data, sampled_frames(plan), plan.header)
+        sampled = decoded_frames(data, sampled_frames(plan, parts), plan.header)
         resized_to = plan.resized_height, plan.resized_width
         while some := list(itertools.islice(sampled, size)):
             some += some[-1:] * (size - len(some))

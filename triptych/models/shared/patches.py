@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from triptych.errors import CheckpointError, PlanMismatch
-from triptych.models.base import EncoderInput, ModelConfig
+from triptych.models.base import EncoderInput, ModelConfig, Parts
 from triptych.models.shared.byte_table import ByteTable
 from triptych.models.shared.geometry import ImageGeometry
 from triptych.models.shared.images import decode_image
@@ -39,7 +39,7 @@ class PatchPreprocessor:
         self._resample = resampling(preprocessor_config)
         self._table = normalised_bytes(preprocessor_config)
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         """Decode, resize and cut one image; its ``patches`` are float32 [patches, 3 * temporal * patch²].
 
         Raises UnsupportedMedia or TruncatedMedia if the bytes can't be decoded, and PlanMismatch if the decoded size

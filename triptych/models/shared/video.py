@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from triptych.errors import BadMediaSize, CheckpointError, UnsupportedMedia
-from triptych.models.base import VISION
+from triptych.models.base import VISION, Parts, chosen
 from triptych.models.shared.geometry import apply_bounds, smart_resize
 from triptych.types import FrameSampling, ItemPart, ItemPlan, PixelBounds, VideoHeader
 
@@ -245,9 +245,11 @@ def _rate(config: dict[str, Any], default: float) -> float:
     return float(fps)
 
 
-def sampled_frames(plan: ItemPlan) -> tuple[int, ...]:
-    """Return the indexes of a video's sampled frames, in display order: the payloads of its temporal patches."""
-    return tuple(frame for part in plan.parts if part.tower == VISION for frame in part.payload)
+def sampled_frames(plan: ItemPlan, parts: Parts = None) -> tuple[int, ...]:
+    """Return the indexes of the sampled frames of a video's parts, in display order: the payloads of its temporal
+    patches."""
+    wanted = (plan.parts[number] for number in chosen(plan, parts))
+    return tuple(frame for part in wanted if part.tower == VISION for frame in part.payload)
 
 
 def frame_sampling(kind: type[VideoSampling], video_config: dict[str, Any]) -> VideoSampling:
