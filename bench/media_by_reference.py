@@ -26,9 +26,9 @@ from torch import Tensor
 
 from bench.measuring import report
 from triptych.config import AdmissionConfig, LeaseConfig
-from triptych.encode.cache import EncoderCache
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
+from triptych.encode.store import MemoryStore
 from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -44,7 +44,7 @@ from triptych.messages.work import (
     Register,
     SamplingParams,
 )
-from triptych.models.base import VISION, EncoderInput, Positions
+from triptych.models.base import VISION, EncoderInput, Parts, Positions, chosen
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router
@@ -94,9 +94,9 @@ class Preprocessors:
     number = 1
     pids: list[int] = []  # noqa: RUF012 - it has no processes
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
-        for number, part in enumerate(plan.parts):
-            patches = np.zeros((part.patches, 1), np.float32)
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
+        for number in chosen(plan, parts):
+            patches = np.zeros((plan.parts[number].patches, 1), np.float32)
             yield EncoderInput(patches, plan.grid, f"{data[:16].hex()} {len(data)} {number}")
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
         preprocessors=Preprocessors(),
         runner=EncoderRunner(Tower(), torch.float32, instance.compute),
         max_patches=CAPACITY.encode_batch_patches,
-        cache=EncoderCache(2**20),
+        store=MemoryStore(2**20),
         sender=sender,
         layout=LAYOUT,
         wake=channel.wake,

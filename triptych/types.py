@@ -217,6 +217,11 @@ class ItemPlan(msgspec.Struct, frozen=True):
         decoded = header.width * header.height * header.frames if isinstance(header, VideoHeader) else 0
         return self.num_parts > 1 and (self.patches > batch_patches or decoded > LONG_DECODE_PIXELS)
 
+    def parts_from(self, row: int) -> list[int]:
+        """Return the numbers of the parts that have this row or later ones."""
+        ends = (max(first_row + rows for first_row, rows in part.runs) for part in self.parts)
+        return [number for number, end in enumerate(ends) if end > row]
+
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
         """Return (first row, rows) of each run of a part's rows; parts are numbered from 0."""
         return self.parts[part].runs

@@ -11,7 +11,7 @@ PLAN = plan_of()
 
 
 def job() -> EncodeJob:
-    return EncodeJob("key", PLAN, iter(()), received=0.0)
+    return EncodeJob("key", PLAN, (0,), received=0.0)
 
 
 def part(patches: int, *jobs: EncodeJob) -> EncodePart:
@@ -52,7 +52,7 @@ def test_a_discarded_job_is_in_no_batch() -> None:
 
 
 def long_job(client: str = "") -> EncodeJob:
-    return EncodeJob("long", PLAN, iter(()), received=0.0, client=client, long=True)
+    return EncodeJob("long", PLAN, (0,), received=0.0, client=client, long=True)
 
 
 def test_a_short_items_part_goes_before_queued_parts_of_long_ones() -> None:
@@ -143,7 +143,7 @@ def test_every_item_gets_its_time_slices(data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(["long", "short", "next", "next", "end", "remove"]))
         if step in ("long", "short"):
             client = data.draw(st.sampled_from("abc"))
-            new = EncodeJob("key", PLAN, iter(()), received=0.0, client=client, long=step == "long")
+            new = EncodeJob("key", PLAN, (0,), received=0.0, client=client, long=step == "long")
             left[new] = data.draw(st.integers(1, 4)) if new.long else 1
             scheduler.add(new)
         elif step == "next":

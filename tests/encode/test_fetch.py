@@ -20,7 +20,7 @@ PIECE = MEDIA_PIECE_BYTES
 
 
 def job(size: int, *transfers: tuple[str, Address], client: str = "", long: bool = False) -> EncodeJob:
-    made = EncodeJob("key", PLAN, iter(()), received=0.0, size=size, client=client, long=long)
+    made = EncodeJob("key", PLAN, (0,), received=0.0, size=size, client=client, long=long)
     made.transfers.update({TransferId(name): Requester(frontend, 0) for name, frontend in transfers})
     return made
 

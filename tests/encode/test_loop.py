@@ -1,15 +1,19 @@
 """The encode loop: when it fetches a file, from whom, and what becomes of those who wait for its rows."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from tests.support.encode_harness import CONSUMER, HERE, PLAN, A, B, EncodeHarness
+from tests.support.encode_harness import CONSUMER, HERE, LAYOUT, PLAN, A, B, EncodeHarness
+from tests.support.plans import plan_of
 from triptych.config.injected_faults import InjectedFaults
 from triptych.encode import fetch
+from triptych.encode.store import EmbeddingRows, Found, part_name, row_name
 from triptych.errors import ErrorKind, HelperFailed, InstanceBroken
 from triptych.job_faults import MAX_IN_A_ROW, Culprit
 from triptych.layers.torch_device import TorchDevice
@@ -25,7 +29,7 @@ from triptych.messages.work import (
     MediaBytes,
     MediaGone,
 )
-from triptych.models.base import EncoderInput
+from triptych.models.base import EncoderInput, Parts
 from triptych.server.faulty_device import FaultyDevice
 from triptych.types import ItemPlan, TransferId
 
@@ -284,10 +288,105 @@ def test_everything_ends_with_the_lease(harness: EncodeHarness) -> None:
 def test_an_attempt_under_way_is_not_begun_again(harness: EncodeHarness) -> None:
     harness.encode("first")
     with pytest.raises(Exception, match="under way"):
-        harness.loop.handlers[Encode](Encode(TransferId("first"), CONSUMER, B, "key", PLAN, 3))
+        harness.loop.handlers[Encode](Encode(TransferId("first"), CONSUMER, B, "key", PLAN, 3, [0]))
     assert harness.answer() == [(A, "first")]
     assert harness.encoded() == [(A, "first", False)]
     harness.sender.on_done(Done(TransferId("first"), TransferSide.CONSUMER))
+
+
+THREE = plan_of(1, 2, 1)
+"""A plan of three parts."""
+
+
+def test_only_the_parts_that_are_asked_for_are_made(harness: EncodeHarness) -> None:
+    harness.encode("first", plan=THREE, parts=[1, 2])
+    harness.answer()
+    assert harness.encoded() == [(A, "first", False)]
+    assert harness.preprocessors.made == [1, 2]
+    harness.encode("second", B, plan=THREE)
+    assert harness.answer() == [(B, "second")]
+    assert harness.encoded() == [(B, "second", False)]
+    assert harness.preprocessors.made == [1, 2, 0], "the others are stored"
+    harness.encode("third", plan=THREE, parts=[0, 2])
+    assert harness.answer() == []
+    assert harness.encoded() == [(A, "third", True)]
+
+
+def test_a_job_that_has_the_parts_is_joined(harness: EncodeHarness) -> None:
+    harness.preprocessors.opened.clear()
+    harness.encode("whole", plan=THREE)
+    harness.answer()
+    harness.until(lambda: harness.preprocessors.seen)
+    harness.encode("last", B, plan=THREE, parts=[2])
+    assert harness.answer() == []
+    harness.preprocessors.opened.set()
+    assert harness.encoded() == [(A, "whole", False), (B, "last", False)]
+    assert harness.preprocessors.made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("parts", [[], [1, 0], [1, 1], [3], [2**40]])
+def test_parts_that_the_item_does_not_have_are_refused(harness: EncodeHarness, parts: list[int]) -> None:
+    harness.encode("first", plan=THREE, parts=parts)
+    assert failures(harness) == [(A, "first", ErrorKind.PLAN_MISMATCH)]
+    assert harness.loop.idle
+
+
+def test_rows_that_do_not_fit_the_plan_are_encoded_again(harness: EncodeHarness) -> None:
+    harness.encode("first", plan=THREE)
+    harness.answer()
+    harness.encoded()
+    item = row_name(LAYOUT.digest, "key", "")
+    names = [part_name(item, number) for number in range(3)]
+    harness.store.evict(names[1:])
+    harness.store.put(names[1:2], np.zeros((1, 16), np.uint8))
+    harness.store.put(names[2:], np.zeros((1, 8), np.uint8))
+    harness.encode("second", plan=THREE)
+    harness.answer()
+    assert harness.encoded() == [(A, "second", False)]
+    assert harness.preprocessors.made == [0, 1, 2, 1, 2]
+
+
+class Later:
+    """A store that answers when the test says so."""
+
+    num_bytes = max_bytes = 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Sequence[str], Future[Found]]] = []
+
+    def lookup(self, names: Sequence[str]) -> "Future[Found]":
+        self.asked.append((names, Future()))
+        return self.asked[-1][1]
+
+    def put(self, names: Sequence[str], rows: EmbeddingRows) -> None: ...
+
+    def evict(self, names: Sequence[str]) -> None: ...
+
+    def answer(self, rows: EmbeddingRows | None) -> None:
+        names, future = self.asked.pop(0)
+        future.set_result([rows] * len(names))
+
+
+def test_nothing_is_fetched_while_the_store_is_asked() -> None:
+    store = Later()
+    harness = EncodeHarness(store)
+    harness.encode("first")
+    harness.encode("second", B)
+    harness.encode("gone", key="another")
+    end(harness, "gone")
+    assert harness.of(FetchMedia) == []
+    store.answer(np.ones((1, 16), np.uint8))
+    store.answer(None)
+    assert harness.encoded() == [(A, "first", True), (B, "second", True)]
+    harness.encode("third", key="a third")
+    store.answer(None)
+    harness.loop.advance()
+    assert harness.answer() == [(A, "third")]
+    harness.until(lambda: store.asked)
+    assert harness.loop.debug_state().parts == [], "the store is asked by content, too"
+    store.answer(None)
+    assert harness.encoded() == [(A, "third", False)]
+    harness.close()
 
 
 def prepared(harness: EncodeHarness, *files: bytes) -> None:
@@ -315,7 +414,7 @@ def test_an_instance_that_can_encode_nothing_is_broken(harness: EncodeHarness) -
 
 
 def test_a_helper_that_fails_is_no_items_fault(harness: EncodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def fails(data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         raise HelperFailed("a worker could not be started")
 
     with monkeypatch.context() as patched:

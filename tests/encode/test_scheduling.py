@@ -67,7 +67,7 @@ class Instance:
     def _arrive(self, number: int, item: Item) -> None:
         patches = [max(1, content) for content in item.contents]
         plan = plan_of(*[1] * len(patches), patches=patches)
-        job = EncodeJob(str(number), plan, iter(()), received=self.now, client=item.client)
+        job = EncodeJob(str(number), plan, range(plan.num_parts), received=self.now, client=item.client)
         job.long = plan.is_time_sliced(MAX_PATCHES)
         job.deadline = item.deadline
         job.inputs = iter([_part(content) for content in item.contents])
@@ -81,7 +81,7 @@ class Instance:
 
     def _end(self, job: EncodeJob, how: str) -> None:
         if self.scheduler.is_active(job):
-            self.scheduler.drop(job)
+            self.scheduler.end(job)
             self.ended[job] = how
 
     def _start_slice(self, job: EncodeJob) -> None:
@@ -93,9 +93,9 @@ class Instance:
         if not self.scheduler.is_active(job):
             return
         for part in made:
-            self.scheduler.add_part(job, len(job.part_names), part.name, part)
-            job.part_names.append(part.name)
-        if len(job.part_names) < job.plan.num_parts:
+            self.scheduler.add_part(job, job.num_preprocessed, part.name, part)
+            job.num_preprocessed += 1
+        if job.num_preprocessed < job.plan.num_parts:
             self.scheduler.add_slice(job)
         else:
             self.scheduler.all_preprocessed(job)
@@ -123,7 +123,7 @@ class Instance:
                     assert number not in self.rows[job]
                     self.rows[job].add(number)
                     if len(self.rows[job]) == job.plan.num_parts:
-                        self.scheduler.finish(job)
+                        self.scheduler.end(job)
                         self.ended[job] = "encoded"
 
 

@@ -108,7 +108,7 @@ def test_a_plan_whose_parts_are_not_its_rows_is_refused(model: Hears) -> None:
             host.send = lambda _, message: sent.append(message)
             wrong = msgspec.structs.replace(plan, parts=plan.parts[1:])
             host.handlers[Encode](
-                Encode(TransferId("1"), Address("inproc://absent"), Address("frontend"), "key", wrong, 1)
+                Encode(TransferId("1"), Address("inproc://absent"), Address("frontend"), "key", wrong, 1, [0])
             )
             assert host.idle
 

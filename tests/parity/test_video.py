@@ -17,8 +17,8 @@ from tests.support.mp4_edits import with_matrix
 from tests.support.stage_loops import answer_of_two_encoders, count_parts, encode_loops
 from tests.support.video_cases import Model, answered, image_part, listed, user, video_part
 from triptych.config import EncodeConfig
-from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.store import EmbeddingRows
 from triptych.models.base import EncoderInput
 from triptych.server.instance import Instance
 

@@ -1,9 +1,27 @@
 """What becomes of requests when instances are lost, drain, or are replaced: a router without sockets."""
 
+from dataclasses import replace
+
 import pytest
 from msgspec import structs
 
-from tests.support.router_harness import D0, D1, E0, E1, EPD0, FRONTEND, P0, P1, PD0, PD1, RouterHarness, tokens_of
+from tests.support.plans import plan_of
+from tests.support.router_harness import (
+    D0,
+    D1,
+    E0,
+    E1,
+    EPD0,
+    FRONTEND,
+    P0,
+    P1,
+    PD0,
+    PD1,
+    RouterHarness,
+    prompt,
+    request_of,
+    tokens_of,
+)
 from triptych.errors import ErrorKind, InstanceLost, InternalError, Unavailable
 from triptych.job_faults import Culprit
 from triptych.messages.work import (
@@ -24,6 +42,7 @@ from triptych.messages.work import (
     PrefillNeeded,
     Register,
     RegisterAgain,
+    SamplingParams,
     Stop,
     Tokens,
 )
@@ -35,8 +54,9 @@ from triptych.topology import Role
 from triptych.types import Address, TransferId
 
 
-def encode_targets(harness: RouterHarness) -> list[tuple[Address, TransferId, int]]:
-    return [(to, message.transfer, message.first_row) for to, message in harness.of(Encode)]
+def encode_targets(harness: RouterHarness) -> list[tuple[Address, TransferId, list[int]]]:
+    """Encode instances that were sent an item, its transfer, and the parts."""
+    return [(to, message.transfer, message.parts) for to, message in harness.of(Encode)]
 
 
 def ask_again(harness: RouterHarness, stream: TokenStream, transfer: TransferId, first_row: int) -> None:
@@ -64,12 +84,28 @@ def test_items_of_a_lost_encode_instance_go_to_another_under_the_same_name() -> 
     lost = encode_targets(harness)[0][0]
     harness.router.handle(Deregister(lost))
     assert harness.of(PeerLost)[-1] == (PD0, PeerLost(lost, [transfer], FRONTEND))
-    ask_again(harness, stream, transfer, first_row=3)
+    ask_again(harness, stream, transfer, first_row=1)
     other = E1 if lost == E0 else E0
-    assert encode_targets(harness)[1:] == [(other, transfer, 3)]
+    assert encode_targets(harness)[1:] == [(other, transfer, [0])]
     harness.router.handle(Encoded(transfer, False, [], attempt=1))
     assert finish(harness, stream) == [7]
     assert harness.outstanding() == 0
+
+
+@pytest.mark.parametrize(("first_row", "parts"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [1, 2]), (4, [1]), (5, None)])
+def test_parts_whose_rows_have_landed_are_not_encoded_again(first_row: int, parts: list[int] | None) -> None:
+    """The second part's rows are around the third's. A consumer that needs no row of an item gets none."""
+    plan = plan_of(2, 2, 1, cost=30.0)
+    runs = ((0, 2),), ((2, 1), (4, 1)), ((3, 1),)
+    made = tuple(structs.replace(part, runs=where) for part, where in zip(plan.parts, runs, strict=True))
+    one = replace(prompt(1.0).items[0], plan=structs.replace(plan, parts=made))
+    harness = RouterHarness(E0, PD0)
+    planned = replace(prompt(1.0), items=(one,))
+    stream = harness.router.lifecycle.submit(request_of(), planned, SamplingParams(max_tokens=4), [])
+    before = harness.outstanding()
+    ask_again(harness, stream, TransferId("t"), first_row)
+    assert encode_targets(harness) == ([] if parts is None else [(E0, "t", parts)])
+    assert harness.outstanding() == before + 10 * len(parts or [])
 
 
 def test_what_a_former_encode_instance_says_of_an_item_is_ignored() -> None:
@@ -188,8 +224,8 @@ def test_others_drop_their_transfers_with_an_instance_of_which_messages_were_los
     harness.wait(RESET_PAUSE, E0, E1, PD0)
     harness.router.handle(MessagesLost(sender))  # PD0 says so
     assert harness.of(PeerLost)[-1] == (PD0, PeerLost(sender, [transfer], FRONTEND, is_alive=True, suspect=False))
-    ask_again(harness, stream, transfer, first_row=3)
-    assert encode_targets(harness)[-1] == (({E0, E1} - {sender}).pop(), transfer, 3)
+    ask_again(harness, stream, transfer, first_row=1)
+    assert encode_targets(harness)[-1] == (({E0, E1} - {sender}).pop(), transfer, [0])
 
 
 def test_many_connections_that_break_at_once_reset_an_instance_once_more() -> None:

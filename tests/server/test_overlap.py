@@ -12,8 +12,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import Running, running
 from tests.support.image_cases import picture, png
 from triptych.config import EncodeConfig
-from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.store import EmbeddingRows
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tests.support.plans import plan_of
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EncoderCache
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
+from triptych.encode.store import EmbeddingStore, MemoryStore
 from triptych.errors import DecodeFailed
 from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
 from triptych.messages.work import Encode, Encoded, FetchMedia, MediaBytes
-from triptych.models.base import EncoderInput
+from triptych.models.base import EncoderInput, Parts, chosen
 from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.sender import Sender
 from triptych.types import Address, ItemPlan, TransferId
@@ -32,7 +32,8 @@ PLAN = plan_of()
 
 
 class Preprocessors:
-    """One part for a file, which has its sum. Waits while ``opened`` isn't set; a file of zeros can't be decoded."""
+    """Parts that have the sum of the file and their number. Waits while ``opened`` isn't set; a file of zeros can't be
+    decoded."""
 
     number = 1
     pids: list[int] = []  # noqa: RUF012 - it has no processes
@@ -41,13 +42,19 @@ class Preprocessors:
         self.opened = threading.Event()
         self.opened.set()
         self.seen: list[bytes] = []
+        self.made: list[int] = []
+        """Numbers of the parts."""
 
-    def __call__(self, data: bytes, plan: ItemPlan) -> Iterator[EncoderInput]:
+    def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:
         self.seen.append(data)
         assert self.opened.wait(20)
         if not any(data):
             raise DecodeFailed("all zeros")
-        yield EncoderInput(np.full((1, 4), sum(data), np.float32), plan.grid, f"{sum(data)}")
+        for number in chosen(plan, parts):
+            self.made.append(number)
+            rows = plan.rows_of(number)
+            value = sum(data) + number
+            yield EncoderInput(np.full((rows, 4), value, np.float32), (1, 1, rows), f"{rows} of {value}")
 
     def close(self) -> None:
         self.opened.set()
@@ -71,7 +78,8 @@ class Tower:
 class EncodeHarness:
     """The loop, and what it has sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: EmbeddingStore | None = None) -> None:
+        self.store = store or MemoryStore(2**20)
         self.sent: list[tuple[Address, Message]] = []
         self.fabric = LocalFabric()
         self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send)
@@ -81,7 +89,7 @@ class EncodeHarness:
             preprocessors=self.preprocessors,
             runner=EncoderRunner(Tower(), torch.float32, self.compute),
             max_patches=64,
-            cache=EncoderCache(2**20),
+            store=self.store,
             sender=self.sender,
             layout=LAYOUT,
             wake=lambda: None,
@@ -109,9 +117,11 @@ class EncodeHarness:
         size: int = 3,
         key: str = "key",
         plan: ItemPlan = PLAN,
+        parts: Parts = None,
         **fields: Any,
     ) -> None:
-        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, plan, size, **fields))
+        wanted = list(chosen(plan, parts))
+        self.handle(Encode(TransferId(transfer), CONSUMER, reply_to, key, plan, size, wanted, **fields))
 
     def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
         """The messages of a type that were sent since the last call, with their receivers."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.support.harness import FLOAT32, Messages, Running, running
-from triptych.encode.cache import EmbeddingRows
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.store import EmbeddingRows
 from triptych.engine.loop import EngineLoop
 from triptych.engine.scheduler import CountReadyTokens, SchedulerOutput
 from triptych.layers.decoder import ForwardBatch

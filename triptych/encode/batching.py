@@ -146,7 +146,7 @@ MAX_LONG_ITEMS = 4
 
 
 class EncodeScheduler:
-    """The jobs in progress and their parts, from the arrival of a file to the end of the batch of its last part.
+    """The jobs in progress and their parts, from the arrival of a request to the end of the batch of its last part.
 
     A part is encoded once, however many jobs contain an equal one. A batch that fails is halved until the failing part
     is alone.
@@ -159,7 +159,8 @@ class EncodeScheduler:
         self._slices = PreprocessScheduler(
             self._queue, workers=workers, batches_ahead=PREPROCESS_AHEAD, max_started=MAX_LONG_ITEMS
         )
-        self._jobs: dict[str, EncodeJob] = {}
+        self._jobs: dict[str, list[EncodeJob]] = {}
+        """By the key of their item."""
         self._parts: dict[str, EncodePart] = {}
         """Those that are queued, in a batch or about to be tried again, by name."""
         self._retries: list[list[EncodePart]] = []
@@ -169,29 +170,25 @@ class EncodeScheduler:
 
     @property
     def jobs(self) -> list[EncodeJob]:
-        """The jobs in progress, oldest first."""
-        return list(self._jobs.values())
+        """The jobs in progress."""
+        return [job for jobs in self._jobs.values() for job in jobs]
 
-    def job(self, key: str) -> EncodeJob | None:
-        """Return the job in progress of that key."""
-        return self._jobs.get(key)
+    def jobs_of(self, key: str) -> Sequence[EncodeJob]:
+        """Return the jobs in progress of an item."""
+        return self._jobs.get(key, ())
 
     def is_active(self, job: EncodeJob) -> bool:
         """Return whether a job is in progress: neither finished nor dropped."""
-        return self._jobs.get(job.key) is job
+        return job in self.jobs_of(job.key)
 
     def add(self, job: EncodeJob) -> None:
-        """Begin a job. None of its key may be in progress."""
-        self._jobs[job.key] = job
+        """Begin a job."""
+        self._jobs.setdefault(job.key, []).append(job)
 
-    def finish(self, job: EncodeJob) -> None:
-        """End a job whose parts are all encoded."""
-        del self._jobs[job.key]
-
-    def drop(self, job: EncodeJob) -> None:
-        """End a job, and cancel its work that hasn't started, so that others don't wait behind it. A newer job of the
-        same key goes on."""
-        if self.is_active(job):
+    def end(self, job: EncodeJob) -> None:
+        """End a job in progress, and cancel its work that hasn't started, so that others don't wait behind it."""
+        self._jobs[job.key].remove(job)
+        if not self._jobs[job.key]:
             del self._jobs[job.key]
         for part in self._queue.discard(job):
             del self._parts[part.name]
@@ -199,7 +196,7 @@ class EncodeScheduler:
 
     def expired(self, now: float) -> list[EncodeJob]:
         """Return the jobs whose deadline has passed."""
-        return [job for job in self._jobs.values() if job.deadline < now]
+        return [job for job in self.jobs if job.deadline < now]
 
     # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,10 +1,10 @@
 """What an encode instance works on: items, and the parts that they are encoded in. Holds no device and no socket."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from triptych.encode.cache import EmbeddingRows
+from triptych.encode.store import EmbeddingRows
 from triptych.models.base import EncoderInput
 from triptych.types import Address, ItemPlan, TransferId
 
@@ -20,12 +20,13 @@ class Requester(NamedTuple):
 
 @dataclass(eq=False)
 class EncodeJob:
-    """One item to encode, once for all transfers that need its rows."""
+    """Parts of one item to encode, once for all transfers that need their rows."""
 
     key: str
+    """Names the item's rows (``row_name``)."""
     plan: ItemPlan
-    inputs: Iterator[EncoderInput]
-    """Yields the item's parts; each is preprocessed when it is asked for. Empty until its file has been fetched."""
+    parts: Sequence[int]
+    """Numbers of the parts, ascending."""
     received: float
     """Seconds since the epoch, like all times here except ``deadline``; 0 for not yet."""
     size: int = 0
@@ -38,10 +39,14 @@ class EncodeJob:
     """The transfers that need its rows."""
     deadline: float = 0.0
     """By ``running_time``: after it, no transfer needs the rows any more."""
-    part_names: list[str] = field(default_factory=list)
-    """Names (``row_name``) of the parts that are preprocessed, in order."""
+    missing: Sequence[int] = ()
+    """Parts that the store lacks, ascending, once it has been asked."""
+    inputs: Iterator[EncoderInput] = field(default_factory=lambda: iter(()))
+    """Yields the missing parts; each is preprocessed when it is asked for. Empty until the file has been fetched."""
+    num_preprocessed: int = 0
+    """How many of the missing parts are preprocessed."""
     rows: dict[int, EmbeddingRows] = field(default_factory=dict)
-    """Rows of the parts that are encoded, by the part's number."""
+    """Rows of the parts that are encoded or were stored, by the part's number."""
     slice_seconds: float = 0.0
     """Duration of the last time slice."""
     preprocess_began: float = 0.0
@@ -50,7 +55,7 @@ class EncodeJob:
 
     @property
     def all_encoded(self) -> bool:
-        return len(self.rows) == self.plan.num_parts
+        return len(self.rows) == len(self.parts)
 
     @property
     def source(self) -> TransferId:
@@ -74,7 +79,7 @@ class EncodePart:
     """A part to encode, once for all jobs that contain it."""
 
     name: str
-    """Names its rows (``row_name``)."""
+    """Names its rows by its content (``row_name``)."""
     input: EncoderInput
     waiters: list[tuple[EncodeJob, int]]
     """The jobs that contain the part, and its number in each."""

@@ -3,18 +3,19 @@
 Items are processed part by part: a long item's first rows are sent before its last part is preprocessed.
 """
 
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from triptych.encode.batching import EncodeScheduler
-from triptych.encode.cache import EmbeddingRows, EncoderCache, row_name
 from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import EncodeJob, EncodePart, Requester
-from triptych.encode.preprocessing import PreprocessorPool, PreprocessRunner
+from triptych.encode.preprocessing import PreprocessorPool, PreprocessRunner, Slice
 from triptych.encode.runner import EncoderRunner
+from triptych.encode.store import EmbeddingRows, EmbeddingStore, Found, part_name, row_name
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
 from triptych.job_faults import Culprit, FailureRow, culprit_of
 from triptych.messages.codec import Send
@@ -55,7 +56,7 @@ class EncodeLoop:
         preprocessors: PreprocessorPool,
         runner: EncoderRunner,
         max_patches: int,
-        cache: EncoderCache,
+        store: EmbeddingStore,
         sender: Sender,
         layout: RowLayout,
         wake: Callable[[], None],
@@ -66,7 +67,8 @@ class EncodeLoop:
         self.preprocessing = PreprocessRunner(preprocessors, max_patches, wake)
         self.runner = runner
         self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number)
-        self._cache = cache
+        self._store = store
+        self._wake = wake
         self.sender = sender
         self._layout = layout
         self._layout_digest = layout.digest
@@ -77,6 +79,9 @@ class EncodeLoop:
         """Encode messages received."""
         self.num_encoded = 0
         """Items that the encoder has encoded."""
+        self._num_queries = self._num_hits = 0  # parts looked up in the store, and found there
+        self._lookups: list[tuple[Future[Found], Callable[[Found], None]]] = []
+        """Those that the store hasn't answered, and what happens then."""
         self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
         self._failures = FailureRow()
 
@@ -87,7 +92,9 @@ class EncodeLoop:
         return {Encode: self._on_encode, MediaBytes: self._on_media_bytes, MediaGone: self._on_media_gone}
 
     def advance(self) -> None:
-        self._collect_preprocessed()
+        self._collect_lookups()
+        for ended in self.preprocessing.ended():
+            self._on_slice(ended)
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
@@ -132,7 +139,7 @@ class EncodeLoop:
 
     @property
     def idle(self) -> bool:
-        return not self._scheduler.jobs and not self.preprocessing and self._batch is None
+        return not (self._scheduler.jobs or self.preprocessing or self._lookups) and self._batch is None
 
     def debug_state(self) -> EncodeLoopState:
         return EncodeLoopState(
@@ -150,10 +157,10 @@ class EncodeLoop:
             waiting=max(0, len(self._scheduler.jobs) - running),
             running=running,
             encoded=self.num_encoded,
-            cache_queries=self._cache.hits + self._cache.misses,
-            cache_hits=self._cache.hits,
-            cache_bytes=self._cache.num_bytes,
-            cache_max_bytes=self._cache.max_bytes,
+            cache_queries=self._num_queries,
+            cache_hits=self._num_hits,
+            cache_bytes=self._store.num_bytes,
+            cache_max_bytes=self._store.max_bytes,
             fetched_bytes=self.fetcher.num_bytes,
         )
 
@@ -166,7 +173,7 @@ class EncodeLoop:
         now = time.time()
         key = row_name(self._layout_digest, message.key, message.cache_salt)
         try:
-            _check(message, self._scheduler.job(key))
+            _check(message, self._scheduler.jobs_of(key))
         except TriptychError as error:
             failed = EncodeFailed(message.transfer, ErrorKind.of(error), str(error), message.attempt)
             self.send(message.reply_to, failed)
@@ -182,35 +189,31 @@ class EncodeLoop:
             owner=message.reply_to,
         )
         self.num_requested += 1
-        if (job := self._scheduler.job(key)) is None:  # the end of an earlier attempt may just have ended it
-            if (parts := self._cache.get_item(key)) is not None:
-                for number, rows in enumerate(parts):
-                    self._provide(message.transfer, message.plan, number, rows)
-                encoded = Encoded(message.transfer, True, [Interval("queue", now, time.time())], message.attempt)
-                self.send(message.reply_to, encoded)
-                return
-            job = self._new_job(key, message, now)
-            self._scheduler.add(job)
-            self.fetcher.add(job)
+        # the end of an earlier attempt may just have ended its job
+        known = [job for job in self._scheduler.jobs_of(key) if set(message.parts) <= set(job.parts)]
+        job = known[0] if known else self._new_job(key, message, now)
         # an earlier attempt may still be ending
         job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
         job.deadline = max(job.deadline, running_time() + message.timeout)
+        if not known:
+            self._scheduler.add(job)
+            names = [part_name(key, number) for number in job.parts]
+            self._look_up(names, functools.partial(self._on_stored, job))
+            return
         for number, rows in job.rows.items():
             self._provide(message.transfer, job.plan, number, rows)
 
     def _new_job(self, key: str, message: Encode, now: float) -> EncodeJob:
-        job = EncodeJob(
+        return EncodeJob(
             key,
             message.plan,
-            iter(()),
+            message.parts,
             received=now,
             size=message.size,
             client=message.client,
             cache_salt=message.cache_salt,
             long=message.plan.is_time_sliced(self._scheduler.max_patches),
         )
-        job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
-        return job
 
     def _on_media_bytes(self, message: MediaBytes) -> None:
         """Take a piece of a file. The item waits for preprocessing once the file is whole."""
@@ -255,7 +258,7 @@ class EncodeLoop:
         """End a job and cancel its work that hasn't started."""
         if self.preprocessing.cancel(job):
             self._scheduler.slice_ended(job, 0.0)
-        self._scheduler.drop(job)
+        self._scheduler.end(job)
         self.fetcher.release(job)
 
     def _fail_expired(self) -> None:
@@ -263,33 +266,67 @@ class EncodeLoop:
         for job in self._scheduler.expired(running_time()):
             self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
 
+    # ── the store ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_up(self, names: Sequence[str], then: Callable[[Found], None]) -> None:
+        """Look up rows, and go on with what is found: at once if the store knows."""
+        future = self._store.lookup(names)
+        if future.done():
+            then(future.result())
+        else:
+            self._lookups.append((future, then))
+            future.add_done_callback(lambda _: self._wake())
+
+    def _collect_lookups(self) -> None:
+        for lookup in [one for one in self._lookups if one[0].done()]:
+            self._lookups.remove(lookup)
+            future, then = lookup
+            then(future.result())
+
+    def _on_stored(self, job: EncodeJob, found: Found) -> None:
+        """Provide the parts of a job that are stored, and have the item's file fetched if there are others."""
+        if not self._scheduler.is_active(job):
+            return
+        stored = {number: rows for number, rows in zip(job.parts, found, strict=True) if rows is not None}
+        unfit = [number for number, rows in stored.items() if not self._fits(job, number, rows)]
+        self._store.evict([part_name(job.key, number) for number in unfit])
+        job.missing = [number for number in job.parts if number not in stored or number in unfit]
+        if job.missing:
+            self.fetcher.add(job)
+        for number in stored.keys() - job.missing:
+            self._num_queries += 1
+            self._num_hits += 1
+            self._on_rows(job, number, stored[number])
+
+    def _fits(self, job: EncodeJob, number: int, rows: EmbeddingRows) -> bool:
+        return rows.shape == (job.plan.rows_of(number), self._layout.row_bytes)
+
     # ── preprocessing ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _collect_preprocessed(self) -> None:
-        for ended in self.preprocessing.ended():
-            job = ended.job
-            self._scheduler.slice_ended(job, job.slice_seconds)
-            if not self._scheduler.is_active(job):
-                continue
-            if isinstance(ended.error, MemoryError):
-                raise ended.error  # which ends the instance: it would fail item after item, each only after a while
-            if ended.error:
-                self._fail(job, ended.error, self._failures.failed(ended.error, job.key))
-                continue
-            for part in ended.parts:
-                self._on_preprocessed(job, part)
-            if not self._scheduler.is_active(job):
-                continue
-            if len(job.part_names) < job.plan.num_parts and ended.parts:
-                self._scheduler.add_slice(job)
-                continue
+    def _on_slice(self, ended: Slice) -> None:
+        """Have the parts of a time slice encoded."""
+        job = ended.job
+        self._scheduler.slice_ended(job, job.slice_seconds)
+        if not self._scheduler.is_active(job):
+            return
+        if isinstance(ended.error, MemoryError):
+            raise ended.error  # which ends the instance: it would fail item after item, each only after a while
+        if ended.error:
+            self._fail(job, ended.error, self._failures.failed(ended.error, job.key))
+            return
+        numbers = job.missing[job.num_preprocessed :]
+        job.num_preprocessed += len(ended.parts)
+        if len(ended.parts) > len(numbers) or not ended.parts:
+            made, planned = job.num_preprocessed, len(job.missing)
+            self._fail(job, PlanMismatch(f"an item has {made} parts; {planned} were planned"))
+            return
+        if job.num_preprocessed < len(job.missing):
+            self._scheduler.add_slice(job)
+        else:
             self._scheduler.all_preprocessed(job)
             self.fetcher.release(job)
-            if len(job.part_names) != job.plan.num_parts:
-                planned = job.plan.num_parts
-                self._fail(job, PlanMismatch(f"an item has {len(job.part_names)} parts; {planned} were planned"))
-            elif job.all_encoded:
-                self._finish(job)
+        for number, part in zip(numbers, ended.parts, strict=False):
+            self._on_preprocessed(job, number, part)
 
     def _start_preprocessing(self) -> None:
         """Start preprocessing as far ahead of the encoder as allowed."""
@@ -297,20 +334,28 @@ class EncodeLoop:
             self.preprocessing.start(job)
         self.preprocessing.short_item_waits = self._scheduler.short_item_waits
 
-    def _on_preprocessed(self, job: EncodeJob, part: EncoderInput) -> None:
-        """Take a part's rows from the cache, or have it encoded."""
+    def _on_preprocessed(self, job: EncodeJob, number: int, part: EncoderInput) -> None:
+        """Take the rows of an equal part from the store, or have the part encoded."""
         if not self._scheduler.is_active(job):
             return
-        number = len(job.part_names)
-        if number < job.plan.num_parts and part.tower != job.plan.parts[number].tower:
+        if part.tower != job.plan.parts[number].tower:
             self._fail(job, PlanMismatch(f"part {number} is for the {part.tower} tower; its plan says another"))
             return
         name = row_name(self._layout_digest, f"{part.tower}|{part.name}", job.cache_salt)
-        job.part_names.append(name)
-        if (rows := self._cache.get(name)) is not None:
-            self._on_encoded(job, number, rows)
-        else:
-            self._scheduler.add_part(job, number, name, part)
+
+        def go_on(found: Found) -> None:
+            self._num_queries += 1
+            if not self._scheduler.is_active(job):
+                return
+            (rows,) = found
+            if rows is None or not self._fits(job, number, rows):
+                self._scheduler.add_part(job, number, name, part)
+                return
+            self._num_hits += 1
+            self._store.put([part_name(job.key, number), name], rows)
+            self._on_rows(job, number, rows)
+
+        self._look_up([name], go_on)
 
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -336,22 +381,23 @@ class EncodeLoop:
         self._failures.succeeded()
         self._scheduler.batch_encoded(parts)
         for part, rows in zip(parts, future.result(), strict=True):
-            self._cache.put(part.name, rows)
+            names = [part_name(job.key, number) for job, number in part.waiters]
+            self._store.put([*names, part.name], rows)
             for job, number in part.waiters:
                 if self._scheduler.is_active(job):
-                    self._on_encoded(job, number, rows)
-                    if job.all_encoded:
-                        self._finish(job)
+                    self._on_rows(job, number, rows)
 
-    def _on_encoded(self, job: EncodeJob, number: int, rows: EmbeddingRows) -> None:
-        """Provide a part's rows to the job's transfers at once."""
-        if number >= job.plan.num_parts or len(rows) != job.plan.rows_of(number):
-            planned = f"{job.plan.rows} in {job.plan.num_parts} parts were planned"
-            self._fail(job, PlanMismatch(f"the encoder made {len(rows)} rows for part {number}; {planned}"))
+    def _on_rows(self, job: EncodeJob, number: int, rows: EmbeddingRows) -> None:
+        """Provide a part's rows to the job's transfers at once, and finish the job if they are the last."""
+        if not self._fits(job, number, rows):
+            planned = f"part {number}; {job.plan.rows_of(number)} were planned"
+            self._fail(job, PlanMismatch(f"the encoder made {len(rows)} rows for {planned}"))
             return
         job.rows[number] = rows
         for transfer in list(job.transfers):  # a transfer that ends here is removed from the list
             self._provide(transfer, job.plan, number, rows)
+        if job.all_encoded and self._scheduler.is_active(job):
+            self._finish(job)
 
     def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: EmbeddingRows) -> None:
         provided = 0
@@ -360,11 +406,8 @@ class EncodeLoop:
             provided += length
 
     def _finish(self, job: EncodeJob) -> None:
-        if not self._scheduler.is_active(job):
-            return
-        self._scheduler.finish(job)
+        self._drop(job)
         self.num_encoded += job.encode_began > 0
-        self._cache.put_item(job.key, tuple(job.part_names))
         for transfer, (frontend, attempt) in job.transfers.items():
             self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job), attempt))
 
@@ -381,16 +424,21 @@ class EncodeLoop:
             self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message, attempt, culprit))
 
 
-def _check(message: Encode, job: EncodeJob | None) -> None:
-    """Raise PlanMismatch for an item that contradicts itself, or the job that it would join."""
-    if not message.plan.is_whole:
+def _check(message: Encode, jobs: Sequence[EncodeJob]) -> None:
+    """Raise PlanMismatch for an item that contradicts itself, or jobs of the same one."""
+    plan, parts = message.plan, message.parts
+    if not plan.is_whole:
         raise PlanMismatch("the parts of the plan don't add up to its rows, patches and cost")
-    if job is not None and (message.plan, message.size) != (job.plan, job.size):
+    if not parts or parts != sorted(set(parts)) or parts[-1] >= plan.num_parts:
+        raise PlanMismatch(f"parts {parts[:8]} of an item are asked for, which has {plan.num_parts}")
+    if any((plan, message.size) != (job.plan, job.size) for job in jobs):
         raise PlanMismatch("another request has an item of the same key with another plan or size")
 
 
 def _intervals(job: EncodeJob) -> list[Interval]:
     """Return the job's intervals. They may overlap, since a long item's parts are preprocessed and encoded at once."""
+    if not job.preprocess_began:
+        return [Interval("queue", job.received, time.time())]
     intervals = [
         Interval("queue", job.received, job.preprocess_began),
         Interval("preprocess", job.preprocess_began, job.preprocess_ended),

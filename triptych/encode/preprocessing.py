@@ -85,7 +85,7 @@ class PreprocessRunner:
         """Yield an item's parts. The preprocessor starts with the first one, in a worker thread."""
         data = b"".join(pieces)  # without the interpreter's lock, if it is long
         pieces.clear()
-        yield from self.preprocessors(data, job.plan)
+        yield from self.preprocessors(data, job.plan, job.missing)
 
     def run_slice(self, job: EncodeJob) -> list[EncoderInput]:
         """Preprocess the next parts of a job, up to a batch; none when it has no more. Runs in a worker thread.

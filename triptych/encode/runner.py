@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from triptych.compute_thread import ComputeThread
-from triptych.encode.cache import EmbeddingRows
+from triptych.encode.store import EmbeddingRows
 from triptych.layers.cuda_graphs import recorder
 from triptych.layers.encoder import Encoder
 from triptych.layers.pinned import to_cpu

@@ -384,8 +384,8 @@ MEDIA_PIECE_BYTES = 2**20
 
 
 class Encode(Struct, frozen=True, tag=True):
-    """Frontend → encode instance: encode this item and offer the rows to a language instance, the ``consumer``. An
-    instance that lacks the rows asks for the item's file, with FetchMedia.
+    """Frontend → encode instance: encode parts of this item and offer their rows to a language instance, the
+    ``consumer``. An instance that lacks some asks for the item's file, with FetchMedia.
 
     Only requests of the same ``cache_salt`` share rows. The rows are of no use after ``timeout`` seconds. Encode
     instances share their time fairly among clients."""
@@ -398,8 +398,8 @@ class Encode(Struct, frozen=True, tag=True):
     plan: ItemPlan
     size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
     """Bytes of the file. A list of frames, packed as one file, is somewhat larger than its frames."""
-    first_row: Count = 0
-    """The consumer has the rows before this one."""
+    parts: list[Count]
+    """Numbers of the parts to encode, ascending: those with rows that the consumer lacks."""
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""

@@ -16,7 +16,7 @@ from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
 from triptych.router.membership import InstanceLease, Membership
 from triptych.router.placement import PlacementPolicy, Work, least_loaded
-from triptych.types import Address, ItemPlan, RequestId, TransferId
+from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class EncodeTask:
     transfer: TransferId
     consumer: Address
     """The language instance."""
-    first_row: int
-    """The consumer has the rows before this one."""
+    parts: list[int]
+    """Numbers of the item's parts with rows that the consumer lacks."""
     attempt: int
     """Number of the attempt to encode it (``MissingItem.attempt``)."""
     asked: int
@@ -71,6 +71,15 @@ class EncodeTask:
     cache_salt: str = ""
     since: float = 0.0
     """When it was queued, by the router's clock, in seconds."""
+
+    @functools.cached_property
+    def cost(self) -> int:
+        """Estimated cost of the parts, a whole number, so that sums and differences are exact."""
+        return max(1, round(sum(self.item.plan.parts[number].cost for number in self.parts)))
+
+    @functools.cached_property
+    def patches(self) -> int:
+        return sum(self.item.plan.parts[number].patches for number in self.parts)
 
     @property
     def cache_name(self) -> bytes:
@@ -94,7 +103,7 @@ class InFlightEncode:
 
     @property
     def cost(self) -> int:
-        return cost_of(self.task.item.plan)
+        return self.task.cost
 
 
 @dataclass
@@ -126,11 +135,6 @@ class EncodeDispatcherState:
     queue: QueueState
     heads: tuple[Ticket[EncodeTask], ...]
     """The first queued items of each client, priority and kind."""
-
-
-def cost_of(plan: ItemPlan) -> int:
-    """Return a plan's cost as a whole number, so that sums and differences are exact."""
-    return max(1, round(plan.cost))
 
 
 class EncodeDispatcher:
@@ -194,7 +198,7 @@ class EncodeDispatcher:
         if self._on_trial(task.request):
             kind = f"{_ON_TRIAL} {task.request}"
         self.num_openings += 1
-        return self._queue.add(task, task.client, cost_of(plan), task.priority, kind)
+        return self._queue.add(task, task.client, task.cost, task.priority, kind)
 
     def trial_begins(self, request: RequestId) -> None:
         """Note that a request is on trial from now on, so that its queued items don't block others."""
@@ -229,7 +233,7 @@ class EncodeDispatcher:
         """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
         even if it is busy: a copy is less work than encoding it again elsewhere."""
         fitting = [one for one in instances if self._fits(task, one)]
-        work = Work(cost_of(task.item.plan), task.cache_name)
+        work = Work(task.cost, task.cache_name)
         holder = least_loaded([one for one in fitting if self._has_cached(task, one)], work)
         instance = holder or self._policy.choose(fitting, work)
         assert instance is not None, "the item was dequeued because it fits"
@@ -270,7 +274,7 @@ class EncodeDispatcher:
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
         long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
-        patches = 0 if long else min(plan.patches, batch_patches)
+        patches = 0 if long else min(task.patches, batch_patches)
         items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
         del items.queued[task.index]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
@@ -292,7 +296,7 @@ class EncodeDispatcher:
             key=item.key,
             plan=plan,
             size=len(item.data),
-            first_row=task.first_row,
+            parts=task.parts,
             attempt=task.attempt,
             timeout=time_left(task.deadline, now),
             cache_salt=task.cache_salt,
@@ -308,7 +312,7 @@ class EncodeDispatcher:
     @property
     def outstanding(self) -> int:
         """Cost of all items that aren't encoded yet, queued or in flight. Takes time in proportion to their number."""
-        return sum(cost_of(ticket.work.item.plan) for ticket in self._queue) + sum(one.cost for one in self._unfinished)
+        return sum(ticket.work.cost for ticket in self._queue) + sum(one.cost for one in self._unfinished)
 
     def is_pending(self, request: RequestId) -> bool:
         """Return whether any item of the request is not encoded yet."""

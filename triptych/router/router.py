@@ -232,13 +232,17 @@ class Router:
             if needed.item >= len(state.prompt.items):
                 log.error("request %s has no item %d", message.request, needed.item)
                 continue
+            item = state.prompt.items[needed.item]
+            if not (parts := item.plan.parts_from(needed.first_row)):
+                log.error("request %s needs no row of item %d", message.request, needed.item)
+                continue
             task = EncodeTask(
                 request=state.id,
                 index=needed.item,
-                item=state.prompt.items[needed.item],
+                item=item,
                 transfer=needed.transfer,
                 consumer=message.consumer,
-                first_row=needed.first_row,
+                parts=parts,
                 attempt=needed.attempt,
                 asked=message.asked,
                 deadline=state.deadline,

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from triptych.config import EncodeConfig
-from triptych.encode.cache import EncoderCache
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
+from triptych.encode.store import MemoryStore
 from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
 from triptych.layers.encoder import Encoder
@@ -24,13 +24,13 @@ def encode_loop_factory(
     *,
     start_workers: Callable[[], PreprocessWorkers],
 ) -> Callable[[], EncodeLoop]:
-    """Return a function that builds encode loops, one after another, which share one cache."""
-    cache = EncoderCache(encode.encode_cache_mb * 2**20)
+    """Return a function that builds encode loops, one after another, which share one store."""
+    store = MemoryStore(encode.encode_cache_mb * 2**20)
     return lambda: EncodeLoop(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
         max_patches=encode.encode_batch_patches,
-        cache=cache,
+        store=store,
         sender=sender,
         layout=model.row_layout,
         wake=instance.channel.wake,
