@@ -88,7 +88,7 @@ def test_numbers_have_units() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "triptych: the COMMAND is missing: one of serve, run"),
+        ([], "triptych: the COMMAND is missing: one of serve, chat, run"),
         (["fly"], "triptych: argument COMMAND: invalid choice: 'fly'"),
         (["--no-such-flag"], "triptych: there is no --no-such-flag"),
         (["run"], "triptych run: the following arguments are required: MODEL, FILE|QUESTION"),

@@ -23,12 +23,16 @@ DOCUMENTS = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT 
 NOT_RUN = {
     "./scripts/demo": "the checkout's own, which makes .venv there",
     "./scripts/test": "the checkout's own, which makes .venv there",
-    "three-shapes.png: What is in the picture?": "no command: what the demo shows",
     "python -m pytest tests/gpu": "needs a GPU, and the checkout's tests and benchmarks",
     "scripts/setup-peers": "builds llama.cpp and downloads vLLM; tests/test_peers.py runs the comparison without them",
     "# two random images of": "needs vLLM; scripts/compat runs it, where it is installed",
+    "python3 -m venv": "in a checkout; the wheel that is installed here is made of it",
     "pip install .": "in a checkout; the wheel that is installed here is made of it",
     "pip wheel": "in a checkout, as above",
+    ">>> /image": "no command: what is typed into a chat",
+    "triptych pull": "needs the Hub; tests/test_hub.py has a server of its kind",
+    "vllm serve": "a command of another project, beside ours",
+    "# prometheus.yml": "a part of another program's configuration",
 }
 """How blocks begin that aren't run, and why."""
 SERVICES = {" d1=P": "1P2D", "pd0=P": "2PD", "--control": "1E1PD"}

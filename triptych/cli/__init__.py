@@ -16,6 +16,7 @@ from triptych.observe import logs
 
 COMMANDS = {
     "serve": "serve a model: all processes of a topology, or one instance that joins a frontend",
+    "chat": "talk to a model in turns, about pictures, videos and audio, too",
     "run": "ask one question about pictures, videos and audio, on the terminal",
     "pull": "download a model from the Hugging Face Hub, to serve it later",
     "demo": "serve the bundled model and ask it about the bundled pictures",

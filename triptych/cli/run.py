@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
     body = request_body(name, files, question, **settings)
-    return running_time.run(_run(config, flags.topology(arguments, config, "1EPD"), body, arguments.verbose))
+    topology = flags.topology(arguments, config, "1EPD")
+    return running_time.run(_run(config, topology, body, shlex.quote(arguments.model), arguments.verbose))
 
 
-async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], verbose: bool) -> int:
+async def _run(config: ServeConfig, topology: Topology, body: dict[str, Any], given: str, verbose: bool) -> int:
     console = Console(stderr=True)
     async with (
         started(config, topology, console, verbose) as service,
         client_of(service.url, config.frontend) as client,
     ):
         answer = await unless_lost(service.lost, show_answer(client, body, console))
+        if answer is not None and console.is_terminal:
+            console.print(f"\nto go on: triptych chat {given}; to serve it: triptych serve {given}", highlight=False)
         return 1 if answer is None else 0

@@ -7,29 +7,22 @@ import io
 import json
 import os
 import signal
-import ssl
 import sys
 import termios
 import tty
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 
-import httpx
 import msgspec
 from rich.console import Console
 from rich.live import Live
 
 from triptych import running_time
-from triptych.api.security import ApiKeys
-from triptych.cli import flags
 from triptych.cli.pipeline_drawing import draw
+from triptych.cli.running_service import DEFAULT_URL, add_ca_file, base_url, key, trust
 from triptych.cli.watching import Outage, Source, follow, snapshots
-from triptych.config import AuthConfig
-from triptych.config.http import MAX_PORT
-from triptych.errors import ConfigError
 from triptych.observe.pipeline import Pipeline
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_WIDTH = 160
 """Columns when the output isn't a terminal."""
 ONCE_LINES = 100
@@ -46,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file whose first line is an API key of the service; only its owner may have access (default: none, or "
         "the key in TRIPTYCH_API_KEY)",
     )
-    parser.add_argument(
-        "--ca-file",
-        metavar="FILE",
-        help="certificates to trust for https, in PEM (default: those that certifi trusts)",
-    )
+    add_ca_file(parser)
     parser.add_argument("--once", action="store_true", help="show one snapshot and end, as without a terminal")
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON for each snapshot until interrupted; with --once, one"
@@ -58,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source = Source(_base_url(arguments.url), key=_key(arguments), trust=_trust(arguments.ca_file))
+    source = Source(base_url(arguments.url), key=key(arguments), trust=trust(arguments.ca_file))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # bars, in an encoding that has none
     console = Console(highlight=False, width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
@@ -73,39 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of a pipe has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush would fail, too
         return 0
-
-
-def _base_url(text: str) -> str:
-    """Return the address as a prefix of paths. What ``serve`` prints ends with ``/v1``, and the page's with ``/ui``."""
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
-        url = httpx.URL("")
-    odd = url.userinfo or url.query or url.fragment or (url.port or 0) > MAX_PORT
-    if url.scheme not in ("http", "https") or not url.host or odd:
-        raise ConfigError(f"--url {text!r} is not an address such as {DEFAULT_URL}")
-    return str(url).rstrip("/").removesuffix("/v1").removesuffix("/ui").rstrip("/")
-
-
-def _key(arguments: argparse.Namespace) -> str:
-    """Return the first key that was given, that of the flag's file before those of the environment. Raises ConfigError
-    for keys that no service accepts."""
-    auth = flags.settings(AuthConfig, arguments)
-    if arguments.api_key_file:
-        auth = AuthConfig(api_key_file=auth.api_key_file)
-    keys = auth.api_keys()
-    ApiKeys(keys)  # checks them as the service does
-    return next(iter(keys), "")
-
-
-def _trust(ca_file: str | None) -> ssl.SSLContext | bool:
-    if ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
-        raise ConfigError(f"--ca-file {ca_file}: {reason}") from None
 
 
 async def _until_interrupted(work: Coroutine[None, None, None]) -> int:
