@@ -179,7 +179,7 @@ def test_a_request_of_two_hundred_images_does_not_hold_up_anothers_one() -> None
     finish(harness, album)
     finish(harness, photo)
     assert harness.outstanding() == 0
-    assert harness.router.membership.get(E0).patches == 0  # type: ignore[union-attr]
+    assert harness.router.membership.get(E0).account.patches == 0  # type: ignore[union-attr]
 
 
 def submit_long(harness: RouterHarness, client: str) -> TokenStream:
@@ -203,7 +203,7 @@ def test_long_items_take_no_place_of_others_and_one_clients_leave_one_to_the_nex
         for transfer in list(harness.router.debug_state().encode.in_flight):
             harness.router.handle(Encoded(transfer, False, []))
     assert set(encodes(harness)) == {*crowd, *photos, *others}
-    assert harness.router.membership.get(E0).patches == 0  # type: ignore[union-attr]
+    assert harness.router.membership.get(E0).account.patches == 0  # type: ignore[union-attr]
 
 
 def test_queued_items_leave_with_their_request_and_are_requested_again_once() -> None:
@@ -511,7 +511,7 @@ def test_whatever_happens_each_request_ends_once_and_everything_is_given_back(da
                 finish(harness, stream)
     assert harness.router.num_requests == 0
     assert harness.outstanding() == 0
-    assert all(lease.patches == 0 for lease in harness.router.membership)
+    assert all(lease.account.patches == 0 for lease in harness.router.membership)
     state = harness.router.debug_state()
     assert (state.encode.requests, state.queued, len(state.encode.queue)) == (frozenset(), frozenset(), 0)
     assert all(stream.record.finish_reason for stream in streams)

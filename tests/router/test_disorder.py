@@ -88,7 +88,7 @@ def test_items_that_a_former_prefill_instance_asks_for_replace_nothing() -> None
     stream = harness.submit(1.0)
     for asked, transfer in enumerate((KV, OTHER_KV)):
         harness.router.handle(PrefillNeeded(stream.request, D0, transfer, 0, [], asked))
-        harness.lease(harness.of(Prefill)[0][0]).outstanding += 100
+        harness.occupy(harness.of(Prefill)[0][0], cost=100)
     (former, _), (current, _) = harness.of(Prefill)
     wanted = [MissingItem(0, TransferId("current"))]
     harness.router.handle(EncodeNeeded(stream.request, current, wanted, OTHER_KV))

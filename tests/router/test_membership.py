@@ -5,10 +5,11 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, Register
-from triptych.router.membership import InstanceLease, Membership, is_before
+from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.membership import Membership, is_before
 from triptych.router.placement import Work, least_loaded
 from triptych.topology import Role
-from triptych.types import Address
+from triptych.types import Address, RequestId
 
 MODEL = ModelIdentity("weights", "config", "adapter", "tokenizer")
 LAYOUT = RowLayout(MODEL.digest, "float32", 4, 16)
@@ -20,7 +21,10 @@ def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
 
 
 def lease(outstanding: int) -> InstanceLease:
-    return InstanceLease("x", Role.E, Address("x"), 1, 1, [LAYOUT], Capacity(), 100, 0.0, outstanding)
+    found = InstanceLease("x", Role.E, Address("x"), 1, 1, [LAYOUT], Capacity(), 100, 0.0)
+    kind, request = WorkKind.ITEM, RequestId("r")
+    found.account.charge(Assignment(instance=found, request=request, client="", kind=kind, cost=outstanding))
+    return found
 
 
 def test_the_least_outstanding_is_chosen_and_the_first_of_equals() -> None:

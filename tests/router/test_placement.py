@@ -34,6 +34,7 @@ from triptych.messages.work import (
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.caches import PREFIX_STEP, SHARED_BY, EncodedItems, PrefixIndex, prefix_hashes
 from triptych.router.encode_dispatcher import CACHED_CREDITS
+from triptych.router.instance import WorkKind
 from triptych.router.placement import LOAD_BOUND, POLICIES, Work, affinity, by_rendezvous, round_robin, within_bound
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -305,14 +306,15 @@ def test_a_chat_does_not_wait_for_an_instance_that_takes_no_work(how: str) -> No
     lease = harness.lease(holder)
     other = PD0 if holder == PD1 else PD1
     if how == "full":
-        lease.num_ready = lease.capacity.max_dispatched
+        while lease.has_room:
+            harness.occupy(holder, WorkKind.READY)
     elif how == "draining":
         harness.router.handle(Draining(holder))
     elif how == "left":
         harness.router.handle(Deregister(holder))
     elif how == "restarted":
         harness.register(holder, pid=2)
-        harness.lease(holder).outstanding = 1000
+        harness.occupy(holder, cost=1000)
     else:
         harness.router.handle(SetRole(Address("operator"), str(holder), Role.E, 30.0, force=True))
     assert answer(harness, ask(harness, turn(1, 2))) == other
@@ -401,9 +403,8 @@ class Encoding:
 
     def fill(self, address: Address) -> None:
         """Give an instance as much as it may be given."""
-        lease = self.harness.lease(address)
-        lease.patches += ENCODE_BATCHES_AHEAD * lease.capacity.encode_batch_patches
-        lease.outstanding += 10**6
+        patches = ENCODE_BATCHES_AHEAD * self.harness.lease(address).capacity.encode_batch_patches
+        self.harness.occupy(address, WorkKind.ITEM, 10**6, patches)
 
 
 def other_of(address: Address) -> Address:
@@ -452,10 +453,11 @@ def test_a_cached_item_does_not_wait_behind_its_clients_other_items() -> None:
 def test_a_cached_long_item_takes_no_slot_of_those_in_time_slices() -> None:
     encoding = Encoding(encode_batch_patches=10)
     holder = encoding.warm("a" * 64, patches=100, long=True)
-    encoding.harness.lease(E0).num_long = encoding.harness.lease(E1).num_long = LONG_ITEMS
+    for address in [E0, E1] * LONG_ITEMS:
+        encoding.harness.occupy(address, WorkKind.LONG_ITEM)
     assert encoding.at(encoding.need("b" * 64, patches=100, long=True)) is None
     assert encoding.at(encoding.need("a" * 64, patches=100, long=True)) == holder
-    assert encoding.harness.lease(holder).num_long == LONG_ITEMS
+    assert encoding.harness.lease(holder).account.num(WorkKind.LONG_ITEM) == LONG_ITEMS
 
 
 def test_an_item_joins_the_instance_that_encodes_it() -> None:

@@ -46,6 +46,7 @@ from triptych.messages.work import (
     Stop,
     Tokens,
 )
+from triptych.router.instance import WorkKind
 from triptych.router.membership import AVOIDED_SECONDS
 from triptych.router.request_state import MAX_FAILURES
 from triptych.router.router import RESET_PAUSE
@@ -452,7 +453,7 @@ def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_mo
     harness.router.handle(Draining(PD0))
     harness.router.handle(HandBack(PD0, [mine[1].request], []))
     assert [(to, message.request) for to, message in harness.of(Generate)[4:]] == [(PD1, f"{mine[1].request}.1")]
-    assert harness.lease(PD0).num_ready == 1
+    assert harness.lease(PD0).account.num(WorkKind.READY) == 1
     harness.submit()
     assert harness.of(Generate)[-1][0] == PD1
     assert finish(harness, mine[0]) == [7], "what it has begun it finishes"

@@ -376,7 +376,7 @@ def test_a_replaced_prefill_is_cancelled_and_its_messages_are_ignored() -> None:
     stream = harness.submit()
     for number in range(2):
         harness.router.handle(PrefillNeeded(stream.request, D0, TransferId(f"d/{number}"), 0, [], number))
-        harness.lease(harness.of(Prefill)[0][0]).outstanding += 100
+        harness.occupy(harness.of(Prefill)[0][0], cost=100)
     (first, _), (second, _) = harness.of(Prefill)
     assert {first, second} == {P0, P1}
     assert harness.of(Cancel) == [(first, Cancel(stream.request, TransferId("d/0")))]

@@ -17,11 +17,11 @@ from triptych.messages.work import Capacity, EncodeNeeded, Heartbeat, MissingIte
 from triptych.models.base import Positions
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
-from triptych.router.membership import InstanceLease
+from triptych.router.instance import Assignment, InstanceLease, WorkKind
 from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
-from triptych.types import Address, Placement, Span, TransferId
+from triptych.types import Address, Placement, RequestId, Span, TransferId
 
 Kind = TypeVar("Kind")
 
@@ -128,6 +128,12 @@ class RouterHarness:
     def of(self, kind: type[Kind]) -> list[tuple[Address, Kind]]:
         """The messages of a type that were sent, with their receivers."""
         return [(to, message) for to, message in self.sent if isinstance(message, kind)]
+
+    def occupy(self, address: Address, kind: WorkKind = WorkKind.PROMPT, cost: int = 0, patches: int = 0) -> None:
+        """Give an instance work that never ends."""
+        instance, request = self.lease(address), RequestId("other")
+        work = Assignment(instance=instance, request=request, client="", kind=kind, cost=cost, patches=patches)
+        instance.account.charge(work)
 
     def lease(self, address: Address) -> InstanceLease:
         lease = self.router.membership.get(address)

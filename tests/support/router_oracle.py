@@ -5,7 +5,7 @@ from itertools import groupby
 
 from triptych.router.admission import RECOVERED_PRIORITY
 from triptych.router.encode_dispatcher import CACHED_CREDITS, LONG_ITEMS_PER_CLIENT, EncodeDispatcherState, EncodeTask
-from triptych.router.membership import InstanceLease
+from triptych.router.instance import InstanceLease, WorkKind
 from triptych.router.request_state import MAX_LOSSES, RequestState
 from triptych.router.router import Router
 
@@ -24,32 +24,33 @@ def waits_in_vain(router: Router) -> Iterator[str]:
             yield from (f"prompt of {state.id} for {one.name}" for one in fitting)
     encoders = [_Encoder(encode, one) for one in members.encode_instances(begun=True)]
     for ticket in encode.heads:
-        task, state = ticket.work, lifecycle.requests.get(ticket.work.request)
-        assert state is not None
+        task, of = ticket.work, lifecycle.requests.get(ticket.work.request)
+        assert of is not None, "items are released when their request ends"
         if any(one.takes(ticket.kind) for one in encoders):
             fitting = [one.instance for one in encoders if one.has_capacity(task)]
-            yield from (f"item {task.transfer} for {one.name}" for one in fitting if _may_be(router, state, one))
+            yield from (f"item {task.transfer} for {one.name}" for one in fitting if _may_be(router, of, one))
 
 
 def false_accounts(router: Router) -> Iterator[str]:
     """Yield the accounts of instances that are not those of the requests and items in flight."""
     books = router.debug_state()
     for instance in router.membership:
-        work = [one for state in books.requests.values() for one in (state.decode, state.prefill) if one]
-        cost = sum(one.cost for one in work if one.instance is instance)
-        decoding = [one for one in books.requests.values() if one.decode and one.decode.instance is instance]
-        stalling = sum(one.may_stall for one in decoding)
+        requests = [one for one in books.requests.values() if one.decode and one.decode.instance is instance]
+        prompts = [one.prefill for one in books.requests.values() if one.prefill and one.prefill.instance is instance]
         items = [one for one in books.encode.unfinished if one.instance is instance]
-        true = {
-            "outstanding": cost + sum(one.cost for one in items),
-            "num_stalling": stalling,
-            "num_ready": len(decoding) - stalling,
-            "patches": sum(one.patches for one in items),
-            "num_long": sum(one.long for one in items),
+        cost = sum(one.token_cost for one in requests) + sum(one.cost for one in [*prompts, *items])
+        nums = {
+            WorkKind.READY: sum(not one.may_stall for one in requests),
+            WorkKind.MAY_STALL: sum(one.may_stall for one in requests),
+            WorkKind.PROMPT: len(prompts),
+            WorkKind.ITEM: sum(not one.long for one in items),
+            WorkKind.LONG_ITEM: sum(one.long for one in items),
         }
-        for name, value in true.items():
-            if getattr(instance, name) != value:
-                yield f"{instance.name}: {name} is {getattr(instance, name)}, not {value}"
+        account = instance.account
+        true = cost, sum(one.patches for one in items), nums
+        found = account.outstanding, account.patches, {kind: account.num(kind) for kind in WorkKind}
+        if found != true:
+            yield f"{instance.name} has {found}, not {true}"
 
 
 def _heads(queued: list[RequestState]) -> Iterator[RequestState]:
@@ -64,8 +65,8 @@ def _heads(queued: list[RequestState]) -> Iterator[RequestState]:
 
 
 def _has_room(state: RequestState, instance: InstanceLease) -> bool:
-    at = instance.num_ready, instance.num_stalling if state.may_stall else 0
-    return max(at) < instance.credit.requests
+    kinds = (WorkKind.READY, WorkKind.MAY_STALL) if state.may_stall else (WorkKind.READY,)
+    return all(instance.account.num(kind) < instance.credit.requests for kind in kinds)
 
 
 def _may_be(router: Router, state: RequestState, instance: InstanceLease) -> bool:

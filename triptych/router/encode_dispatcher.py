@@ -5,7 +5,7 @@ Each instance is given only a few batches at a time, so that the rest stays in t
 
 import functools
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +14,11 @@ from triptych.messages.codec import Message
 from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy, Work, least_loaded
+from triptych.router.request_state import RequestState
+from triptych.router.request_table import RequestTable
 from triptych.types import Address, RequestId, TransferId
 
 log = logging.getLogger(__name__)
@@ -87,23 +90,18 @@ class EncodeTask:
         return f"{self.item.key}{self.cache_salt}".encode()
 
 
-@dataclass(eq=False)
-class InFlightEncode:
-    """An item that has been dispatched to an encode instance."""
+@dataclass(eq=False, kw_only=True)
+class InFlightEncode(Assignment):
+    """An item that has been dispatched to an encode instance. Time-sliced ones count no patches."""
 
     task: EncodeTask
-    instance: InstanceLease
-    """The encode instance."""
-    long: bool
-    """Whether it is encoded in time slices, alternating with other items."""
-    patches: int
-    """Patches counted against the instance's capacity; 0 if ``long``."""
     num_bytes_sent: int = 0
     """Bytes of its file that were sent."""
 
     @property
-    def cost(self) -> int:
-        return self.task.cost
+    def long(self) -> bool:
+        """Whether it is encoded in time slices, alternating with other items."""
+        return self.kind is WorkKind.LONG_ITEM
 
 
 @dataclass
@@ -144,28 +142,27 @@ class EncodeDispatcher:
         self,
         *,
         membership: Membership,
+        requests: RequestTable,
         address: Address,
         send: Callable[[Address, Message], None],
         rate: Rate,
         policy: PlacementPolicy,
         clock: Callable[[], float],
-        changed: Callable[[RequestId], None],
         on_trial: Callable[[RequestId], bool],
         others_on_trial: Callable[[RequestId, InstanceLease], bool],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
         it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
-        work done, in cost per second. ``changed`` is called with a request whose items were queued, assigned, finished
-        or released. ``on_trial``: whether a request may be what ends its instances; ``others_on_trial``: whether an
-        instance works on another such request, so that it gets no items of this one."""
+        work done, in cost per second. ``on_trial``: whether a request may be what ends its instances;
+        ``others_on_trial``: whether an instance works on another such request, so that it gets no items of this one."""
         self._membership = membership
+        self._table = requests
         self._address = address
         self._send = send
         self._rate = rate
         self._policy = policy
         self._clock = clock
-        self._changed = changed
         self._on_trial = on_trial
         self._others_on_trial = others_on_trial
         self._queue: FairQueue[EncodeTask] = FairQueue()
@@ -174,10 +171,8 @@ class EncodeDispatcher:
         self._at: defaultdict[Address, dict[TransferId, InFlightEncode]] = defaultdict(dict)
         """Those of them that an instance was assigned, by its address."""
         self._unfinished: dict[InFlightEncode, None] = {}
-        self._num_long: Counter[tuple[Address, str]] = Counter()
-        """Unfinished time-sliced items of a client at an instance."""
         self.num_openings = 0
-        """Changes so far that may let waiting work go on: an item was queued, or room was freed."""
+        """Changes so far that may let waiting items go on, but for those of the table: some were queued or dropped."""
 
     def enqueue(self, task: EncodeTask) -> bool:
         """Queue an item. Return whether it replaces an earlier transfer of the same item,
@@ -187,7 +182,7 @@ class EncodeDispatcher:
             return False
         replaced = self._release_item(items, task.index)
         items.queued[task.index] = self._queued(task)
-        self._changed(task.request)
+        self._table.changes.note(task.request)
         return replaced
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
@@ -225,7 +220,7 @@ class EncodeDispatcher:
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
                 del self._requests[task.request].queued[task.index]
-                self._changed(task.request)
+                self._table.changes.note(task.request)
             else:
                 self._dispatch_to(task, self._choose(task, instances))
 
@@ -243,14 +238,14 @@ class EncodeDispatcher:
         """Yield the kinds of items that an encode instance may have capacity for."""
         if self._has_patches(instance):
             yield _SHORT
-        if instance.num_long < instance.credit.long_items:
+        if instance.account.num(WorkKind.LONG_ITEM) < instance.credit.long_items:
             yield _LONG
         if self._has_patches(instance, CACHED_CREDITS):
             yield _CACHED
 
     @staticmethod
     def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:
-        return instance.patches < credits * instance.credit.patches
+        return instance.account.patches < credits * instance.credit.patches
 
     @staticmethod
     def _has_cached(task: EncodeTask, instance: InstanceLease) -> bool:
@@ -268,24 +263,29 @@ class EncodeDispatcher:
             return self._has_patches(instance, CACHED_CREDITS)
         if not task.item.plan.is_time_sliced(instance.capacity.encode_batch_patches):
             return self._has_patches(instance)
-        own = self._num_long[instance.address, task.client]
-        return instance.num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
+        account = instance.account
+        own, num_long = account.num_long_of(task.client), account.num(WorkKind.LONG_ITEM)
+        return num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
 
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
         long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
-        patches = 0 if long else min(task.patches, batch_patches)
-        items, encode = self._requests[task.request], InFlightEncode(task, instance, long, patches)
+        state, items = self._table.get(task.request), self._requests[task.request]
+        assert state is not None, "items are released when their request ends"
+        encode = InFlightEncode(
+            instance=instance,
+            request=task.request,
+            client=task.client,
+            kind=WorkKind.LONG_ITEM if long else WorkKind.ITEM,
+            cost=task.cost,
+            patches=0 if long else min(task.patches, batch_patches),
+            task=task,
+        )
         del items.queued[task.index]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
         self._at[instance.address][task.transfer] = encode
         self._unfinished[encode] = None
-        self._changed(task.request)
-        instance.assign(encode.cost)
-        instance.patches += patches
-        if long:
-            instance.num_long += 1
-            self._num_long[instance.address, task.client] += 1
+        self._table.charge(state, encode)
         self._note_cached(encode)
         now = self._clock()
         self._rate.set_busy(now, busy=True)
@@ -344,7 +344,7 @@ class EncodeDispatcher:
             self._queue.charge(encode.task.client, -encode.cost)
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
-        self._changed(encode.task.request)
+        self._table.changes.note(encode.task.request)
 
     def _note_cached(self, encode: InFlightEncode) -> None:
         """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
@@ -353,9 +353,9 @@ class EncodeDispatcher:
             num_bytes = task.item.plan.rows * instance.media_row_bytes
             instance.encoded.add(task.cache_name, num_bytes, instance.encode_cache_bytes)
 
-    def release(self, request: RequestId) -> None:
+    def release(self, state: RequestState) -> None:
         """Release a request's items, because it has ended or another instance computes its prompt."""
-        if items := self._requests.pop(request, None):
+        if items := self._requests.pop(state.id, None):
             for index in [*items.queued, *(encode.task.index for encode in items.in_flight.values())]:
                 self._release_item(items, index)
 
@@ -374,7 +374,7 @@ class EncodeDispatcher:
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             del self._requests[encode.task.request].in_flight[transfer]
-            self._changed(encode.task.request)
+            self._table.changes.note(encode.task.request)
         return list(assigned), list(requests)
 
     def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
@@ -424,7 +424,7 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
-            self._changed(encode.task.request)
+            self._table.changes.note(encode.task.request)
             if encode in self._unfinished:
                 encode.instance.encoded.discard(encode.task.cache_name)
             self._free_capacity(encode, 0.0)
@@ -441,23 +441,15 @@ class EncodeDispatcher:
             return False
         self._queue.remove(ticket)
         self.num_openings += 1  # others may have waited behind it
-        self._changed(ticket.work.request)
+        self._table.changes.note(ticket.work.request)
         return True
 
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:
         """Free the capacity that an item takes at its encode instance. ``done`` is the cost that was actually work."""
-        if encode not in self._unfinished:
+        state = self._table.get(encode.request)
+        if state is None or not self._table.release(state, encode):
             return
         del self._unfinished[encode]
-        self.num_openings += 1
-        instance, client = encode.instance, encode.task.client
-        instance.outstanding -= encode.cost
-        instance.patches -= encode.patches
-        if encode.long:
-            instance.num_long -= 1
-            self._num_long[instance.address, client] -= 1
-            if not self._num_long[instance.address, client]:
-                del self._num_long[instance.address, client]
         now = self._clock()
         self._rate.add(done, now)
         self._rate.set_busy(now, busy=bool(self._unfinished))

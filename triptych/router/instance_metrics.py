@@ -9,8 +9,9 @@ from prometheus_client.registry import Collector
 
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
+from triptych.router.instance import InstanceLease
 from triptych.router.launcher_view import LauncherView
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.membership import Membership
 
 Value = tuple[str, float]
 """The value of the series' own label, empty if it has none, and the sample."""

@@ -21,7 +21,8 @@ from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.membership import Membership
 from triptych.router.placement import POLICIES
 from triptych.router.pump import Pump
 from triptych.router.request_state import RequestState
@@ -57,7 +58,7 @@ class RequestLifecycle:
             rate=self.admission.forecast.encode_rate,
             policy=POLICIES[config.placement],
             clock=clock,
-            changed=self.requests.changes.note,
+            requests=self.requests,
             on_trial=self._on_trial,
             others_on_trial=self._others_on_trial,
         )
@@ -194,7 +195,8 @@ class RequestLifecycle:
 
     def demand(self, instance: InstanceLease) -> Demand:
         """Return what there is for an instance: what it has, and all that waits."""
-        requests = instance.num_ready + instance.num_stalling + len(self.admission)
+        account = instance.account
+        requests = account.num(WorkKind.READY) + account.num(WorkKind.MAY_STALL) + len(self.admission)
         return Demand(requests, self.encodes.num_at(instance) + len(self.encodes))
 
     def _on_trial(self, request: RequestId) -> bool:

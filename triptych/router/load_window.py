@@ -4,9 +4,10 @@ from collections import deque
 
 from triptych.messages.stats import InstanceStats
 from triptych.observe.request_history import client_name
+from triptych.router.instance import InstanceLease
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.membership import Membership
 from triptych.router.request_state import RequestPhase
 from triptych.topology import Stage
 

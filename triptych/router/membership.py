@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from triptych.messages.identity import ModelIdentity
-from triptych.messages.operations import InstanceStatus, LaunchedInstance, LaunchState
+from triptych.messages.operations import LaunchedInstance, LaunchState
 from triptych.messages.rows import RowKind, RowLayout
-from triptych.messages.stats import InstanceStats
-from triptych.messages.work import Capacity, Credit, Heartbeat, Register
-from triptych.router.caches import EncodedItems
+from triptych.messages.work import Heartbeat, Register
+from triptych.router.instance import Account, InstanceLease
 from triptych.router.launcher_view import LauncherView
-from triptych.router.stats_history import StatsHistory
 from triptych.topology import Role, Stage
 from triptych.types import Address
 
@@ -26,119 +24,6 @@ _JOINED = (LaunchState.READY, LaunchState.DRAINING)
 AVOIDED_SECONDS = 2.0
 """Seconds for which an instance that has failed, perhaps by its own fault, is given no work that others can take. It
 would look idle, and so attract all of it."""
-
-NO_CREDIT = Credit(0, 0, 0)
-
-
-@dataclass(eq=False)
-class InstanceLease:
-    """A registered instance, as the router sees it."""
-
-    name: str
-    role: Role
-    address: Address
-    pid: int
-    incarnation: int
-    """Grows with each start: of two instances of one name, the one with the larger number was started later."""
-    layouts: list[RowLayout]
-    """The layouts of the rows that it sends or receives, one for each kind."""
-    capacity: Capacity
-    context_length: int
-    """The longest request that it can hold, in tokens; 0 without a decoder."""
-    last_seen: float
-    """When it last registered or sent a heartbeat."""
-    outstanding: int = 0
-    """Cost of its assigned, unfinished work: plan cost for an encode instance, tokens for a language instance."""
-    patches: int = 0
-    """Patches of the media items among that work."""
-    num_long: int = 0
-    """Time-sliced media items among that work."""
-    num_assigned: int = 0
-    """Pieces of work that it has been assigned so far."""
-    num_stalling: int = 0
-    """Requests that it has and may be unable to start (``RequestState.may_stall``)."""
-    num_ready: int = 0
-    """Other requests that it has."""
-    encoded: EncodedItems = field(default_factory=EncodedItems)
-    """Items that are probably in its encoder cache."""
-    draining: bool = False
-    """Whether it is about to leave and gets no new work."""
-    avoided_until: float | None = None
-    """Until when others are preferred, by the router's clock, because it has failed."""
-    since: float = 0.0
-    """When it registered."""
-    lost_messages: bool = False
-    """Whether messages that it has sent since were lost, and it is to register again."""
-    credit: Credit = NO_CREDIT
-    """What this frontend may have there at a time."""
-    stats: InstanceStats = field(default_factory=InstanceStats)
-    """From its last heartbeat."""
-    history: StatsHistory = field(default_factory=StatsHistory)
-    """The statistics of its heartbeats in the last minute."""
-    resets: int = 0
-    """How often it had given up this frontend's work when it registered (``Register.resets``)."""
-    join: str = ""
-    """Where it joined (``Register.join``)."""
-    num_frontends: int = 1
-    next_role: Role | None = None
-    """The role it will have once it has drained; until then it gets no new work. None if it keeps its role."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether it can be given another request that it can start at once."""
-        return self.num_ready < self.credit.requests
-
-    @property
-    def has_stalling_room(self) -> bool:
-        """Whether it can be given another request that may stall. These have as many slots as the others, because a
-        stalled request computes nothing."""
-        return self.has_room and self.num_stalling < self.credit.requests
-
-    @property
-    def encode_cache_bytes(self) -> int:
-        """Capacity of its encoder cache, as its last heartbeat says; 0 if unknown."""
-        return self.stats.encode.cache_max_bytes if self.stats.encode is not None else 0
-
-    @property
-    def media_row_bytes(self) -> int:
-        """Bytes of one embedding row; 0 if it neither sends nor receives any."""
-        return next((layout.row_bytes for layout in self.layouts if layout.kind is RowKind.MEDIA), 0)
-
-    @property
-    def takes_work(self) -> bool:
-        """Whether it stays and keeps its role."""
-        return self.next_role is None and not self.draining
-
-    @property
-    def state(self) -> str:
-        """What metrics and the page at ``/ui`` call it: ``serving`` or ``draining``."""
-        return "serving" if self.takes_work else "draining"
-
-    def add_request(self, count: int, *, may_stall: bool) -> None:
-        """Add to its number of requests; ``count`` may be negative."""
-        if may_stall:
-            self.num_stalling += count
-        else:
-            self.num_ready += count
-
-    def assign(self, cost: int) -> None:
-        """Account for an assigned piece of work. ``cost`` is a whole number, so that the sum returns to exactly 0."""
-        self.outstanding += cost
-        self.num_assigned += 1
-
-    def status(self, now: float) -> InstanceStatus:
-        """Return what operators see of it."""
-        return InstanceStatus(
-            name=self.name,
-            role=self.role,
-            address=self.address,
-            pid=self.pid,
-            outstanding=self.outstanding,
-            seconds_since_heartbeat=max(0.0, now - self.last_seen),
-            load=self.stats.load,
-            next_role=self.next_role,
-            draining=self.draining,
-        )
 
 
 @dataclass
@@ -181,7 +66,7 @@ class Membership:
             join=message.join,
             num_frontends=message.num_frontends,
             stats=message.stats,
-            num_assigned=max((lease.num_assigned for lease in self if lease.role is message.role), default=0),
+            account=Account(max((lease.num_assigned for lease in self if lease.role is message.role), default=0)),
         )
         lease.history.add(message.stats, now)
         self._leases[lease.address] = lease

@@ -20,9 +20,9 @@ from triptych.observe.pipeline import (
     Verdict,
 )
 from triptych.observe.timeline import Interval
+from triptych.router.instance import InstanceLease
 from triptych.router.launcher_view import STAGE_NAMES
 from triptych.router.load_window import busy_share, stage_queue, step_seconds
-from triptych.router.membership import InstanceLease
 from triptych.router.request_marks import RequestMarks, instances_of
 from triptych.router.request_state import RequestPhase
 from triptych.router.router import Router

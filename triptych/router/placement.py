@@ -16,10 +16,14 @@ class WorkTarget(Protocol):
 
     name: str
     """Kept when the instance is restarted."""
-    outstanding: int
-    """Cost of its assigned, unfinished work."""
-    num_assigned: int
-    """Pieces of work assigned to it so far."""
+
+    @property
+    def outstanding(self) -> int:
+        """Cost of its assigned, unfinished work."""
+
+    @property
+    def num_assigned(self) -> int:
+        """Pieces of work assigned to it so far."""
 
 
 L = TypeVar("L", bound=WorkTarget)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from triptych.router.caches import PrefixIndex
-from triptych.router.membership import InstanceLease
+from triptych.router.instance import InstanceLease
 from triptych.router.placement import PlacementPolicy, Work
 from triptych.router.request_state import RequestState
 

@@ -10,7 +10,8 @@ from triptych.errors import InstanceLost
 from triptych.router.admission import MAY_STALL, READY, Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.instance import InstanceLease
+from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy
 from triptych.router.prefix_placement import PrefixPlacement
 from triptych.router.request_state import MAX_LOSSES, RequestState

@@ -8,7 +8,7 @@ from functools import cached_property
 from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.caches import prefix_hashes
-from triptych.router.membership import InstanceLease
+from triptych.router.instance import Assignment, InstanceLease, WorkKind
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
@@ -39,16 +39,7 @@ BEFORE_ANSWER = (RequestPhase.QUEUED, RequestPhase.ENCODING, RequestPhase.PREFIL
 """Phases before the first token."""
 
 
-@dataclass(frozen=True, eq=False)
-class Assignment:
-    """Work that an instance was given for a request."""
-
-    instance: InstanceLease
-    cost: int
-    """On the instance's account, in tokens."""
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, kw_only=True)
 class RemotePrefill(Assignment):
     """A request's prompt, in flight at a prefill instance."""
 
@@ -58,7 +49,7 @@ class RemotePrefill(Assignment):
 
 @dataclass(eq=False)
 class RequestState:
-    """A request in flight. ``RequestTable`` changes ``phase``, ``decode``, ``prefill``,
+    """A request in flight. ``RequestTable`` changes ``phase``, ``work``, ``decode``, ``prefill``,
     ``prefill_needed`` and ``has_answered``."""
 
     id: RequestId
@@ -86,6 +77,8 @@ class RequestState:
     entered: float = 0.0
     """When its phase began, by the router's clock."""
     phase: RequestPhase = RequestPhase.QUEUED
+    work: dict[Assignment, None] = field(default_factory=dict)
+    """All that instances were given for it and have not finished, also its media items."""
     decode: Assignment | None = None
     """At the language instance that answers it."""
     prefill: RemotePrefill | None = None
@@ -114,6 +107,11 @@ class RequestState:
     def may_stall(self) -> bool:
         """Whether its instance may still be unable to start it; False from the first token on."""
         return self.needs_preparation and not self.stream.record.first_token
+
+    @property
+    def work_kind(self) -> WorkKind:
+        """What it is to the instance that answers it."""
+        return WorkKind.MAY_STALL if self.may_stall else WorkKind.READY
 
     @property
     def token_cost(self) -> int:

@@ -4,21 +4,20 @@ Unless they say otherwise, operations take time that doesn't depend on the numbe
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from triptych.messages.work import PrefillNeeded
-from triptych.router.membership import InstanceLease
+from triptych.router.instance import Assignment, InstanceLease
 from triptych.router.recent_changes import RecentChanges
 from triptych.router.request_state import (
     BEFORE_ANSWER,
     COMPUTING,
-    Assignment,
     RemotePrefill,
     RequestPhase,
     RequestState,
 )
-from triptych.types import Address, RequestId
+from triptych.types import RequestId
 
 
 class RequestTable:
@@ -28,7 +27,6 @@ class RequestTable:
         self._requests: dict[RequestId, RequestState] = {}
         self._num_of_client: Counter[str] = Counter()
         self._num_in_phase: Counter[RequestPhase] = Counter()
-        self._by_instance: defaultdict[Address, dict[RequestId, RequestState]] = defaultdict(dict)
         self._waiting_for_prefill: dict[RequestId, RequestState] = {}
         self._deadlines: list[tuple[float, int, RequestId]] = []
         self._order = itertools.count()
@@ -50,8 +48,10 @@ class RequestTable:
         self.changes.note(state.id)
 
     def remove(self, state: RequestState) -> None:
-        """Remove a request that has ended, and take it off its instances' accounts."""
+        """Remove a request that has ended, and take all of its work off the instances' accounts."""
         self.unassign(state)
+        for work in list(state.work):
+            self.release(state, work)
         self.num_openings += 1  # others may have waited behind it
         self.enter(state, RequestPhase.DONE)
         self._num_in_phase[RequestPhase.DONE] -= 1
@@ -73,14 +73,28 @@ class RequestTable:
             self.computing_cost = 0.0  # sums and differences of floats don't return to exactly 0
         self.changes.note(state.id)
 
-    def assign(self, state: RequestState, instance: InstanceLease, cost: int) -> None:
-        """Give a request to the language instance that will answer it."""
-        state.decode = Assignment(instance, cost)
-        state.has_answered = False
-        instance.assign(cost)
-        instance.add_request(1, may_stall=state.may_stall)
-        self._by_instance[instance.address][state.id] = state
+    def charge(self, state: RequestState, work: Assignment) -> None:
+        """Note that an instance was given a piece of work for a request. ``release`` takes it back, at the latest when
+        the request ends."""
+        work.instance.account.charge(work)
+        state.work[work] = None
         self.changes.note(state.id)
+
+    def release(self, state: RequestState, work: Assignment) -> bool:
+        """Take a piece of work off its instance's account; return False if it isn't there any more."""
+        if not work.instance.account.release(work):
+            return False
+        del state.work[work]
+        self.num_openings += 1
+        self.changes.note(state.id)
+        return True
+
+    def assign(self, state: RequestState, instance: InstanceLease) -> None:
+        """Give a request to the language instance that will answer it."""
+        kind, cost = state.work_kind, state.token_cost
+        work = Assignment(instance=instance, request=state.id, client=state.client, kind=kind, cost=cost)
+        state.decode, state.has_answered = work, False
+        self.charge(state, work)
 
     def needs_prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
         """Note that a request's decode instance asks for its prompt's KV."""
@@ -91,32 +105,25 @@ class RequestTable:
     def assign_prefill(self, state: RequestState, prefill: RemotePrefill) -> None:
         """Give a request's prompt to a prefill instance."""
         state.prefill = prefill
-        prefill.instance.assign(prefill.cost)
-        self._by_instance[prefill.instance.address][state.id] = state
+        self.charge(state, prefill)
         self._prefill_changed(state)
 
     def prefilled(self, state: RequestState) -> None:
-        """Take a request's remote prefill, if it has one, off its instance's account: it is done, cancelled or lost."""
+        """Note that a request's remote prefill, if it has one, is done, cancelled or lost."""
         if (prefill := state.prefill) is not None:
             state.prefill = state.prefill_needed = None
-            self.num_openings += 1
-            prefill.instance.outstanding -= prefill.cost
-            self._forget(state, prefill.instance)
+            self.release(state, prefill)
             self._prefill_changed(state)
 
     def unassign(self, state: RequestState) -> None:
-        """Take a request off the accounts of its language instances."""
+        """Take a request back from its language instances."""
         self.prefilled(state)
         if state.prefill_needed is not None:
             state.prefill_needed = None
             self._prefill_changed(state)
         if (decode := state.decode) is not None:
             state.decode = None
-            self.num_openings += 1
-            decode.instance.outstanding -= decode.cost
-            decode.instance.add_request(-1, may_stall=state.may_stall)
-            self._forget(state, decode.instance)
-            self.changes.note(state.id)
+            self.release(state, decode)
 
     def answered(self, state: RequestState) -> None:
         """Note that tokens of a dispatched request are about to be recorded: it doesn't stall any more, and isn't on
@@ -126,8 +133,7 @@ class RequestTable:
         if state.may_stall or state.on_trial:
             self.num_openings += 1
         if state.may_stall:
-            state.decode.instance.add_request(-1, may_stall=True)
-            state.decode.instance.add_request(1, may_stall=False)
+            state.decode.instance.account.can_start(state.decode)
             self.changes.note(state.id)
         state.has_answered = True
 
@@ -140,8 +146,8 @@ class RequestTable:
         return state if state is not None and state.generate.request == dispatch else None
 
     def at(self, instance: InstanceLease) -> list[RequestState]:
-        """Return the requests that a language instance works on."""
-        return [one for one in self._by_instance.get(instance.address, {}).values() if one.works_on(instance)]
+        """Return the requests that an instance works on, the first that it was given first."""
+        return [self._requests[one] for one in dict.fromkeys(work.request for work in instance.account)]
 
     @property
     def waiting_for_prefill(self) -> list[RequestState]:
@@ -198,10 +204,3 @@ class RequestTable:
         else:
             self._waiting_for_prefill.pop(state.id, None)
         self.changes.note(state.id)
-
-    def _forget(self, state: RequestState, instance: InstanceLease) -> None:
-        if not state.works_on(instance):
-            held = self._by_instance[instance.address]
-            held.pop(state.id, None)
-            if not held:
-                del self._by_instance[instance.address]

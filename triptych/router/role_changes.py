@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from triptych.messages.codec import Message
 from triptych.messages.operations import RoleRefused, RoleSet, SetRole
 from triptych.messages.work import ChangeRole, ChangingRole, Register, RoleKept
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.instance import InstanceLease
+from triptych.router.membership import Membership
 from triptych.topology import Role
 from triptych.types import Address
 

@@ -54,10 +54,11 @@ from triptych.observe.metrics import Metrics
 from triptych.router.availability import Availability
 from triptych.router.debug import RouterState
 from triptych.router.encode_dispatcher import EncodeTask
+from triptych.router.instance import InstanceLease
 from triptych.router.instance_metrics import InstanceCollector, RestartCollector, TopologyCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_window import LoadWindow
-from triptych.router.membership import InstanceLease, Membership, has_new_role, is_before, is_same
+from triptych.router.membership import Membership, has_new_role, is_before, is_same
 from triptych.router.request_state import RequestPhase, blamed
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector

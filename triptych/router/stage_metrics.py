@@ -6,9 +6,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.observe.metrics import PREFIX
+from triptych.router.instance import InstanceLease, WorkKind
 from triptych.router.launcher_view import STAGE_NAMES
 from triptych.router.lifecycle import RequestLifecycle
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.membership import Membership
 from triptych.topology import Stage
 
 SATURATION = "stage_saturation"
@@ -37,8 +38,8 @@ def _share(lease: InstanceLease, stage: Stage) -> float:
 
 def _encode_limits(lease: InstanceLease) -> Iterator[tuple[int, int]]:
     """Yield what an instance has of each kind of work, and the most that it may have."""
-    yield lease.patches, lease.credit.patches
-    yield lease.num_long, lease.credit.long_items
+    yield lease.account.patches, lease.credit.patches
+    yield lease.account.num(WorkKind.LONG_ITEM), lease.credit.long_items
 
 
 def _language_limits(lease: InstanceLease) -> Iterator[tuple[int, int]]:
@@ -46,7 +47,8 @@ def _language_limits(lease: InstanceLease) -> Iterator[tuple[int, int]]:
     if lease.role.sends_kv:  # prompts go to one whatever it has
         yield (language.prefilling + language.waiting if language else 0), lease.capacity.max_num_seqs
     else:
-        yield max(lease.num_ready, lease.num_stalling), lease.credit.requests
+        has = max(lease.account.num(WorkKind.READY), lease.account.num(WorkKind.MAY_STALL))
+        yield has, lease.credit.requests
     for pages in language.kv_cache if language else ():
         yield pages.used, pages.pages
 

@@ -17,7 +17,8 @@ from triptych.observe.timeline import Interval
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.membership import InstanceLease, Membership
+from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.membership import Membership
 from triptych.router.request_state import MAX_FAILURES, MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.topology import Stage
@@ -87,7 +88,7 @@ class Transitions:
             if (started := record.now()) - record.submitted > MIN_QUEUE_SECONDS:
                 record.intervals.append(Interval("queue", record.submitted, started))
         state.num_dispatches += 1
-        self._requests.assign(state, instance, state.token_cost)
+        self._requests.assign(state, instance)
         self.update_phase(state)
 
     def update_phase(self, state: RequestState) -> None:
@@ -110,13 +111,21 @@ class Transitions:
     def needs_prefill(self, state: RequestState, needed: PrefillNeeded) -> None:
         """Have a request's prompt wait for a prefill instance, for the decode instance that asks for it."""
         self.cancel_prefill(state)
-        self._encodes.release(state.id)  # its items were for the previous prefill instance
+        self._encodes.release(state)  # its items were for the previous prefill instance
         self.update_phase(state)
         self._requests.needs_prefill(state, needed)
 
     def prefill(self, state: RequestState, needed: PrefillNeeded, instance: InstanceLease) -> None:
         """Send a waiting prompt to a prefill instance."""
-        self._requests.assign_prefill(state, RemotePrefill(instance, state.num_to_prefill(needed), needed.transfer))
+        work = RemotePrefill(
+            instance=instance,
+            request=state.id,
+            client=state.client,
+            kind=WorkKind.PROMPT,
+            cost=state.num_to_prefill(needed),
+            transfer=needed.transfer,
+        )
+        self._requests.assign_prefill(state, work)
         generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
         prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
         self._notify(instance.address, prefill)
@@ -137,7 +146,7 @@ class Transitions:
         self._notify(state.decode.instance.address, Cancel(state.generate.request))
         self.cancel_prefill(state)
         self._requests.unassign(state)
-        self._encodes.release(state.id)
+        self._encodes.release(state)
         self._enter(state, RequestPhase.QUEUED)
         self._admission.add(state)
 
@@ -199,6 +208,6 @@ class Transitions:
             whole = record.finish_reason not in ("abort", "error")
             self._admission.ended(state, record.num_tokens, now, whole=whole)
         self.cancel_prefill(state)
+        self._encodes.release(state)
         self._requests.remove(state)
-        self._encodes.release(state.id)
         self._admission.phase_changed(now)

@@ -15,8 +15,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from triptych.errors import StartError
 from triptych.messages.work import Capacity
+from triptych.router.instance import InstanceLease
 from triptych.router.instance_metrics import InstanceCollector
-from triptych.router.membership import InstanceLease
 from triptych.running_time import RunningLoop
 from triptych.server.pulse import Pulse
 from triptych.types import Address
