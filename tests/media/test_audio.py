@@ -177,6 +177,18 @@ def test_wrong_headers_are_detected() -> None:
         decode_audio(b"\x1a\x45\xdf\xa3" + bytes(99), AudioHeader("FLAC", 8_000, 1, 16_000), 16_000)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e300, 1e38])
+def test_samples_that_features_can_not_be_made_of_are_refused(value: float) -> None:
+    data = sound(samples=tone(0.5, 8_000, 2), rate=8_000, codec="pcm_f64le")
+    last = np.array([value, value])
+    spoiled = data[: -last.nbytes] + last.tobytes()
+    with pytest.raises(UnsupportedMedia, match="samples that aren't numbers or are far too large"):
+        decode_audio(spoiled, probe_audio(spoiled), 16_000)
+    loud = data[: -last.nbytes] + np.array([2.0**30, 2.0**30]).tobytes()
+    assert np.isfinite(LogMel()(decode_audio(loud, probe_audio(loud), 16_000))).all()
+
+
 @pytest.mark.parametrize("times", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_mutated_files_raise_only_typed_errors(name: str, times: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import av
 import numpy as np
 from av.audio.codeccontext import AudioCodecContext
+from av.audio.fifo import AudioFifo
 from av.container import InputContainer
 from numpy.typing import NDArray
 
@@ -68,8 +69,9 @@ to decode them. One packet of several frames is enough to find them."""
 _BLOCK = 1 << 15
 """Samples of each channel that are averaged and resampled at a time."""
 _MANY_PLANES = 8
-_DTYPES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "flt": np.float32, "dbl": np.float64}
-"""By FFmpeg's names of packed sample formats."""
+
+_LOUDEST = 2.0**31
+"""Some files have samples of 32 bits as floating-point numbers. Features of much larger ones would be infinite."""
 
 TOLERANCE = 0.1
 """Seconds by which the decoded length may differ from the header's, because encoders add silence and don't always
@@ -107,6 +109,8 @@ def _decode(data: bytes, header: AudioHeader, rate: int) -> Samples:
         if errors:
             raise UnsupportedMedia(f"{_named(header)} is damaged and can't be decoded") from errors[0]
         raise TruncatedMedia(f"{_named(header)} ends after {num_samples / rate:.1f} s of {header.seconds:.1f} s")
+    if not np.abs(made).max(initial=0) <= _LOUDEST:
+        raise UnsupportedMedia(f"{_named(header)} has samples that aren't numbers or are far too large")
     return made
 
 
@@ -137,16 +141,14 @@ def _averaged(frames: Iterator[av.AudioFrame], header: AudioHeader) -> Iterator[
         check_sound(rate, channels)
         if header.seconds * rate * channels > MAX_TRACK_SAMPLES:
             raise UnsupportedMedia(f"{_named(header)} has more than {MAX_TRACK_SAMPLES} samples")
-        joined: list[av.AudioFrame] = []
-        num_samples = 0
+        joined = AudioFifo()
         for frame in _readable(run, channels):
-            joined.append(frame)
-            num_samples += frame.samples
-            if num_samples >= _BLOCK:
-                yield _mean(joined), rate
-                joined, num_samples = [], 0
-        if joined:
-            yield _mean(joined), rate
+            frame.pts = None  # samples follow one another, whatever their times are
+            joined.write(frame)
+            if joined.samples >= _BLOCK and (block := joined.read()):
+                yield _mean(block), rate
+        if block := joined.read():
+            yield _mean(block), rate
 
 
 def _shape(frame: av.AudioFrame) -> tuple[str, int, int]:
@@ -164,14 +166,11 @@ def _packed(frame: av.AudioFrame) -> list[av.AudioFrame]:
     return av.AudioResampler(frame.format.packed.name).resample(frame) if frame.format.is_planar else [frame]
 
 
-def _mean(frames: list[av.AudioFrame]) -> Samples:
-    """Return the mean of the channels of frames of the same shape."""
-    channels, sample_format = frames[0].layout.nb_channels, frames[0].format
-    dtype = np.dtype(_DTYPES[sample_format.packed.name])
-    size = dtype.itemsize * (channels if sample_format.is_packed else 1)
-    pieces = [[memoryview(plane)[: frame.samples * size] for plane in frame.planes] for frame in frames]
-    planes = [np.frombuffer(b"".join(plane), dtype) for plane in zip(*pieces, strict=True)]
-    columns = planes[0].reshape(-1, channels).T if sample_format.is_packed else planes
+@np.errstate(over="ignore", invalid="ignore")
+def _mean(frame: av.AudioFrame) -> Samples:
+    """Return the mean of a frame's channels."""
+    channels, samples = frame.layout.nb_channels, frame.to_ndarray()
+    columns = samples.reshape(-1, channels).T if frame.format.is_packed else samples
     total = _floats(columns[0])
     for column in columns[1:]:
         total += _floats(column)
