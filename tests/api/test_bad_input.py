@@ -68,7 +68,8 @@ def test_placeholder_tokens_in_the_text(service: Served) -> None:
 
 
 def test_a_prompt_longer_than_the_context(service: Served) -> None:
-    the_error(service.post("x" * 5000), 400, "messages", "context_length_exceeded")
+    alone = the_error(service.post("x" * 5000), 400, "messages", "context_length_exceeded")
+    assert "the input is longer than the model's context length" in alone
     for name in ("max_tokens", "max_completion_tokens"):
         message = the_error(service.post("x" * 3000, **{name: 2000}), 400, name, "context_length_exceeded")
         # clients look for these words
@@ -76,6 +77,7 @@ def test_a_prompt_longer_than_the_context(service: Served) -> None:
             r"This model's maximum context length is 4096 tokens\. However, you requested 50\d\d tokens", message
         )
         assert "(context_length_exceeded)" in message
+        assert "the input is longer" not in message
     with service.client() as client:
         body = {"model": service.model, "prompt": "x", "max_tokens": 4096}
         the_error(client.post("/v1/completions", json=body), 400, "max_tokens", "context_length_exceeded")

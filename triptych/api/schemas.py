@@ -362,7 +362,7 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
         known = {tool.function.name for tool in self.tools or ()}
         for where, name in self._named_tools():
             if name not in known:
-                raise InvalidRequest(f"{where}: no tool is named {name!r}", where)
+                raise InvalidRequest(f"{where}: Tool {name!r} not found in tools list", where)
 
     def _named_tools(self) -> list[tuple[str, str]]:
         """Return the path and the name of each tool that ``tool_choice`` names."""
