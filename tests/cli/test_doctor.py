@@ -66,6 +66,25 @@ def test_a_machine_that_can_serve(folder: Path, capsys: pytest.CaptureFixture[st
     assert checks["kernels for CPUs"] == f"ok {native.kernels().description}"
 
 
+def verdict(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The last line of what it says."""
+    with pytest.raises(SystemExit):
+        main(["doctor", *map(str, arguments)])
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_last_line_is_the_verdict_with_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (folder, "--device", "cpu", "--port", "0", "--fabric", "shm")
+    served = f"This machine can serve it: triptych serve {folder} --device cpu --port 0 --fabric shm"
+    assert verdict(capsys, *given) == served
+    assert verdict(capsys, *given, "--api-key", "secret-1", "--api-key=secret-1").endswith("'--api-key=…'")
+    monkeypatch.setattr("triptych.cli.doctor.available_bytes", lambda: 2**10)
+    refused = verdict(capsys, *given, "--max-model-len", "99999999")
+    assert refused == "This machine can't serve it so: see memory, tokenizer, chat template above."
+
+
 def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In int8, a byte per value and four per scale."""
     decoder = load_adapter(folder).decoder_config

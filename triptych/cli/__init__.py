@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
             parsed.parser.error(f"unexpected argument {unknown[0]!r}")
         if parsed.run is None:
             parser.error(f"the COMMAND is missing: one of {', '.join(COMMANDS)}")
+        parsed.words = words[1:]
         _set_up_logs(parsed)
         code = parsed.run(parsed)
     except StartError as error:

@@ -4,18 +4,22 @@ import argparse
 import importlib.util
 import os
 import resource
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from triptych.checkpoint.config_files import load_config, quantization_section
 from triptych.checkpoint.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo, has_weights, read_folder
 from triptych.cli import flags
+from triptych.cli.choices import size
+from triptych.cli.fitting import smaller
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.control_groups import OWN_GROUPS
 from triptych.errors import ConfigError, StartError, TriptychError
@@ -52,6 +56,8 @@ class Check:
     found: str
     wrong: str = ""
     """What keeps the service from starting, or empty."""
+    is_absent: bool = False
+    """Whether it is missing, and isn't needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +93,26 @@ def run(arguments: argparse.Namespace) -> int:
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, quantized, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
-        *_checks(config, stages),
+        *_checks(config, stages, checkpoint_config),
     ]
     shown = Table("", "what", "found")
     for check in checks:
-        shown.add_row("[red]wrong[/]" if check.wrong else "[green]ok[/]", check.what, check.wrong or check.found)
+        state = "[red]wrong[/]" if check.wrong else "[dim]no[/]" if check.is_absent else "[green]ok[/]"
+        shown.add_row(state, check.what, escape(check.wrong or check.found))
     console.print(shown)
-    return 1 if any(check.wrong for check in checks) else 0
+    wrong = [check.what for check in checks if check.wrong]
+    if wrong:
+        verdict = f"This machine can't serve it so: see {', '.join(wrong)} above."
+    else:
+        verdict = f"This machine can serve it: {shlex.join(['triptych', 'serve', *_without_keys(arguments.words)])}"
+    console.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
+    return 1 if wrong else 0
+
+
+def _without_keys(words: list[str]) -> Iterator[str]:
+    """Yield the words of a command line, with … for API keys: what a user sees of this is shown to others."""
+    for before, word in zip(["", *words], words, strict=False):
+        yield "--api-key=…" if word.startswith("--api-key=") else "…" if before == "--api-key" else word
 
 
 def _no_weights(given: str, folder: Path) -> Check:
@@ -144,9 +163,9 @@ def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:
     return f"{count - len(unread):,} of {count:,} are read; the model doesn't need {named}"
 
 
-def _checks(config: ServeConfig, stages: dict[str, int]) -> Iterator[Check]:
+def _checks(config: ServeConfig, stages: dict[str, int], checkpoint: Mapping[str, Any]) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
-    yield _memory(config, stages)
+    yield _memory(stages, checkpoint)
     yield _tried("device", lambda: _device(config))
     if config.engine.device in {"auto", "cpu"}:
         yield _tried("kernels for CPUs", _kernels)
@@ -177,11 +196,11 @@ def _tried(what: str, look: Callable[[], str]) -> Check:
         return Check(what, "", str(error) or type(error).__name__)
 
 
-def _memory(config: ServeConfig, stages: dict[str, int]) -> Check:
+def _memory(stages: dict[str, int], checkpoint: Mapping[str, Any]) -> Check:
     """Compare free memory with the weights as stored: in a process they may take half as much, or twice."""
     needed, there = stages["encoder"] + stages["decoder"], available_bytes()
-    found = f"{there / 2**30:.1f} GiB available, the weights have {needed / 2**30:.1f} GiB"
-    return Check("memory", found, f"{found}: too little" if needed > there else "")
+    found = f"{size(there)} available, the weights have {size(needed)}"
+    return Check("memory", found, f"{found}: too little{smaller(checkpoint, needed, there)}" if needed > there else "")
 
 
 def _device(config: ServeConfig) -> str:
@@ -233,7 +252,8 @@ def _prompts(config: ServeConfig) -> str:
     prompt = builder.build([{"role": "user", "content": "?"}])
     formats = builder.formats
     parsers = f"reasoning {formats.reasoning_parser or 'none'}, tool calls {formats.tool_call_parser or 'unknown'}"
-    return f"a question mark is {len(prompt.tokens)} tokens; at most {asked or builder.context_length} fit; {parsers}"
+    fit = asked or builder.context_length
+    return f"the shortest prompt has {len(prompt.tokens)} tokens; at most {fit:,} fit; {parsers}"
 
 
 def _cores(config: ServeConfig) -> str:
@@ -247,7 +267,7 @@ def _ranks(config: ServeConfig, decoder: DecoderConfig) -> str:
     sizes = config.engine.tensor_parallel_size
     for role in Role:
         decoder.shard(sizes.of(role))
-    return f"{sizes.largest} processes at most for each language instance"
+    return f"{sizes.largest} process{'' if sizes.largest == 1 else 'es at most'} for each language instance"
 
 
 def _kv_cache(config: ServeConfig, decoder: DecoderConfig, tensors: Mapping[str, TensorInfo]) -> str:
@@ -314,7 +334,7 @@ def _fabric(config: ServeConfig, name: str) -> Check:
             fabric.close()
     except StartError as error:
         wanted = config.transfer.fabric != "auto"
-        return Check(f"fabric {name}", "not installed", str(error) if wanted else "")
+        return Check(f"fabric {name}", "not installed", str(error) if wanted else "", is_absent=not wanted)
     return Check(f"fabric {name}", "works")
 
 

@@ -24,12 +24,18 @@ def check_memory(name: str, engine: EngineConfig, folder: Path, num_bytes: int) 
         needed["none"] = 2 * num_bytes
     if needed[engine.quantization] <= free:
         return
-    smaller = next((method for method, size in needed.items() if size <= free), None)
-    way_out = f"; --quantization {smaller} needs about {needed[smaller] / 1e9:.1f} GB" if smaller else ""
     raise StartError(
         f"{name}: this machine can't serve it: {needed[engine.quantization] / 1e9:.1f} GB of weights, {free / 1e9:.1f} "
-        f"GB of memory free{way_out}"
+        f"GB of memory free{smaller(config, num_bytes, free)}"
     )
+
+
+def smaller(config: Mapping[str, Any], num_bytes: int, free: int) -> str:
+    """Return the end of an error message: by which flag weights of ``num_bytes`` would fit, if by any."""
+    for method, share in SHARES.items():
+        if method != "none" and (size := _needed(config, num_bytes, share)) <= free:
+            return f"; --quantization {method} needs about {size / 1e9:.1f} GB"
+    return ""
 
 
 def _needed(config: Mapping[str, Any], num_bytes: int, share: float) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from triptych import running_time
 from triptych.cli import flags
+from triptych.cli.choices import choices
 from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.cli.seeing import seeing_note
 from triptych.cluster.launcher import Launcher
@@ -104,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
         config.engine.tensor_parallel_size.check(topology.roles)
+        for line in () if arguments.on else choices(config, topology):  # Ray divides the work otherwise
+            log.info("%s", line)
         return running_time.run(_serve(config, topology, arguments) if arguments.on else _supervise(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
