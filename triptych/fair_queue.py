@@ -9,7 +9,7 @@ within a client's work of one priority and kind, the order is first come, first 
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -33,7 +33,7 @@ class Ticket(Generic[T]):
     """In the unit of the queue's counters."""
     priority: int
     """Lower goes first."""
-    kind: str
+    kind: Hashable
     number: int
     """Order of arrival."""
 
@@ -73,7 +73,7 @@ class QueueState:
 
     counters: dict[str, float]
     """Work done for each client."""
-    flows: dict[tuple[int, str, str], tuple[float, list[float]]]
+    flows: dict[tuple[int, str, Hashable], tuple[float, list[float]]]
     """By priority, client and kind: the flow's total cost, and each ticket's."""
 
     def __len__(self) -> int:
@@ -86,19 +86,19 @@ class FairQueue(Generic[T]):
     start earlier. ``add``, ``pop`` and ``remove`` take logarithmic time in the number of clients."""
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[int, str, str], _Flow[T]] = {}
-        self._lanes: dict[tuple[int, str], _Lane[T]] = {}
+        self._flows: dict[tuple[int, str, Hashable], _Flow[T]] = {}
+        self._lanes: dict[tuple[int, Hashable], _Lane[T]] = {}
         """By priority and kind."""
         self._entries = itertools.count()
-        self._flows_of: dict[str, set[tuple[int, str, str]]] = {}
-        self._costs: dict[tuple[int, str | None], ClientCosts] = {}
+        self._flows_of: dict[str, set[tuple[int, str, Hashable]]] = {}
+        self._costs: dict[tuple[int, Hashable | None], ClientCosts] = {}
         """Queued cost by priority and kind, and by priority for all kinds (None)."""
         self._counters: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
         self._length = 0
 
-    def add(self, work: T, client: str, cost: float, priority: int = 0, kind: str = "") -> Ticket[T]:
+    def add(self, work: T, client: str, cost: float, priority: int = 0, kind: Hashable = "") -> Ticket[T]:
         """Queue a piece of work."""
         if client not in self._flows_of:
             self._counters[client] = max(self._counters.get(client, 0.0), self._now)
@@ -117,7 +117,7 @@ class FairQueue(Generic[T]):
         return ticket
 
     def pop(
-        self, may_start: Callable[[T], bool] = lambda _: True, kinds: Container[str] | None = None
+        self, may_start: Callable[[T], bool] = lambda _: True, kinds: Container[Hashable] | None = None
     ) -> Ticket[T] | None:
         """Dequeue the first ticket whose work may start, and charge its client; None if there is none. ``kinds`` are
         those that are looked through, None for all."""
@@ -169,7 +169,7 @@ class FairQueue(Generic[T]):
             for key in self._flows_of.get(client, ()):
                 self._enter(key)
 
-    def cost_ahead(self, client: str, cost: float, priority: int = 0, kind: str | None = None) -> float:
+    def cost_ahead(self, client: str, cost: float, priority: int = 0, kind: Hashable | None = None) -> float:
         """Return the cost of the queued work that starts before new work of this cost; ``kind`` None counts all kinds.
 
         Counted are all work of lower priority numbers and the client's own work. Another client's work of the same
@@ -193,18 +193,18 @@ class FairQueue(Generic[T]):
         """In no particular order."""
         return iter([ticket for flow in self._flows.values() for ticket in flow.tickets.values()])
 
-    def _add_cost(self, flow: _Flow[T], key: tuple[int, str, str], cost: float) -> None:
+    def _add_cost(self, flow: _Flow[T], key: tuple[int, str, Hashable], cost: float) -> None:
         flow.cost += cost
         priority, client, kind = key
         for level in ((priority, kind), (priority, None)):
             self._costs.setdefault(level, ClientCosts()).add(client, cost)
 
-    def _drop_costs(self, priority: int, client: str, kind: str | None) -> None:
+    def _drop_costs(self, priority: int, client: str, kind: Hashable | None) -> None:
         self._costs[priority, kind].drop(client)
         if not self._costs[priority, kind]:
             del self._costs[priority, kind]
 
-    def _enter(self, key: tuple[int, str, str]) -> None:
+    def _enter(self, key: tuple[int, str, Hashable]) -> None:
         """Enter a flow into its lane, with its present counter and head."""
         priority, client, kind = key
         flow, lane = self._flows[key], self._lanes[priority, kind]

@@ -1,12 +1,19 @@
 """What may go on in a router, by rules of its own: simple ones, that look at all requests and all instances."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import groupby
 
 from triptych.router.admission import RECOVERED_PRIORITY
-from triptych.router.encode_dispatcher import CACHED_CREDITS, LONG_ITEMS_PER_CLIENT, EncodeDispatcherState, EncodeTask
+from triptych.router.encode_dispatcher import (
+    CACHED_CREDITS,
+    LONG_ITEMS_PER_CLIENT,
+    EncodeDispatcherState,
+    EncodeTask,
+    ItemKind,
+)
 from triptych.router.instance import InstanceLease, WorkKind
-from triptych.router.request_state import MAX_LOSSES, RequestState
+from triptych.router.quarantine import MAX_LOSSES
+from triptych.router.request_state import RequestState
 from triptych.router.router import Router
 
 
@@ -75,10 +82,14 @@ def _may_be(router: Router, state: RequestState, instance: InstanceLease) -> boo
         return True
     encodes = router.debug_state().encode.unfinished
     encoded = {one.task.request for one in encodes if one.instance is instance}
-    others = [one for one in router.lifecycle.requests if one is not state and one.on_trial]
+    others = [one for one in router.lifecycle.requests if one is not state and _is_on_trial(one)]
     if state.works_on(instance):
         return not any(one.id in encoded for one in others)
     return not any(one.id in encoded or one.works_on(instance) for one in others)
+
+
+def _is_on_trial(state: RequestState) -> bool:
+    return state.losses == MAX_LOSSES - 1 and state.decode is not None and not state.has_answered
 
 
 class _Encoder:
@@ -91,14 +102,14 @@ class _Encoder:
         self.patches = sum(one.patches for one in items)
         self.clients = [one.task.client for one in items if one.long]
 
-    def takes(self, kind: str) -> bool:
+    def takes(self, kind: Hashable) -> bool:
         """Return whether it has capacity for some items that were queued as such a kind."""
         match kind:
-            case "short":
+            case ItemKind.SHORT:
                 return self.patches < self.credit.patches
-            case "long":
+            case ItemKind.LONG:
                 return len(self.clients) < self.credit.long_items
-            case "cached":
+            case ItemKind.CACHED:
                 return self.patches < CACHED_CREDITS * self.credit.patches
         return True
 

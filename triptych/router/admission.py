@@ -4,7 +4,7 @@ Each instance is given only a few more requests than it can run, so the rest can
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,11 @@ from triptych.config import AdmissionConfig
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.router.admission_policy import AdmissionPolicy, InFlight, WorkAhead
 from triptych.router.forecast import Forecast
+from triptych.router.instance import WorkKind
 from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
 from triptych.types import RequestId
 
-MAY_STALL, READY = "may stall", "ready"
-"""Kinds of queued requests: those that an instance may not be able to start at once, and those that it can."""
 PROBE_PRIORITY = -(2**62)
 """Priority of readiness probes, ahead of every client. A probe checks the stages, not the queue, so the forecast
 doesn't apply to it and isn't updated by it."""
@@ -94,7 +93,7 @@ class Admission:
             return 0.0
         cost = self.forecast.mean_cost if cost is None else cost
         ahead = WorkAhead(
-            queued=self._queue.cost_ahead(client, cost, priority, None if has_media else READY),
+            queued=self._queue.cost_ahead(client, cost, priority, None if has_media else WorkKind.READY),
             computing=self._requests.computing_cost,
             encode=encode_backlog + self._items_ahead(client, items_cost) if has_media else 0.0,
             cost=cost,
@@ -104,16 +103,15 @@ class Admission:
     def add(self, request: RequestState) -> None:
         """Queue a request. A request that may stall has a queue of its own, so that it doesn't block its client's other
         requests. One that was dispatched before goes first, and is not charged again."""
-        kind = MAY_STALL if request.may_stall else READY
         cost, priority = request.cost, request.priority
         if request.num_dispatches:
             cost, priority = 0.0, min(priority, RECOVERED_PRIORITY)
-        self._tickets[request.id] = self._queue.add(request, request.client, cost, priority, kind)
+        self._tickets[request.id] = self._queue.add(request, request.client, cost, priority, request.work_kind)
         if request.prompt.items:
             self._items_cost.add(request.client, request.items_cost)
             self._num_with_items[request.client] += 1
 
-    def next(self, may_start: Callable[[RequestState], bool], kinds: Container[str]) -> RequestState | None:
+    def next(self, may_start: Callable[[RequestState], bool], kinds: Container[Hashable]) -> RequestState | None:
         """Dequeue the first request of these kinds that may start, and charge its client; None if there is none."""
         if (ticket := self._queue.pop(may_start, kinds)) is None:
             return None

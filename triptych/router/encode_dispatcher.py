@@ -3,6 +3,7 @@
 Each instance is given only a few batches at a time, so that the rest stays in the fair queue and can be reordered.
 """
 
+import enum
 import functools
 import logging
 from collections import defaultdict
@@ -17,6 +18,7 @@ from triptych.router.forecast import Rate
 from triptych.router.instance import Assignment, InstanceLease, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy, Work, least_loaded
+from triptych.router.quarantine import Quarantine
 from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
 from triptych.types import Address, RequestId, TransferId
@@ -34,20 +36,33 @@ MAX_MEDIA_SENDS = 8
 """Times that an instance may fetch an item's file. It asks again for what got lost. Bounded, because what it asks for
 and doesn't read stays in this process's memory."""
 
-_SHORT, _LONG, _CACHED, _ON_TRIAL = "short", "long", "cached", "on trial"
-"""Kinds of queued items: those that are encoded at once, those in time slices, those that an instance had cached when
-they were queued. Those of a request on trial are a kind of their own, because they may wait for another one's trial to
-end. No kind blocks another."""
+
+class ItemKind(enum.IntEnum):
+    """Kind of a queued item. No kind blocks another."""
+
+    SHORT = 0
+    """It is encoded at once."""
+    LONG = 1
+    """It is encoded in time slices."""
+    CACHED = 2
+    """An instance had it cached when it was queued."""
+
+
+@dataclass(frozen=True)
+class SuspectKind:
+    """Kind of the queued items of a suspect (``Quarantine``): they may have to wait until another one's trial ends."""
+
+    request: RequestId
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Kinds of items to look through: those that can be started, and those of requests on trial, which are few."""
+    """Kinds of items to look through: those that can be started, and those of suspects, which are few."""
 
-    startable: frozenset[str]
+    startable: frozenset[ItemKind]
 
     def __contains__(self, kind: object) -> bool:
-        return kind in self.startable or str(kind).startswith(_ON_TRIAL)
+        return kind in self.startable or isinstance(kind, SuspectKind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,28 +158,25 @@ class EncodeDispatcher:
         *,
         membership: Membership,
         requests: RequestTable,
+        quarantine: Quarantine,
         address: Address,
         send: Callable[[Address, Message], None],
         rate: Rate,
         policy: PlacementPolicy,
         clock: Callable[[], float],
-        on_trial: Callable[[RequestId], bool],
-        others_on_trial: Callable[[RequestId, InstanceLease], bool],
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
         it has cached up to ``CACHED_CREDITS`` times that. ``address`` is this frontend's. ``rate`` is updated with the
-        work done, in cost per second. ``on_trial``: whether a request may be what ends its instances;
-        ``others_on_trial``: whether an instance works on another such request, so that it gets no items of this one."""
+        work done, in cost per second."""
         self._membership = membership
         self._table = requests
+        self._quarantine = quarantine
         self._address = address
         self._send = send
         self._rate = rate
         self._policy = policy
         self._clock = clock
-        self._on_trial = on_trial
-        self._others_on_trial = others_on_trial
         self._queue: FairQueue[EncodeTask] = FairQueue()
         self._requests: dict[RequestId, _RequestItems] = {}
         self._in_flight: dict[TransferId, InFlightEncode] = {}
@@ -186,28 +198,27 @@ class EncodeDispatcher:
         return replaced
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
-        plan = task.item.plan
-        kind = _LONG if plan.is_time_sliced(self._membership.encode_batch_patches) else _SHORT
-        if any(self._has_cached(task, instance) for instance in self._membership.encode_instances(begun=True)):
-            kind = _CACHED
-        if self._on_trial(task.request):
-            kind = f"{_ON_TRIAL} {task.request}"
+        kind: ItemKind | SuspectKind = ItemKind.SHORT
+        if self._quarantine.is_suspect(self._state(task)):
+            kind = SuspectKind(task.request)
+        elif any(self._has_cached(task, one) for one in self._membership.encode_instances(begun=True)):
+            kind = ItemKind.CACHED
+        elif task.item.plan.is_time_sliced(self._membership.encode_batch_patches):
+            kind = ItemKind.LONG
         self.num_openings += 1
         return self._queue.add(task, task.client, task.cost, task.priority, kind)
 
-    def trial_begins(self, request: RequestId) -> None:
-        """Note that a request is on trial from now on, so that its queued items don't block others."""
-        if (items := self._requests.get(request)) is not None:
+    def _state(self, task: EncodeTask) -> RequestState:
+        state = self._table.get(task.request)
+        assert state is not None, "items are released when their request ends"
+        return state
+
+    def set_apart(self, state: RequestState) -> None:
+        """Have the queued items of a request that is suspect now block no others."""
+        if (items := self._requests.get(state.id)) is not None:
             for index, ticket in items.queued.items():
                 self._queue.remove(ticket)
                 items.queued[index] = self._queued(ticket.work)
-
-    def encodes_other_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
-        """Return whether an instance is encoding an item of another request that is on trial."""
-        return any(
-            one.task.request != request and one in self._unfinished and self._on_trial(one.task.request)
-            for one in self._at.get(instance.address, {}).values()
-        )
 
     def dispatch(self) -> None:
         """Dispatch queued items to encode instances with capacity, as the policy chooses."""
@@ -234,14 +245,14 @@ class EncodeDispatcher:
         assert instance is not None, "the item was dequeued because it fits"
         return instance
 
-    def _startable(self, instance: InstanceLease) -> Iterator[str]:
+    def _startable(self, instance: InstanceLease) -> Iterator[ItemKind]:
         """Yield the kinds of items that an encode instance may have capacity for."""
         if self._has_patches(instance):
-            yield _SHORT
+            yield ItemKind.SHORT
         if instance.account.num(WorkKind.LONG_ITEM) < instance.credit.long_items:
-            yield _LONG
+            yield ItemKind.LONG
         if self._has_patches(instance, CACHED_CREDITS):
-            yield _CACHED
+            yield ItemKind.CACHED
 
     @staticmethod
     def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:
@@ -257,7 +268,7 @@ class EncodeDispatcher:
 
     def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
         """Return whether an encode instance has capacity for an item, and its request may be there."""
-        if self._on_trial(task.request) and self._others_on_trial(task.request, instance):
+        if not self._quarantine.allows(self._state(task), instance):
             return False
         if self._has_cached(task, instance):
             return self._has_patches(instance, CACHED_CREDITS)
@@ -270,8 +281,7 @@ class EncodeDispatcher:
     def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
         long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
-        state, items = self._table.get(task.request), self._requests[task.request]
-        assert state is not None, "items are released when their request ends"
+        items = self._requests[task.request]
         encode = InFlightEncode(
             instance=instance,
             request=task.request,
@@ -285,7 +295,7 @@ class EncodeDispatcher:
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
         self._at[instance.address][task.transfer] = encode
         self._unfinished[encode] = None
-        self._table.charge(state, encode)
+        self._table.charge(self._state(task), encode)
         self._note_cached(encode)
         now = self._clock()
         self._rate.set_busy(now, busy=True)

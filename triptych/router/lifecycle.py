@@ -25,6 +25,7 @@ from triptych.router.instance import InstanceLease, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import POLICIES
 from triptych.router.pump import Pump
+from triptych.router.quarantine import Quarantine
 from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
 from triptych.router.stream import TokenReader, TokenStream
@@ -50,6 +51,7 @@ class RequestLifecycle:
         clock: Callable[[], float],
     ) -> None:
         self.requests = RequestTable()
+        self.quarantine = Quarantine()
         self.admission = Admission(config, self.requests)
         self.encodes = EncodeDispatcher(
             membership=membership,
@@ -59,13 +61,13 @@ class RequestLifecycle:
             policy=POLICIES[config.placement],
             clock=clock,
             requests=self.requests,
-            on_trial=self._on_trial,
-            others_on_trial=self._others_on_trial,
+            quarantine=self.quarantine,
         )
         self.transitions = Transitions(
             requests=self.requests,
             admission=self.admission,
             encodes=self.encodes,
+            quarantine=self.quarantine,
             membership=membership,
             availability=availability,
             metrics=metrics,
@@ -80,7 +82,7 @@ class RequestLifecycle:
             transitions=self.transitions,
             membership=membership,
             availability=availability,
-            others_on_trial=self._others_on_trial,
+            quarantine=self.quarantine,
             policy=POLICIES[config.placement],
             clock=clock,
         )
@@ -198,19 +200,6 @@ class RequestLifecycle:
         account = instance.account
         requests = account.num(WorkKind.READY) + account.num(WorkKind.MAY_STALL) + len(self.admission)
         return Demand(requests, self.encodes.num_at(instance) + len(self.encodes))
-
-    def _on_trial(self, request: RequestId) -> bool:
-        state = self.requests.get(request)
-        return state is not None and state.on_trial
-
-    def _others_on_trial(self, request: RequestId, instance: InstanceLease) -> bool:
-        """Return whether an instance works on another request that is on trial. Where two are at one already, each may
-        have its items encoded there, one at a time: otherwise they would wait for each other."""
-        own = self.requests.get(request)
-        is_there = own is not None and own.works_on(instance)
-        if not is_there and any(one.on_trial and one.id != request for one in self.requests.at(instance)):
-            return True
-        return self.encodes.encodes_other_on_trial(request, instance)
 
     # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

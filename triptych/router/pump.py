@@ -4,21 +4,21 @@ Everything else only changes state, and ``Pump.run`` follows once. So no change 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from triptych.errors import InstanceLost
-from triptych.router.admission import MAY_STALL, READY, Admission
+from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import InstanceLease, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy
 from triptych.router.prefix_placement import PrefixPlacement
-from triptych.router.request_state import MAX_LOSSES, RequestState
+from triptych.router.quarantine import Quarantine
+from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
 from triptych.router.transitions import LOST, Transitions
 from triptych.topology import Stage
-from triptych.types import RequestId
 
 
 class Pump:
@@ -33,7 +33,7 @@ class Pump:
         transitions: Transitions,
         membership: Membership,
         availability: Availability,
-        others_on_trial: Callable[[RequestId, InstanceLease], bool],
+        quarantine: Quarantine,
         policy: PlacementPolicy,
         clock: Callable[[], float],
     ) -> None:
@@ -43,7 +43,7 @@ class Pump:
         self._transitions = transitions
         self._membership = membership
         self._availability = availability
-        self._others_on_trial = others_on_trial
+        self._quarantine = quarantine
         self._clock = clock
         self._decode_placement = PrefixPlacement(policy)
         self._prefill_placement = PrefixPlacement(policy)
@@ -102,7 +102,7 @@ class Pump:
             assert needed is not None, "it waits"
             if not instances:
                 self._transitions.requeue(state)
-            elif allowed := self._apart(instances, state):
+            elif allowed := self._quarantine.allowed(state, instances):
                 instance = self._prefill_placement.place(state, allowed, state.num_to_prefill(needed))
                 assert instance is not None
                 self._transitions.prefill(state, needed, instance)
@@ -116,7 +116,7 @@ class Pump:
             if not ready:
                 return
             # those that may stall aren't looked through while no instance has room for one: they may be many
-            kinds = (READY, MAY_STALL) if rooms[True] else (READY,)
+            kinds = (WorkKind.READY, WorkKind.MAY_STALL) if rooms[True] else (WorkKind.READY,)
             request = self._admission.next(functools.partial(self._has_room, rooms), kinds)
             if request is None:
                 return
@@ -128,12 +128,6 @@ class Pump:
         """``rooms`` are the instances that have room for a request that may stall, and for any other one."""
         return bool(self._with_room(rooms, state))
 
-    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> list[InstanceLease]:
+    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> Sequence[InstanceLease]:
         """Return the instances that have room for a request."""
-        return self._apart(rooms[state.may_stall], state)
-
-    def _apart(self, instances: list[InstanceLease], state: RequestState) -> list[InstanceLease]:
-        """Return the instances that a request may go to: if it is to be tried, those without another such request."""
-        if state.losses < MAX_LOSSES - 1:
-            return instances
-        return [one for one in instances if not self._others_on_trial(state.id, one)]
+        return self._quarantine.allowed(state, rooms[state.may_stall])

@@ -1,7 +1,6 @@
 """The router's record of one request, from admission to its end."""
 
 import enum
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,9 +10,6 @@ from triptych.router.caches import prefix_hashes
 from triptych.router.instance import Assignment, InstanceLease, WorkKind
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
-
-MAX_LOSSES = 3
-"""Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
 
 MAX_FAILURES = 3
 """Times that instances may fail with one request, when it isn't clear that the request is at fault."""
@@ -50,7 +46,7 @@ class RemotePrefill(Assignment):
 @dataclass(eq=False)
 class RequestState:
     """A request in flight. ``RequestTable`` changes ``phase``, ``work``, ``decode``, ``prefill``,
-    ``prefill_needed`` and ``has_answered``."""
+    ``prefill_needed`` and ``has_answered``, and ``Quarantine`` changes ``losses``."""
 
     id: RequestId
     prompt: PlannedPrompt
@@ -129,13 +125,6 @@ class RequestState:
         return prefix_hashes(generate.tokens, self.prompt.items, generate.cache_salt, generate.lora)
 
     @property
-    def on_trial(self) -> bool:
-        """Whether it is given up if its instance is lost once more. It may be what ends them, and is dispatched where
-        no other such request is, so that these don't share its fate. The trial is over with the next token: what ends
-        an instance does so before, since tokens received so far aren't computed again one by one."""
-        return self.losses == MAX_LOSSES - 1 and self.decode is not None and not self.has_answered
-
-    @property
     def waits_for_prefill(self) -> bool:
         """Whether its decode instance has asked for a prefill that no instance was given."""
         return self.prefill_needed is not None and self.prefill is None
@@ -157,8 +146,3 @@ class RequestState:
         it includes waiting for a slot, for pages and for media."""
         reported = [one.end - one.start for one in self.stream.record.intervals if one.stage in ("prefill", "decode")]
         return min(sum(reported), now - self.dispatched) if reported and self.dispatched is not None else None
-
-
-def blamed(requests: Collection[RequestState]) -> set[RequestId]:
-    """Return those of a lost instance's requests that may have ended it: the one on trial, or else all."""
-    return {one.id for one in requests if one.on_trial} or {one.id for one in requests}

@@ -130,7 +130,7 @@ class RequestTable:
         trial. Idempotent."""
         if state.has_answered or state.decode is None:
             return
-        if state.may_stall or state.on_trial:
+        if state.may_stall or state.losses:  # perhaps it was on trial
             self.num_openings += 1
         if state.may_stall:
             state.decode.instance.account.can_start(state.decode)
@@ -139,6 +139,10 @@ class RequestTable:
 
     def get(self, request: RequestId) -> RequestState | None:
         return self._requests.get(request)
+
+    def has(self, state: RequestState) -> bool:
+        """Return whether a request has not ended."""
+        return state.id in self._requests
 
     def current(self, dispatch: RequestId) -> RequestState | None:
         """Return the request that was last dispatched under that id; None if there is none."""

@@ -59,7 +59,7 @@ from triptych.router.instance_metrics import InstanceCollector, RestartCollector
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_window import LoadWindow
 from triptych.router.membership import Membership, has_new_role, is_before, is_same
-from triptych.router.request_state import RequestPhase, blamed
+from triptych.router.request_state import RequestPhase
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
 from triptych.running_time import running_time
@@ -516,11 +516,11 @@ class Router:
             self._notify(other.address, PeerLost(lease.address, transfers, self._address, is_alive, suspect))
         if kind != "changed":  # it is back at once, which is the event
             self.events.add(kind, f"{lease.name} {why}")
-        suspects = blamed(affected.values()) if suspect else set()
         for state in affected.values():
             state.interrupted = True
-            if state.id in suspects and not self._transitions.instance_lost(state, why):
-                continue
+        if suspect:
+            self._transitions.blame(affected.values(), why)
+        for state in filter(self._requests.has, affected.values()):
             if state.decode is not None and state.decode.instance is lease:
                 self.metrics.recovered("decode")
                 self._transitions.requeue(state)

@@ -4,7 +4,7 @@ They change state and send what instances must hear of that. ``Pump`` has what w
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -19,7 +19,8 @@ from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
 from triptych.router.instance import InstanceLease, WorkKind
 from triptych.router.membership import Membership
-from triptych.router.request_state import MAX_FAILURES, MAX_LOSSES, RemotePrefill, RequestPhase, RequestState
+from triptych.router.quarantine import MAX_LOSSES, Quarantine
+from triptych.router.request_state import MAX_FAILURES, RemotePrefill, RequestPhase, RequestState
 from triptych.router.request_table import RequestTable
 from triptych.topology import Stage
 from triptych.types import Address, RequestId
@@ -42,6 +43,7 @@ class Transitions:
         requests: RequestTable,
         admission: Admission,
         encodes: EncodeDispatcher,
+        quarantine: Quarantine,
         membership: Membership,
         availability: Availability,
         metrics: Metrics,
@@ -52,6 +54,7 @@ class Transitions:
         self._requests = requests
         self._admission = admission
         self._encodes = encodes
+        self._quarantine = quarantine
         self._membership = membership
         self._availability = availability
         self._metrics = metrics
@@ -162,21 +165,15 @@ class Transitions:
                 return
         self.fail(state, error)
 
-    def instance_lost(self, state: RequestState, why: str) -> bool:
-        """Count the loss of an instance that worked on a request. Fails the request and returns False if it may have
-        been the cause."""
-        state.losses += 1
-        if state.losses < MAX_LOSSES:
-            if state.on_trial:
-                self._encodes.trial_begins(state.id)
-            return True
-        self.fail(
-            state,
-            InstanceLost(
-                f"given up after {state.losses} instances were lost while they worked on it; the last one {why}"
-            ),
-        )
-        return False
+    def blame(self, requests: Collection[RequestState], why: str) -> None:
+        """Blame the loss of an instance on requests that it worked on. Fails those that have lost too many."""
+        self._quarantine.lost(requests)
+        for state in requests:
+            if state.losses >= MAX_LOSSES:
+                lost = f"{state.losses} instances were lost while they worked on it; the last one {why}"
+                self.fail(state, InstanceLost(f"given up after {lost}"))
+            elif self._quarantine.is_suspect(state):
+                self._encodes.set_apart(state)
 
     def fail_missing(self, state: RequestState, stage: Stage) -> None:
         """Fail a dispatched request that needs a stage without an instance."""
@@ -210,4 +207,5 @@ class Transitions:
         self.cancel_prefill(state)
         self._encodes.release(state)
         self._requests.remove(state)
+        self._quarantine.ended(state)
         self._admission.phase_changed(now)
