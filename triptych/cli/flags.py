@@ -83,10 +83,20 @@ def known_names() -> dict[str, Fits]:
 
 def fits(action: argparse.Action) -> Fits:
     """Return whether a value, or None for none, fits a flag, as far as that is known without running its command."""
-    item = next((item for item in _SETTINGS.values() if action.dest in names_of(item)), None)
+    item = _setting_of(action)
     if action.nargs != 0 and item is not None:
         return _fits_setting(item)
     return lambda value: action.nargs == 0 or value is not None
+
+
+def values_of(action: argparse.Action) -> tuple[str, ...]:
+    """Return the values that a setting's flag can have, if they are few."""
+    item = _setting_of(action)
+    return item.metadata["choices"] if item is not None and action.nargs != 0 else ()
+
+
+def _setting_of(action: argparse.Action) -> dataclasses.Field[Any] | None:
+    return next((item for item in _SETTINGS.values() if action.dest in names_of(item)), None)
 
 
 def _fits_setting(item: dataclasses.Field[Any]) -> Fits:
