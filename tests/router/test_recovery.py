@@ -47,9 +47,9 @@ from triptych.messages.work import (
     Tokens,
 )
 from triptych.router.instance import WorkKind
+from triptych.router.instance_messages import RESET_PAUSE
 from triptych.router.membership import AVOIDED_SECONDS
 from triptych.router.request_state import MAX_FAILURES
-from triptych.router.router import RESET_PAUSE
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, TransferId
