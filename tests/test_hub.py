@@ -203,6 +203,19 @@ def test_memory_and_disk_are_checked_before_weights(
     assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
 
+def test_a_gpu_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fitting, "DEVICES", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "demo", "--device", "cuda:1"])
+    assert ended.value.code == 78
+    assert "--device cuda:1: this machine has no GPU" in capsys.readouterr().err
+    (tmp_path / "nvidia0").touch()
+    fitting.check_device(EngineConfig(device="cuda"))
+    fitting.check_memory(NAME, EngineConfig(), tmp_path, 10**18)  # not known before the start
+
+
 def test_pull_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["pull", NAME])

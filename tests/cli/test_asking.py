@@ -152,6 +152,17 @@ def test_a_picture_that_is_missing_is_named(start: Start, capsys: pytest.Capture
     assert "nothing.png" in capsys.readouterr().err
 
 
+def test_a_file_that_no_service_takes_is_named_before_the_start(
+    start: Start, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    start("http://127.0.0.1:1")  # where nothing answers
+    (tmp_path / "notes.pdf").write_bytes(b"%PDF-1.7")
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "no/such/folder", str(tmp_path / "notes.pdf"), "What is it?"])
+    assert exit_.value.code == 78
+    assert f"{tmp_path / 'notes.pdf'}: not a JPEG, PNG" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -9,6 +9,7 @@ import sys
 import termios
 import threading
 import time
+import wave
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from scripts import chat as demo_chat
+from tests.support.serving import image
 from triptych import exit_codes
 from triptych.cli import chat, main
 from triptych.errors import ConfigError
@@ -112,11 +114,11 @@ def talked(service: Service, *arguments: str) -> int:
 def test_turns_through_a_pipe(
     service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "a b.png").write_bytes(b"picture")
+    (tmp_path / "a b.png").write_bytes(image())
     lines = f"/system Be brief.\n/image '{tmp_path / 'a b.png'}' What is\\\nit?\n\nAnd now?"
     assert said(monkeypatch, service, lines, "--max-tokens", "7") == 0
     first, second = service.bodies
-    url = "data:image/png;base64," + base64.b64encode(b"picture").decode()
+    url = "data:image/png;base64," + base64.b64encode(image()).decode()
     asked = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is\nit?"}]
     system = {"role": "system", "content": "Be brief."}
     assert first["messages"] == [system, {"role": "user", "content": asked}]
@@ -229,7 +231,7 @@ def test_what_is_missing_or_no_service(capsys: pytest.CaptureFixture[str], servi
 
 def test_files_are_named_in_any_way(tmp_path: Path) -> None:
     plain = tmp_path / "it's a.png"
-    plain.write_bytes(b"x")
+    plain.write_bytes(image())
     for line in (
         f"/image {plain}",
         f'/image "{plain}"',
@@ -239,8 +241,15 @@ def test_files_are_named_in_any_way(tmp_path: Path) -> None:
         assert talk.command(line) == ""
         assert [part["type"] for part in talk.files] == ["image_url"]
     talk = chat.Conversation({})
-    assert talk.command(f'/audio "{plain}" What "is" it?') == 'What "is" it?'
-    assert [part["type"] for part in talk.files] == ["audio_url"]
+    assert talk.command(f'/image "{plain}" What "is" it?') == 'What "is" it?'
+    with pytest.raises(ConfigError, match=r"it's a\.png: a PNG file"):
+        talk.command(f"/audio {plain}")
+    sound = tmp_path / "sound.wav"
+    with wave.open(str(sound), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(32_000))
+    assert talk.command(f"/audio {sound}") == ""
+    assert [part["type"] for part in talk.files] == ["image_url", "audio_url"]
     with pytest.raises(ConfigError):
         talk.command("/image")
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,20 @@ from rich.console import Console
 
 from triptych.cli.waterfall import waterfall
 from triptych.config import FrontendConfig
-from triptych.errors import ConfigError, StartError
+from triptych.errors import ConfigError, RequestError, StartError
 from triptych.observe.timeline import TIMELINE_HEADER
+from triptych.prompt.probe import probe_image
+from triptych.prompt.probe_audio import probe_audio
+from triptych.prompt.probe_video import probe_video
 
 _SUFFIXES = {"video": (".mp4", ".mov", ".webm", ".mkv"), "audio": (".wav", ".flac", ".mp3", ".ogg", ".opus")}
 """Suffixes of files that aren't pictures."""
+
+_PROBES: dict[str, Callable[[bytes], object]] = {
+    "image": probe_image,
+    "video": probe_video,
+    "audio": probe_audio,
+}
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -178,17 +187,33 @@ def _parsed(url: str, text: str) -> dict[str, Any]:
     raise StartError(f"no answer from {url}: it sent {text[:200]!r}")
 
 
+def check_media(file: Path, modality: str = "") -> None:
+    """Raise ConfigError for a file that no service would take, before one is started for it."""
+    try:
+        _PROBES[modality or _modality(file)](_read(file))
+    except RequestError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def file_part(file: Path, modality: str = "") -> dict[str, Any]:
     """Return the part of a message that a file is, of the modality that its name says unless one is given. Raises
     ConfigError for a file that can't be read."""
-    modality = modality or next((kind for kind, ends in _SUFFIXES.items() if file.suffix.lower() in ends), "image")
+    modality = modality or _modality(file)
     return {"type": f"{modality}_url", f"{modality}_url": {"url": _data_url(file)}}
 
 
-def _data_url(file: Path) -> str:
+def _modality(file: Path) -> str:
+    return next((kind for kind, ends in _SUFFIXES.items() if file.suffix.lower() in ends), "image")
+
+
+def _read(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
+
+
+def _data_url(file: Path) -> str:
+    data = _read(file)
     kind = mimetypes.guess_type(file)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

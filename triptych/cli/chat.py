@@ -20,7 +20,7 @@ from rich.console import Console
 
 from triptych import exit_codes, running_time
 from triptych.cli import flags, running_service
-from triptych.cli.asking import client_of, file_part, model_of, show_answer
+from triptych.cli.asking import check_media, client_of, file_part, model_of, show_answer
 from triptych.cli.starting import started
 from triptych.cluster.service import unless_lost
 from triptych.config import ServeConfig
@@ -115,7 +115,9 @@ class Conversation:
         match name:
             case "/image" | "/video" | "/audio" if rest:
                 file, text = _file_and_text(rest)
-                self.files.append(file_part(Path(file).expanduser(), name[1:]))
+                path, modality = Path(file).expanduser(), name[1:]
+                check_media(path, modality)
+                self.files.append(file_part(path, modality))
                 return text
             case "/system":
                 self.begin(rest)

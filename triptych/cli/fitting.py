@@ -6,9 +6,12 @@ from typing import Any
 
 from triptych.checkpoint.config_files import load_config, quantization_section
 from triptych.config import EngineConfig
-from triptych.errors import StartError
+from triptych.errors import ConfigError, StartError
 from triptych.observe.machine import available_bytes
 
+DEVICES = Path("/dev")
+GPUS = ("nvidia*", "nvhost*", "dxg", "kfd")
+"""Files in ``DEVICES`` where there is a driver: NVIDIA's, that of its embedded GPUs, Windows' for Linux, AMD's."""
 SHARES = {"none": 1.0, "int8": 0.52, "int4": 0.3}
 """About the share of 16-bit weights that a layer's weights take, with scales, by ``--quantization``."""
 
@@ -49,5 +52,15 @@ def _needed(config: Mapping[str, Any], num_bytes: int, share: float) -> int:
     return int(kept + share * (num_bytes - kept))
 
 
+def check_device(engine: EngineConfig) -> None:
+    """Raise ConfigError if a GPU is asked for and this machine has none, before any process is started for it."""
+    if engine.device.startswith("cuda") and not _has_gpu():
+        raise ConfigError(f"--device {engine.device}: this machine has no GPU, or no driver for it: /dev has none")
+
+
 def _computes_on_cpus(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists())
+    return device == "cpu" or (device == "auto" and not _has_gpu())
+
+
+def _has_gpu() -> bool:
+    return any(next(DEVICES.glob(pattern), None) for pattern in GPUS)

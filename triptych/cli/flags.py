@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quantization_section
 from triptych.checkpoint.safetensors_header import has_weights, no_weights, read_folder
 from triptych.cli import sources
-from triptych.cli.fitting import check_memory
+from triptych.cli.fitting import check_device, check_memory
 from triptych.cli.spelling import Fits
 from triptych.config import (
     CONFIG_GROUPS,
@@ -220,7 +220,10 @@ def serve_config(arguments: argparse.Namespace, *, needs_weights: bool = True) -
     """Return all settings of a service. Raises ConfigError, and StartError as ``model_folder`` does."""
     engine = settings(EngineConfig, arguments)
     # an encode instance loads towers alone, and a frontend nothing
-    is_small = (getattr(arguments, "role", None) or "").upper() in (Role.E, "FRONTEND")
+    role = (getattr(arguments, "role", None) or "").upper()
+    is_small = role in (Role.E, "FRONTEND")
+    if needs_weights and role != "FRONTEND" and getattr(arguments, "on", None) is None:
+        check_device(engine)
     check = partial(check_memory, arguments.model, engine) if needs_weights and not is_small else no_check
     return ServeConfig(
         model=model_folder(arguments.model, needs_weights=needs_weights, check=check),

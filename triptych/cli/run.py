@@ -10,7 +10,7 @@ from rich.console import Console
 
 from triptych import running_time
 from triptych.cli import flags
-from triptych.cli.asking import client_of, request_body, show_answer
+from triptych.cli.asking import check_media, client_of, request_body, show_answer
 from triptych.cli.starting import started
 from triptych.cluster.service import unless_lost
 from triptych.config import ServeConfig
@@ -36,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = flags.serve_config(arguments)
-    name = flags.model_name(arguments, config)
-    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "served_model_name": name}))
     *files, question = arguments.inputs
     if Path(question).is_file():
         raise ConfigError(f"the question is missing: {question} is a file, and the last argument must be a question")
+    for file in files:
+        check_media(Path(file))
+    config = flags.serve_config(arguments)
+    name = flags.model_name(arguments, config)
+    config = dataclasses.replace(config, frontend=config.frontend.having({"port": 0, "served_model_name": name}))
     given = {name: getattr(arguments, name) for name in ("max_tokens", "temperature")}
     settings = {name: value for name, value in given.items() if value is not None}
     body = request_body(name, files, question, **settings)
