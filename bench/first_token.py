@@ -43,10 +43,9 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
 from triptych.layers.mixers import Attention
 from triptych.layers.parallel import SINGLE_RANK
-from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import EncoderInput
 from triptych.models.registry import resolve
-from triptych.models.shared.encoder import VisionTower
+from triptych.models.shared.grid_tower import GridTower
 from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.server.model_bundle import ModelBundle
@@ -166,13 +165,12 @@ def products_ms(linears: list[nn.Module], tokens: int, rounds: int) -> float:
 def in_encode(model: ModelBundle, part: EncoderInput, rounds: int) -> tuple[Table, Tensor]:
     """Return the parts of encoding one picture, and its rows."""
     tower = model.load_encoder()
-    assert isinstance(tower, VisionTower)
-    layers = [one for one in tower.module.modules() if isinstance(one, TowerLayer)]
-    module: Any = tower.module
-    mergers = [one for one in module.modules() if type(one).__name__.endswith("PatchMerger")]
+    assert isinstance(tower, GridTower)
+    layers: list[Any] = list(tower.layers)
+    mergers = [tower.merger, *tower.deepstack.values()]
     found = measured(
         lambda: tower.encode([part]),
-        {"layers": list(layers), "patch projection": [module.patch_embed], "mergers": mergers},
+        {"layers": list(layers), "patch projection": [tower.patches], "mergers": mergers},
         rounds,
     )
     layer, tokens = layers[0], len(part.patches)

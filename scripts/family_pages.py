@@ -321,7 +321,7 @@ def _facts(families: dict[str, Family]) -> list[list[str]]:
         ["checkpoints", *(family.name for family in families.values())],
         ["input", *(", ".join(family.modalities) for family in families.values())],
         ["language model", *(language_model(family) for family in families.values())],
-        ["encoder", *(resolve(family.adapter).describe_towers() for family in families.values())],
+        ["encoder", *(resolve(family.adapter).towers for family in families.values())],
         ["`mm_processor_kwargs`", *(_options(name) for name in families)],
     ]
 

@@ -74,6 +74,14 @@ def test_tests_import_neither_test_modules_nor_benchmarks() -> None:
     assert [(path, name) for path, name in wrong if forbidden.fullmatch(name)] == []
 
 
+def test_the_package_does_not_import_transformers() -> None:
+    """Nor names one of its modules for an import. ``tests/support/commands.py`` watches processes of services."""
+    named = re.compile(r"transformers(\.\w+)*:[A-Z]|transformers\.models")
+    for path in (ROOT / "triptych").rglob("*.py"):
+        assert "transformers" not in {name.split(".")[0] for name in imported(path.read_text())}, path
+        assert not named.search(path.read_text()), path
+
+
 MAX_PRIVATE = 12
 """Private attributes that tests read: those of libraries, and of config classes of transformers."""
 

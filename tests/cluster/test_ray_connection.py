@@ -237,7 +237,7 @@ class Launcher(RayLauncher):
         self._send.writer = None
 
     def place(self) -> RemoteProcess:
-        return self._place("e0", RayHost(HOST, encodes=True), PLACE, print)
+        return self._place("e0", RayHost(HOST), PLACE, print)
 
     def remove(self) -> None:
         self._folder.cleanup()

@@ -58,7 +58,7 @@ class Cluster:
     ) -> tuple[RayHost, Instance]:
         """Start an instance, on its node if that is known at once."""
         self.number += 1
-        new = RayHost(Host(f"host-{self.number}", resources, (name + model).encode()), name.startswith("e"), model)
+        new = RayHost(Host(f"host-{self.number}", resources, (name + model).encode()), model)
         host, instance = self.hosts.choose(name, new), Instance(name, node)
         self.hosts.begin(host, instance)
         self.hosts.balance()
@@ -135,7 +135,7 @@ def test_one_spare_serves_all_that_ask_for_the_same() -> None:
     pd0.node = "b"
     cluster.hosts.balance()
     [spare] = cluster.reserved()
-    assert spare.example == b"e0", "it has imported what both do"
+    assert spare.example == b"pd0"
     lost = next(host for host in cluster.hosts if host.process is pd0)
     cluster.end(lost, keep=False)  # its machine is lost
     host, pd0 = cluster.start("pd0")
@@ -211,19 +211,6 @@ def test_a_spare_comes_before_a_place_that_is_kept_for_another() -> None:
     cluster.end(e0, keep=True)
     assert cluster.start("e1")[0].host.name == spare.name
     assert cluster.start("e0")[0] is e0
-
-
-def test_a_spare_that_has_imported_what_is_needed_comes_first() -> None:
-    cluster = Cluster(spares=1)
-    cluster.start("pd0", node="a")
-    [first] = cluster.reserved()
-    cluster.take(Reserved(first.name, "b"))
-    cluster.hosts.spares = 2
-    cluster.start("e0", GPU, node="a")
-    cluster.asked()
-    host, _ = cluster.start("e1", node="b")
-    assert host.host == Host(first.name, CPU, b"e1"), "the next one imports what encode instances do, too"
-    assert host.encodes
 
 
 def test_a_spare_that_is_lost_is_replaced_after_a_while(caplog: pytest.LogCaptureFixture) -> None:

@@ -193,8 +193,8 @@ def test_tower_with_packed_weights(models: Callable[..., Model]) -> None:
     """Linear layers are in fp16, and their fp32 weights aren't kept."""
     model = models()
     tower: Any = model.adapter.load_encoder(model.checkpoint, WEIGHT_FORMATS["float16"], CPU)
-    assert any(isinstance(module, PackedLinear) for module in tower.module.modules())
-    assert not any(isinstance(module, nn.Linear) for module in tower.module.modules())
+    assert any(isinstance(module, PackedLinear) for module in tower.modules())
+    assert not any(isinstance(module, nn.Linear) for module in tower.modules())
     rows = torch.cat(tower.encode(IMAGES))
     assert rows.dtype == torch.float32
     assert_close(rows, torch.cat(model.tower.encode(IMAGES)), 0.02)

@@ -42,8 +42,7 @@ FP32 = PlainFormat(torch.float32)
 
 def modules(encoder: Any) -> Iterator[nn.Module]:
     """The modules of an encoder's towers."""
-    for tower in getattr(encoder, "towers", {"": encoder}).values():
-        yield tower if isinstance(tower, nn.Module) else tower.module
+    yield from getattr(encoder, "towers", {"": encoder}).values()
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +72,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_decoders_experts_and_towers(tmp_path: Path, name: str, family: str) -> None:
-    """Towers of transformers' modules and of our own, reordered ones, separate experts, fused layers. Fast tests have
+    """Towers of several kinds, reordered layers, separate experts, fused layers. Fast tests have
     each format and each family once."""
     one = FORMATS[name]
     source = make_tiny(tmp_path / "source", BACKBONES.get(family, family))

@@ -1,20 +1,16 @@
-"""Attention in towers: by the compiled kernel and without it, and the module that replaces transformers'."""
+"""Attention in towers: by the compiled kernel and without it."""
 
 import ctypes
 import threading
-from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding, VisionAttention
 
 from triptych.layers.attention import tower
 from triptych.layers.attention.compiled import PagedAttention
-from triptych.layers.attention.tower import TowerAttention, attend
+from triptych.layers.attention.tower import attend
 
 SEGMENTS = [[1], [2], [64], [150], [64, 32, 32, 16], [3, 1, 70], [1, 1], [4, 0, 4]]
 
@@ -133,25 +129,3 @@ def test_threads_with_stacks_of_2_mib_suffice(kernels: ctypes.CDLL, dim: int) ->
         threading.stack_size(before)
     thread.join()
     torch.testing.assert_close(outputs[0], expected([query, key, value], [512], 0.1), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_in_place_of_transformers_module(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    implementation: dict[str, Any] = {"attn_implementation": "sdpa"}  # no field of the class
-    config = Qwen2VLVisionConfig(embed_dim=160, num_heads=2, **implementation)
-    theirs = VisionAttention(config).to(dtype)
-    ours = TowerAttention.in_place_of(theirs)
-    assert ours is not None
-    hidden, lengths = torch.randn(56, 160, dtype=dtype), [24, 32]
-    turns = Qwen2VLVisionRotaryEmbedding(config)(hidden, torch.randint(0, 9, (56, 2)))
-    settings = {"cu_seqlens": torch.tensor([0, *accumulate(lengths)]), "position_embeddings": turns}
-    torch.testing.assert_close(ours(hidden, **settings), theirs(hidden, **settings))
-
-
-def test_other_modules_are_not_replaced() -> None:
-    linear = nn.Linear(2, 2)
-    assert TowerAttention.in_place_of(linear) is None
-    assert TowerAttention.in_place_of(nn.ModuleDict({"proj": linear})) is None
-    assert TowerAttention.in_place_of(nn.ModuleDict({"qkv": linear, "proj": linear, "q_norm": linear})) is None

@@ -19,7 +19,7 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, PlanMismatch
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.models.phi4mm.audio import LogFilterbank, audio_settings
+from triptych.models.phi4mm.audio import LogFilterbank, audio_config
 from triptych.models.phi4mm.plan import Phi4MMPlanner
 from triptych.models.phi4mm.preprocess import Phi4MMPreprocessor
 from triptych.prompt.probe_audio import probe_audio
@@ -90,11 +90,14 @@ def test_plans_that_do_not_fit_are_refused() -> None:
             list(preprocess(data, ItemPlan(**fields | changes)))
 
 
-@pytest.mark.parametrize("changes", [{"chunk_size": 18}, {"time_reduction": 4}, {"causal": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"chunk_size": 18}, {"time_reduction": 4}, {"causal": False}, {"activation": "gelu"}, {"ext_pw_out_channel": 8}],
+)
 def test_settings_that_are_not_served_are_refused(changes: dict[str, Any]) -> None:
     config = {"model_type": "phi4mm", "audio_processor": {"config": PUBLISHED_PHI4_AUDIO | changes}}
     with pytest.raises(CheckpointError, match=next(iter(changes))):
-        audio_settings(config)
+        audio_config(config)
 
 
 def test_other_features_are_refused() -> None:

@@ -20,6 +20,7 @@ import psutil
 from tests.support.serving import image_part, text_part
 
 ROOT = Path(__file__).parents[2]
+FORBIDDEN = Path(__file__).parent / "forbidden"
 KEPT = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_") or name == "LD_LIBRARY_PATH"}
 """Variables that processes inherit: what makes them measure their coverage, when the tests' is measured, and where a
 GPU's driver is."""
@@ -98,9 +99,8 @@ def triptych(
     *arguments: str | Path, prefix: Sequence[str] = (), folder: Path | None = None, **environment: str
 ) -> Iterator[Command]:
     """Runs a command, by way of the one that ``prefix`` begins, in the checkout or as an installed one in ``folder``;
-    whatever is left of it is killed on the way out."""
-    if folder is not None:
-        environment = {"PYTHONPATH": str(ROOT)} | environment
+    whatever is left of it is killed on the way out. A process of it that imports transformers ends."""
+    environment = {"PYTHONPATH": os.pathsep.join((str(FORBIDDEN), *([str(ROOT)] if folder else [])))} | environment
     words = [*prefix, sys.executable, *(["-P"] if folder else []), "-m", "triptych", *map(str, arguments)]
     with running(words, folder or ROOT, environment) as command:
         yield command

@@ -55,7 +55,7 @@ class ChildSpec:
             return replace(spec, supervisor=os.getpid(), incarnation=incarnation).to_bytes()
 
         variables = {"OMP_NUM_THREADS": str(spec.engine.threads)}
-        fork = ForkInstance(spec.name, str(spec.model), spec.role.encodes)
+        fork = ForkInstance(spec.name, str(spec.model))
         return cls(spec.name, spec.role, "triptych.server.instance_main", written, variables, fork=fork)
 
     @property

@@ -72,7 +72,7 @@ class LocalLauncher:
     def prepare(self, spec: ChildSpec) -> None:
         """Import what an instance like this one does, before one is started. Raises OSError."""
         if spec.fork:
-            self._server(spec).preload(Preload(spec.fork.model, spec.fork.encodes))
+            self._server(spec).preload(Preload(spec.fork.model))
 
     async def start(self, spec: ChildSpec, incarnation: int, show: Print) -> Child:
         """Start a process, forked if its spec says so. ``show`` is given each line that it writes. Raises OSError."""

@@ -1,45 +1,14 @@
-"""Our modules in place of transformers' ones, for towers: norms, activations, attention and whole layers.
-
-A family names the classes that are replaced: modules with equal names of children may compute something else. Layer
-norms and activations, whose classes say what they compute, are always replaced.
-"""
-
-from collections.abc import Collection
-from typing import Any
+"""Layers of towers, and MLPs of layers and projectors. Layers that the kernels support are two compiled calls."""
 
 import torch
 from torch import Tensor, nn
 
-from triptych.errors import InternalError
 from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.compiled_layer import AttendLayer, FinishExtras, FinishLayer, MultiplyMLP, compiled
 from triptych.layers.linear import LayerNorm, RMSNorm
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
-
-ACTIVATIONS = {
-    "GELUTanh": Activation.GELU_TANH,
-    "QuickGELUActivation": Activation.QUICK_GELU,
-    "SiLUActivation": Activation.SILU,
-    "SiLU": Activation.SILU,
-}
-"""By the names of classes in ``transformers.activations`` and PyTorch."""
-MLPS = (("linear_fc1", "act_fn", "linear_fc2"), ("fc1", "act", "fc2"))
-"""Names of the first product, the activation and the second product in the MLPs of transformers' towers."""
-GATE, UP, DOWN, GATED_ACTIVATION = "gate_proj", "up_proj", "down_proj", "act_fn"
-"""Names of the children of gated MLPs. ``load_module`` has put both the gates and their factors into the first."""
-
-
-class Activate(nn.Module):
-    """An ``Activation`` as a module."""
-
-    def __init__(self, activation: Activation) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, activations: Tensor) -> Tensor:
-        return self.activation(activations)
 
 
 class MLP(nn.Module):
@@ -108,7 +77,6 @@ class TowerLayer(nn.Module):
         hidden_states: Tensor,
         cu_seqlens: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        max_seqlen: int | None = None,
     ) -> Tensor:
         """Return a new tensor [T, hidden] for ``hidden_states`` [T, hidden]; other arguments as in
         ``TowerAttention``."""
@@ -153,75 +121,3 @@ class PostNormLayer(nn.Module):
         hidden = hidden_states + self.attention_norm(self.attention.output(attended))
         layer_output: Tensor = hidden + self.mlp_norm(self.mlp(hidden))
         return layer_output
-
-
-def gates_with_factors(module: nn.Module, replaced: Collection[str]) -> dict[str, str]:
-    """Return the names of the gates' linear layers in ``module``, and those of their factors, for all MLPs of the
-    classes ``replaced`` that ``GatedMLP`` can replace."""
-    found = {}
-    for name, one in module.named_modules():
-        children = dict(one.named_children())
-        if type(one).__name__ in replaced and children.keys() == {GATE, UP, DOWN, GATED_ACTIVATION}:
-            activation = type(children[GATED_ACTIVATION]).__name__
-            if ACTIVATIONS.get(activation) == Activation.SILU:
-                found[f"{name}.{GATE}"] = f"{name}.{UP}"
-    return found
-
-
-def use_our_modules(module: nn.Module, in_bf16: bool, replaced: Collection[str]) -> None:
-    """Put our modules in place of those in ``module`` that are of the classes ``replaced``, layer norms or activations,
-    after its weights have been loaded. Raises InternalError if a module of these classes has no equivalent, or none is
-    of one of them.
-
-    ``in_bf16`` is as in ``TowerAttention``.
-    """
-    missing = set(replaced)
-    for name, one in reversed(list(module.named_modules())):  # children first
-        kind = type(one).__name__
-        ours = _equivalent(one, in_bf16) if kind in replaced else _generic(one)
-        if name and ours is not None:
-            missing.discard(kind)
-            module.set_submodule(name, ours)
-        elif kind in replaced:
-            raise InternalError(f"{type(module).__name__}'s {name} is no {kind} that can be replaced")
-    if missing:
-        raise InternalError(f"{type(module).__name__} has no replaceable {', '.join(sorted(missing))}")
-
-
-def _generic(module: nn.Module) -> nn.Module | None:
-    """Return the equivalent of a module whose class says what it computes."""
-    if (name := type(module).__name__) in ACTIVATIONS:
-        return Activate(ACTIVATIONS[name])
-    if isinstance(module, nn.LayerNorm) and module.weight is not None and module.bias is not None:
-        return LayerNorm(module.weight, module.bias, module.eps)
-    return None
-
-
-def _equivalent(module: nn.Module, in_bf16: bool) -> nn.Module | None:
-    name, settings = type(module).__name__, vars(module)
-    if name.endswith("RMSNorm"):
-        return RMSNorm(module.get_parameter("weight"), settings["variance_epsilon"])
-    return _mlp(module) or TowerAttention.in_place_of(module, in_bf16) or _layer(module)
-
-
-def _mlp(module: nn.Module) -> nn.Module | None:
-    children: dict[str, Any] = dict(module.named_children())
-    if children.keys() == {GATE, DOWN, GATED_ACTIVATION}:
-        return GatedMLP(children[GATE], children[DOWN])
-    for up, activation, down in MLPS:
-        if children.keys() == {up, activation, down} and isinstance(found := children[activation], Activate):
-            return MLP(children[up], found.activation, children[down])
-    return None
-
-
-def _layer(module: nn.Module) -> TowerLayer | None:
-    children = dict(module.named_children())
-    if children.keys() != {"norm1", "attn", "norm2", "mlp"}:
-        return None
-    norms, attention, mlp = (children["norm1"], children["norm2"]), children["attn"], children["mlp"]
-    if not isinstance(attention, TowerAttention) or not isinstance(mlp, MLP | GatedMLP):
-        return None
-    first, second = norms
-    if not isinstance(first, LayerNorm | RMSNorm) or not isinstance(second, LayerNorm | RMSNorm):
-        return None
-    return TowerLayer(first, attention, second, mlp)

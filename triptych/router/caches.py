@@ -8,11 +8,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blake3 import blake3
 
-from triptych.prompt.prompt import PlannedItem
+if TYPE_CHECKING:  # instances have leases, too, and prepare no prompts
+    from triptych.prompt.prompt import PlannedItem
 
 PREFIX_STEP = 16
 """Tokens between the first hashed prefixes of a prompt."""
@@ -55,7 +56,7 @@ class EncodedItems:
         return len(self._num_bytes)
 
 
-def prefix_hashes(tokens: Sequence[int], items: Sequence[PlannedItem], salt: str, lora: str = "") -> list[bytes]:
+def prefix_hashes(tokens: Sequence[int], items: Sequence["PlannedItem"], salt: str, lora: str = "") -> list[bytes]:
     """Return the hashes of some of a prompt's prefixes, shortest first: each covers the salt, the LoRA, the tokens and
     the items that begin in it. Empty for a prompt of fewer than ``PREFIX_STEP`` tokens.
 

@@ -11,8 +11,6 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
 
     model: str
     """Folder of the checkpoint."""
-    encodes: bool
-    """Whether instances with an encoder are among them."""
 
 
 class ForkInstance(msgspec.Struct, frozen=True, tag=True):
@@ -21,8 +19,6 @@ class ForkInstance(msgspec.Struct, frozen=True, tag=True):
     name: str
     model: str
     """Folder of the checkpoint, whose family's code is imported first, unless it has been."""
-    encodes: bool
-    """Whether it has an encoder."""
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):

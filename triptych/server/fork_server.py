@@ -114,7 +114,7 @@ def _preload(request: ToForkServer) -> None:
     # the instance fails in the same way, and says so
     with gc_paused(), warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")  # they would be lines of the supervisor's output
-        preload(Path(request.model), encodes=request.encodes)
+        preload(Path(request.model))
     # so that a collection in an instance leaves these objects' memory shared
     gc.collect()
     gc.freeze()

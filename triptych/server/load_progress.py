@@ -5,9 +5,10 @@ import logging
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+if TYPE_CHECKING:  # few instances have a terminal
+    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,12 @@ class LoadProgress:
 
     def __enter__(self) -> "LoadProgress":
         if sys.stderr.isatty():
-            columns = TextColumn("loading"), BarColumn(), DownloadColumn(True), TransferSpeedColumn()
-            bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            from rich import progress
+            from rich.console import Console
+
+            columns = progress.TextColumn("loading"), progress.BarColumn(), progress.DownloadColumn(True)
+            speed = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+            bar = progress.Progress(*columns, *speed, console=Console(stderr=True), transient=True)
             self._bar = self._stack.enter_context(bar)
             self._bar.add_task("loading", total=self._total)
         return self

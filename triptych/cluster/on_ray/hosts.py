@@ -57,8 +57,6 @@ class RayHost:
     """An actor with a place for an instance, or that waits for one."""
 
     host: Host
-    encodes: bool
-    """Whether it has imported what encode instances do."""
     model: str = ""
     """Folder of the model that its example has."""
     process: Hosted | None = None
@@ -111,14 +109,12 @@ class RayHosts:
                 one.kept_until <= now,
                 not is_doubted,
                 bool(one.node),
-                one.encodes >= new.encodes,
             )
 
         chosen = max((one for one in self._idle(new.host) if one.is_current), key=rank, default=new)
         # it imports what this one needs, and so do spares that are like it
-        if new.encodes >= chosen.encodes or new.model != chosen.model:
-            chosen.encodes, chosen.model = new.encodes, new.model
-            chosen.host = msgspec.structs.replace(chosen.host, example=new.host.example)
+        chosen.model = new.model
+        chosen.host = msgspec.structs.replace(chosen.host, example=new.host.example)
         return chosen
 
     def begin(self, host: RayHost, process: Hosted) -> None:
@@ -162,9 +158,8 @@ class RayHosts:
         now, running = self._clock(), [one for one in self if one.process is not None]
         placeless = [one.process for one in running if one.process and not one.process.node]
         pending = next((one.name for one in placeless if one.pending), "")
-        # a rollout that is given up leaves instances of former code, and an actor that has imported what encode
-        # instances do serves all
-        examples = sorted(running, key=lambda one: (one.is_current, one.encodes), reverse=True)
+        # a rollout that is given up leaves instances of former code
+        examples = sorted(running, key=lambda one: one.is_current, reverse=True)
         self._needed |= {_key_of(one.host): now + KEPT_SECONDS for one in examples}
         models = {one.model for one in running}  # two during a rollout, and none while the only instance comes back
         for host in [one for one in self if one.process is None and one.kept_until <= now]:
@@ -178,7 +173,7 @@ class RayHosts:
             for example in examples:
                 while self._free(example.host) < self.spares:
                     spare = msgspec.structs.replace(example.host, name=f"spare-{secrets.token_hex(4)}")
-                    self._hosts[spare.name] = RayHost(spare, example.encodes, example.model)
+                    self._hosts[spare.name] = RayHost(spare, example.model)
                     self._send(Reserve(spare))
 
     def take(self, message: Waiting | Checking | Reserved | Unfit | Gone | News) -> None:

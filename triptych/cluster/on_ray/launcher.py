@@ -258,7 +258,7 @@ class RayLauncher:
         example = msgspec.msgpack.encode(msgspec.structs.replace(assignment, secret=b""))
         key = f"{spec.name}-{incarnation}"
         placed = Host(f"host-{key}", self._asked(instance), example)
-        host = self._hosts.choose(spec.name, RayHost(placed, instance.role.encodes, instance.model))
+        host = self._hosts.choose(spec.name, RayHost(placed, instance.model))
         return self._place(spec.name, host, Place(key, host.host, msgspec.msgpack.encode(assignment)), show)
 
     def renew(self) -> None:

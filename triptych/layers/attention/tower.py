@@ -11,18 +11,9 @@ from triptych.layers.attention.compiled import paged_attention
 from triptych.layers.linear import RMSNorm
 from triptych.layers.pointwise import rotate
 
-PROJECTIONS = (
-    (("qkv",), "proj"),
-    (("q", "k", "v"), "proj"),
-    (("q_proj", "k_proj", "v_proj"), "out_proj"),
-)
-"""Names of the linear layers in the attention modules of transformers' towers: the query, key and value projections,
-fused or separate, and the output projection."""
-
 
 class TowerAttention(nn.Module):
-    """Replaces transformers' attention module, which rotates queries and keys in several passes and copies each
-    segment."""
+    """The attention of a tower's layer: its products, norms and rotation."""
 
     def __init__(
         self,
@@ -46,34 +37,6 @@ class TowerAttention(nn.Module):
         self.in_bf16 = in_bf16
         self.norms = nn.ModuleList(norms)
         self.heads_norm = heads_norm
-
-    @classmethod
-    def in_place_of(cls, module: nn.Module, in_bf16: bool = False) -> "TowerAttention | None":
-        """Return a replacement with the linear layers of transformers' ``module``; None if it isn't attention over
-        segments, which takes the arguments of ``forward``. CLIP's and SigLIP's take batches, and call the scale
-        otherwise."""
-        children, settings = dict(module.named_children()), vars(module)
-        if "scaling" not in settings:
-            return None
-        for inputs, output in PROJECTIONS:
-            if children.keys() == {*inputs, output} and not list(module.parameters(recurse=False)):
-                linears = [children[name] for name in inputs], children[output]
-                return cls(*linears, settings["num_heads"], settings["scaling"], in_bf16)
-        return None
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cu_seqlens: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        max_seqlen: int | None = None,
-    ) -> Tensor:
-        """Attend from each token to all tokens of its segment: [T, hidden] → [T, hidden].
-
-        Arguments are as in ``attended``; ``max_seqlen`` is unused.
-        """
-        output: Tensor = self.output(self.attended(hidden_states, cu_seqlens, position_embeddings))
-        return output
 
     def attended(
         self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None

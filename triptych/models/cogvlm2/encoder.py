@@ -9,18 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat, frozen
+from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP, PostNormLayer
+from triptych.layers.tower_layer import PostNormLayer
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.cogvlm2.config import EvaConfig, eva_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
@@ -71,37 +68,26 @@ class EvaTower(nn.Module):
         return [torch.cat([next(counts) for _ in range(item.grid[0])]) for item in inputs]
 
 
-class CogVLM2(SplitAdapter):
+class CogVLM2(TowerAdapter):
     """``ModelAdapter`` for model type ``cogvlm2``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "EVA2-CLIP"
     layouts = (WeightPrefixes({VISION: "model.vision."}, "model."),)
 
     def __init__(self, config: ModelConfig) -> None:
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone_of(config).decoder_config(config, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, config, tied=setting(config, "tie_word_embeddings", bool, default=False))
         self.vision = eva_config(config)
         self._intermediate_size = setting(config, "intermediate_size", int)
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "EVA2-CLIP, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         hidden, width, inner = self.vision.hidden_size, self.embedding_width, self._intermediate_size
         kernel = reader.tensor(f"{VISION}.conv.weight", hidden, hidden, MERGE, MERGE).permute(0, 2, 3, 1).flatten(1)
         glu = f"{VISION}.linear_proj"
-        tower = EvaTower(
+        return EvaTower(
             load_eva(reader, self.vision, VISION),
-            weights.linear(kernel, reader.tensor(f"{VISION}.conv.bias", hidden), device),
+            reader.weights.linear(kernel, reader.tensor(f"{VISION}.conv.bias", hidden), reader.device),
             GluProjector(
                 reader.linear([f"{glu}.linear_proj"], width, hidden, bias=False),
                 reader.layer_norm(f"{glu}.norm1", width, PROJECTOR_EPS),
@@ -113,8 +99,6 @@ class CogVLM2(SplitAdapter):
             reader.parameter(f"{VISION}.boi", 1, 1, width)[0],
             reader.parameter(f"{VISION}.eoi", 1, 1, width)[0],
         )
-        reader.finish()
-        return tower
 
 
 def load_eva(reader: TowerWeights, vision: EvaConfig, tower: str) -> VisionTransformer:
@@ -131,17 +115,8 @@ def load_eva(reader: TowerWeights, vision: EvaConfig, tower: str) -> VisionTrans
 
 def _layer(reader: TowerWeights, vision: EvaConfig, name: str) -> PostNormLayer:
     hidden, inner = vision.hidden_size, vision.intermediate_size
-    attention = TowerAttention(
-        [reader.linear([f"{name}.attention.query_key_value"], 3 * hidden, hidden)],
-        reader.linear([f"{name}.attention.dense"], hidden, hidden),
-        vision.num_heads,
-        (hidden // vision.num_heads) ** -0.5,
-        reader.weights.bf16_attention,
-    )
-    mlp = MLP(
-        reader.linear([f"{name}.mlp.fc1"], inner, hidden),
-        Activation.GELU,
-        reader.linear([f"{name}.mlp.fc2"], hidden, inner),
-    )
+    qkv, dense = f"{name}.attention.query_key_value", f"{name}.attention.dense"
+    attention = reader.attention([qkv], dense, hidden, vision.num_heads, (True, True))
+    mlp = reader.mlp([f"{name}.mlp.fc1", f"{name}.mlp.fc2"], (hidden, inner, hidden), Activation.GELU)
     norms = [reader.layer_norm(f"{name}.{kind}_layernorm", hidden, vision.eps) for kind in ("input", "post_attention")]
     return PostNormLayer(attention, norms[0], mlp, norms[1])

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import Linear, WeightFormat, frozen
+from triptych.layers.linear import Linear, frozen
 from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import ModelConfig
@@ -19,11 +18,10 @@ from triptych.models.deepseek_ocr.config import DOWNSAMPLED, QUERY_TABLES, OcrCo
 from triptych.models.deepseek_ocr.queries import QueryEncoder, load_queries
 from triptych.models.deepseek_ocr.sam import Sam, load_sam, resized_table
 from triptych.models.deepseek_ocr.views import OcrView
-from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import clip_layer
 from triptych.models.shared.clip_config import ClipConfig
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
@@ -115,10 +113,11 @@ class OcrTower(nn.Module):
         return torch.cat((embeddings, self.separator[None])) if view == OcrView.WHOLE else embeddings
 
 
-class DeepseekOcr(SplitAdapter):
+class DeepseekOcr(TowerAdapter):
     """``ModelAdapter`` for model types ``deepseek_vl_v2`` and ``deepseek_ocr2``. Raises CheckpointError for a config
     that lacks a setting or asks for something unsupported."""
 
+    towers = "SAM, then CLIP or Qwen2 with queries"
     layouts = (
         WeightPrefixes(
             {
@@ -134,38 +133,28 @@ class DeepseekOcr(SplitAdapter):
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone_of(config).decoder_config(text_config(config), tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=setting(config, "tie_word_embeddings", bool, default=False))
         self.ocr = ocr_config(config)
         if isinstance(self.ocr.second, ClipConfig):
             tower_activation(self.ocr.second.activation, "vision_config.encoder_config.hidden_act")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "SAM, then CLIP or Qwen2 with queries, of our own layers"
+    @property
+    def unread(self) -> Sequence[str]:
+        """CLIP's own patches and, in DeepSeek-OCR-2, what DeepSeek-OCR or a language model would have."""
+        clip = [f"{CLIP}.embeddings.patch_embedding.", f"{CLIP}.embeddings.position_ids", f"{CLIP}.post_layernorm."]
+        return [*clip, f"{QUERIES}.model.model.embed_tokens.", NEWLINE]
 
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the towers and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the towers and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         width, ocr = self.embedding_width, self.ocr
         values = ocr.second.hidden_size * (2 if ocr.is_first else 1)
-        tower = OcrTower(
+        return OcrTower(
             load_sam(reader, ocr.sam, SAM),
             self._second(reader, ocr),
             reader.linear([f"{PROJECTOR}.layers"], width, values),
             reader.parameter(f"{SEPARATOR}.", width),
             reader.parameter(f"{NEWLINE}.", width) if ocr.is_first else None,
         )
-        # CLIP's own patches and, in DeepSeek-OCR-2, what DeepSeek-OCR or a language model would have
-        unused = [f"{CLIP}.embeddings.patch_embedding.", f"{CLIP}.embeddings.position_ids", f"{CLIP}.post_layernorm."]
-        reader.finish([*unused, f"{QUERIES}.model.model.embed_tokens.", NEWLINE])
-        return tower
 
     @staticmethod
     def _second(reader: TowerWeights, ocr: OcrConfig) -> ClipOnFeatures | QueryEncoder:

@@ -1,20 +1,18 @@
 """Adapter of Gemma 3 with images: tower, projector, decoder parameters and tensor names, which are as LLaVA's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear, RMSNorm
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.gemma3.config import PooledConfig, text_config, vision_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import clip_keys, load_clip, unused
 from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter
+from triptych.models.shared.tower_adapter import TowerAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
@@ -63,44 +61,38 @@ class PoolingTower(nn.Module):
         return list(rows.split([item.grid[0] * self.config.rows for item in inputs]))
 
 
-class Gemma3(SplitAdapter):
+class Gemma3(TowerAdapter):
     """``ModelAdapter`` for model type ``gemma3``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "SiglipVisionModel"
     layouts = projector_layouts()
 
     def __init__(self, config: ModelConfig) -> None:
-        text = text_config(config)
-        backbone = backbone_of({**config, "text_config": text})
-        tied = setting(config, "tie_word_embeddings", bool, default=True)
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=setting(config, "tie_word_embeddings", bool, default=True))
         self.vision = vision_config(config)
         tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "SiglipVisionModel, of our own layers"
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
+        return unused(self.vision.clip, VISION, self.vision.clip.num_layers)
 
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
+    def tower_keys(self, all_keys: Iterable[str]) -> dict[str, str]:
+        """See ``TowerAdapter``."""
+        return clip_keys(super().tower_keys(all_keys), VISION)
 
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        keys = clip_keys(self.tower_keys(checkpoint.tensors), VISION)
-        reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
+        clip = self.vision.clip
         projection = reader.tensor(f"{PROJECTOR}.mm_input_projection_weight", clip.hidden_size, self.embedding_width)
-        tower = PoolingTower(
+        return PoolingTower(
             self.vision,
             load_clip(reader, clip, VISION, clip.num_layers),
             reader.layer_norm(f"{VISION}.post_layernorm", clip.hidden_size, clip.eps),
             PoolingProjector(
                 reader.rms_norm(f"{PROJECTOR}.mm_soft_emb_norm", clip.hidden_size, clip.eps, offset=1.0),
-                weights.linear(projection.T.contiguous(), None, device),
+                reader.weights.linear(projection.T.contiguous(), None, reader.device),
             ),
             self.embedding_width,
         )
-        reader.finish(unused(clip, VISION, clip.num_layers))
-        return tower

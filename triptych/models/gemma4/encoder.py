@@ -6,11 +6,7 @@ Published files, and those that ``save_pretrained`` writes, name the parts ``mod
 
 from dataclasses import replace
 
-import torch
-
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.gemma4.audio_config import audio_config, has_audio
 from triptych.models.gemma4.audio_tower import load_audio_tower
@@ -18,16 +14,17 @@ from triptych.models.gemma4.config import PLACEHOLDERS, pad_token, text_config, 
 from triptych.models.gemma4.vision_tower import load_vision_tower
 from triptych.models.registry import backbone_of
 from triptych.models.shared.encoder import MultiTowerEncoder
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 VISION_PROJECTOR, AUDIO_PROJECTOR = "vision projector", "audio projector"
 
 
-class Gemma4(SplitAdapter):
+class Gemma4(TowerAdapter):
     """``ModelAdapter`` for model type ``gemma4``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "Gemma4VisionModel, Gemma4AudioModel and their projectors"
     layouts = (
         WeightPrefixes(
             {
@@ -43,33 +40,21 @@ class Gemma4(SplitAdapter):
     def __init__(self, config: ModelConfig) -> None:
         text, backbone = text_config(config), backbone_of(config)
         tied = bool({**text, **config}.get("tie_word_embeddings", backbone.ties_embeddings))
-        decoder = backbone.decoder_config(text, tie_embeddings=tied)
+        super().__init__(config, text, tied=tied)
         self.decoder_config = replace(
-            decoder,
+            self.decoder_config,
             padding_tokens=tuple(token(config, name) for name in PLACEHOLDERS),
-            pad_token=pad_token(text, decoder.vocab_size),
+            pad_token=pad_token(text, self.decoder_config.vocab_size),
         )
-        self.embedding_width = decoder.hidden_size
         self.vision = vision_config(config)
         tower_activation(self.vision.activation, "vision_config.hidden_activation")  # checks it
         self.audio = audio_config(config) if has_audio(config) else None
         if self.audio is not None:
             tower_activation(self.audio.activation, "audio_config.hidden_act")
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "Gemma4VisionModel, Gemma4AudioModel and their projectors, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the towers and their projectors.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the towers and their projectors. Raises CheckpointError as ``TowerWeights`` does."""
         width = self.embedding_width
         vision = load_vision_tower(reader, self.vision, VISION_PROJECTOR, width)
         audio = None if self.audio is None else load_audio_tower(reader, self.audio, AUDIO_PROJECTOR, width)
-        reader.finish()
         return vision if audio is None else MultiTowerEncoder({VISION: vision, AUDIO: audio}, width)

@@ -5,16 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.idefics3.config import ShuffledConfig, text_config, vision_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import load_clip
 from triptych.models.shared.settings import setting
 from triptych.models.shared.shares import places
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
@@ -46,10 +44,11 @@ class Idefics3Tower(nn.Module):
         return list(rows.split([item.grid[0] * self.config.rows for item in inputs]))
 
 
-class Idefics3(SplitAdapter):
+class Idefics3(TowerAdapter):
     """``ModelAdapter`` for model types ``idefics3`` and ``smolvlm``. Raises CheckpointError for a config that lacks a
     setting or asks for something unsupported."""
 
+    towers = "Idefics3VisionTransformer"
     layouts = (
         WeightPrefixes(
             {VISION: "model.vision_model.", PROJECTOR: "model.connector.modality_projection."}, "model.text_model."
@@ -57,33 +56,17 @@ class Idefics3(SplitAdapter):
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        text = text_config(config)
-        backbone = backbone_of({**config, "text_config": text})
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=setting(config, "tie_word_embeddings", bool, default=False))
         self.vision = vision_config(config)
         tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "Idefics3VisionTransformer, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         clip, width = self.vision.clip, self.embedding_width
-        tower = Idefics3Tower(
+        return Idefics3Tower(
             self.vision,
             load_clip(reader, clip, VISION, clip.num_layers, places(clip.side)),
             reader.layer_norm(f"{VISION}.post_layernorm", clip.hidden_size, clip.eps),
             reader.linear([f"{PROJECTOR}.proj"], width, clip.hidden_size * self.vision.merge_size**2, bias=False),
             width,
         )
-        reader.finish()
-        return tower

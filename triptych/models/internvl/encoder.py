@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, WeightFormat
+from triptych.layers.linear import LayerNorm
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.internvl.config import TileTowerConfig, text_config, unified, vision_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
@@ -113,10 +111,11 @@ class InternVLTower(nn.Module):
         return list(rows.split(self.config.rows))
 
 
-class InternVL(SplitAdapter):
+class InternVL(TowerAdapter):
     """``ModelAdapter`` for model type ``internvl``. Raises CheckpointError for a config that lacks a setting or asks
     for something unsupported."""
 
+    towers = "InternVLVisionModel and projector"
     layouts: Sequence[WeightPrefixes] = (
         WeightPrefixes(
             {VISION: "vision_tower.", PROJECTOR: "multi_modal_projector."},
@@ -131,33 +130,22 @@ class InternVL(SplitAdapter):
 
     def __init__(self, config: ModelConfig) -> None:
         config = unified(config)
-        text = text_config(config)
-        tied = setting(config, "tie_word_embeddings", bool, default=True)
-        backbone = backbone_of({**config, "text_config": text})
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=setting(config, "tie_word_embeddings", bool, default=True))
         self.vision = vision_config(config)
         self._tower_activation = tower_activation(self.vision.activation, "vision_config.hidden_act")
         name = setting(config, "projector_hidden_act", str, default="gelu")
         self._projector_activation = tower_activation(name, "projector_hidden_act")
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "InternVLVisionModel and projector, of our own layers"
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
+        unused = range(self.vision.features_of, self.vision.num_layers)
+        return [*(f"{VISION}.{self.names.layers}.{number}." for number in unused), f"{VISION}.embeddings.mask_token"]
 
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower's used layers and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        keys = self.tower_keys(checkpoint.tensors)
-        reader, depth = TowerWeights(checkpoint, keys, weights, device), self.vision.features_of
-        transformer, projector = self._transformer(reader, depth), self._projector(reader)
-        unused = [f"{VISION}.{self.names.layers}.{number}." for number in range(depth, self.vision.num_layers)]
-        reader.finish([*unused, f"{VISION}.embeddings.mask_token"])
-        return InternVLTower(self.vision, transformer, projector, self.embedding_width)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower's used layers and the projector. Raises CheckpointError as ``TowerWeights`` does."""
+        transformer = self._transformer(reader, self.vision.features_of)
+        return InternVLTower(self.vision, transformer, self._projector(reader), self.embedding_width)
 
     def _transformer(self, reader: TowerWeights, depth: int) -> VisionTransformer:
         vision, hidden, names = self.vision, self.vision.hidden_size, self.names

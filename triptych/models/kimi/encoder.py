@@ -2,17 +2,12 @@
 
 from typing import ClassVar
 
-import torch
-
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import WeightFormat
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.kimi.config import text_config, vision_config
 from triptych.models.kimi.tower import load_moon
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights
 
 PROJECTOR = "projector"
@@ -23,34 +18,23 @@ def _layouts(projector: str) -> tuple[WeightPrefixes, ...]:
     return (WeightPrefixes(towers, "language_model.model.", "language_model.lm_head.weight"),)
 
 
-class KimiVL(SplitAdapter):
+class KimiVL(TowerAdapter):
     """``ModelAdapter`` for model type ``kimi_vl``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "MoonViT and projector"
     layouts = _layouts("multi_modal_projector.")
     projector_layers: ClassVar[tuple[str, str]] = ("linear_1", "linear_2")
     """Names of the projector's two layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)
-        backbone = backbone_of({**config, "text_config": text})
-        tied = setting(config, "tie_word_embeddings", bool, default=bool(text.get("tie_word_embeddings", False)))
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        default = bool(text.get("tie_word_embeddings", False))
+        super().__init__(config, text, tied=setting(config, "tie_word_embeddings", bool, default=default))
         self.vision = vision_config(config)
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "MoonViT and projector, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         norm, first, second = (f"{PROJECTOR}.{name}" for name in ("pre_norm", *self.projector_layers))
         return load_moon(reader, self.vision, VISION, (norm, first, second), self.embedding_width)
 

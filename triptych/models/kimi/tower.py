@@ -16,7 +16,7 @@ from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.pinned import to_device
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.layers.tower_layer import TowerLayer
 from triptych.models.kimi.config import MoonConfig
 from triptych.models.shared.places import patch_places
 from triptych.models.shared.tower_weights import TowerWeights
@@ -38,7 +38,7 @@ class MoonTower(nn.Module):
         layers: Sequence[TowerLayer],
         last_norm: LayerNorm,
         projector_norm: LayerNorm,
-        projector: MLP,
+        projector: nn.Module,
         embedding_width: int,
     ) -> None:
         """``positions`` [rows, columns, hidden] are interpolated to the patches of an image. ``projector`` makes an
@@ -123,19 +123,16 @@ def load_moon(
     ``TowerWeights`` does."""
     hidden, merged = vision.hidden_size, vision.hidden_size * vision.merge_size**2
     norm, first, second = projector
-    inner, outer = reader.linear([first], merged, merged), reader.linear([second], embedding_width, merged)
-    loaded = MoonTower(
+    return MoonTower(
         vision,
         patches=reader.patch_projection(f"{tower}.patch_embed.proj", hidden, vision.patch_size, bias=True),
         positions=reader.parameter(f"{tower}.patch_embed.pos_emb.weight", *vision.table, hidden),
         layers=[_layer(reader, vision, f"{tower}.encoder.blocks.{number}") for number in range(vision.num_layers)],
         last_norm=reader.layer_norm(f"{tower}.encoder.final_layernorm", hidden, EPS),
         projector_norm=reader.layer_norm(norm, hidden, vision.projector_eps),
-        projector=MLP(inner, Activation.GELU, outer),
+        projector=reader.mlp([first, second], (merged, merged, embedding_width), Activation.GELU),
         embedding_width=embedding_width,
     )
-    reader.finish()
-    return loaded
 
 
 def _layer(reader: TowerWeights, vision: MoonConfig, name: str) -> TowerLayer:
@@ -147,11 +144,7 @@ def _layer(reader: TowerWeights, vision: MoonConfig, name: str) -> TowerLayer:
         vision.head_dim**-0.5,
         reader.weights.bf16_attention,
     )
-    mlp = MLP(
-        reader.linear([f"{name}.mlp.fc0"], inner, hidden),
-        Activation.GELU_TANH,
-        reader.linear([f"{name}.mlp.fc1"], hidden, inner),
-    )
+    mlp = reader.mlp([f"{name}.mlp.fc0", f"{name}.mlp.fc1"], (hidden, inner, hidden), Activation.GELU_TANH)
     norms = [reader.layer_norm(f"{name}.norm{number}", hidden, EPS) for number in (0, 1)]
     return TowerLayer(norms[0], attention, norms[1], mlp)
 

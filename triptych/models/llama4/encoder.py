@@ -5,17 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP, TowerLayer
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llama4.config import EPS, Llama4VisionConfig, text_config, vision_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights
 from triptych.models.shared.vision_transformer import VisionTransformer, merged
 
@@ -72,10 +70,11 @@ class Llama4Tower(nn.Module):
         return list(rows.split([item.grid[0] * self.config.rows for item in inputs]))
 
 
-class Llama4(SplitAdapter):
+class Llama4(TowerAdapter):
     """``ModelAdapter`` for model type ``llama4``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "Llama4VisionModel"
     layouts = (
         WeightPrefixes(
             {VISION: "vision_model.", PROJECTOR: "multi_modal_projector."},
@@ -86,41 +85,22 @@ class Llama4(SplitAdapter):
 
     def __init__(self, config: ModelConfig) -> None:
         text = text_config(config)
-        backbone = backbone_of({**config, "text_config": text})
-        tied = setting(text, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text, tied=setting(text, "tie_word_embeddings", bool, default=False))
         self.vision = vision_config(config)
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "Llama4VisionModel, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         clip, inner, width = self.vision.clip, self.vision.adapter_inner, self.vision.adapter_width
         squares = clip.hidden_size * self.vision.merge_size**2
         mlp = f"{VISION}.vision_adapter.mlp"
-        tower = Llama4Tower(
+        return Llama4Tower(
             self.vision,
             _transformer(reader, self.vision),
             reader.layer_norm(f"{VISION}.layernorm_post", clip.hidden_size, EPS),
-            MLP(
-                reader.linear([f"{mlp}.fc1"], inner, squares, bias=False),
-                Activation.GELU,
-                reader.linear([f"{mlp}.fc2"], width, inner, bias=False),
-            ),
+            reader.mlp([f"{mlp}.fc1", f"{mlp}.fc2"], (squares, inner, width), Activation.GELU, bias=False),
             reader.linear([f"{PROJECTOR}.linear_1"], self.embedding_width, width, bias=False),
             width=self.embedding_width,
         )
-        reader.finish()
-        return tower
 
 
 def _transformer(reader: TowerWeights, vision: Llama4VisionConfig) -> VisionTransformer:
@@ -146,10 +126,6 @@ def _layer(reader: TowerWeights, vision: Llama4VisionConfig, name: str) -> Tower
         vision.head_dim**-0.5,
         reader.weights.bf16_attention,
     )
-    mlp = MLP(
-        reader.linear([f"{name}.mlp.fc1"], inner, hidden),
-        Activation.GELU,
-        reader.linear([f"{name}.mlp.fc2"], hidden, inner),
-    )
+    mlp = reader.mlp([f"{name}.mlp.fc1", f"{name}.mlp.fc2"], (hidden, inner, hidden), Activation.GELU)
     norms = [reader.layer_norm(f"{name}.{kind}_layernorm", hidden, EPS) for kind in ("input", "post_attention")]
     return TowerLayer(norms[0], attention, norms[1], mlp)

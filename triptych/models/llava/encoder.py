@@ -6,17 +6,15 @@ of transformers 4.52 to 4.57 are named as the modules: ``model.vision_tower.…`
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import WeightFormat, frozen
-from triptych.layers.tower_layer import MLP
+from triptych.layers.linear import frozen
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.llava.anyres import Layout, layout_of
 from triptych.models.llava.config import VisionConfig, text_config, tile_config, vision_config
@@ -24,7 +22,7 @@ from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import clip_keys, load_clip, unused
 from triptych.models.shared.projector import PROJECTOR, projector_layouts
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter
+from triptych.models.shared.tower_adapter import TowerAdapter
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
 
@@ -39,7 +37,7 @@ class LlavaTower(nn.Module):
         self,
         config: VisionConfig,
         transformer: VisionTransformer,
-        projector: MLP,
+        projector: nn.Module,
         newline: Tensor | None,
         embedding_width: int,
     ) -> None:
@@ -88,10 +86,11 @@ def arranged(tiles: Tensor, layout: Layout, newline: Tensor | None) -> Tensor:
     return torch.cat((lines, newline.expand(layout.newlines, 1, -1)), dim=1).flatten(0, 1)
 
 
-class Llava(SplitAdapter):
+class Llava(TowerAdapter):
     """``ModelAdapter`` for model type ``llava``. Raises CheckpointError for a config that lacks a setting or asks for
     something unsupported."""
 
+    towers = "CLIPVisionModel or SiglipVisionModel"
     layouts = projector_layouts()
 
     def __init__(self, config: ModelConfig) -> None:
@@ -101,41 +100,36 @@ class Llava(SplitAdapter):
         tied = bool(config.get("tie_word_embeddings")) or bool(
             text.get("tie_word_embeddings", backbone.ties_embeddings)
         )
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text, tied=tied)
         self.vision = vision_config(config)
         tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
         name = setting(config, "projector_hidden_act", str, default="gelu")
         self._projector_activation = tower_activation(name, "projector_hidden_act")
         self._projector_bias = setting(config, "multimodal_projector_bias", bool, default=True)
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "CLIPVisionModel or SiglipVisionModel, of our own layers"
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
+        return unused(self.vision.clip, VISION, max(self.vision.feature_layers))
 
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower's used layers and the projector.
+    def tower_keys(self, all_keys: Iterable[str]) -> dict[str, str]:
+        """See ``TowerAdapter``."""
+        return clip_keys(super().tower_keys(all_keys), VISION)
 
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        keys = clip_keys(self.tower_keys(checkpoint.tensors), VISION)
-        reader, clip = TowerWeights(checkpoint, keys, weights, device), self.vision.clip
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower's used layers and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         depth = max(self.vision.feature_layers)
-        transformer = load_clip(reader, clip, VISION, depth)
+        transformer = load_clip(reader, self.vision.clip, VISION, depth)
         projector, newline = self._projector(reader), self._newline(reader)
-        reader.finish(unused(clip, VISION, depth))
         return LlavaTower(self.vision, transformer, projector, newline, self.embedding_width)
 
     def _newline(self, reader: TowerWeights) -> Tensor | None:
         return None
 
-    def _projector(self, reader: TowerWeights) -> MLP:
+    def _projector(self, reader: TowerWeights) -> nn.Module:
         width, values = self.embedding_width, self.vision.clip.hidden_size * len(self.vision.feature_layers)
-        first = reader.linear([f"{PROJECTOR}.linear_1"], width, values, self._projector_bias)
-        second = reader.linear([f"{PROJECTOR}.linear_2"], width, width, self._projector_bias)
-        return MLP(first, self._projector_activation, second)
+        names = [f"{PROJECTOR}.linear_{number}" for number in (1, 2)]
+        return reader.mlp(names, (values, width, width), self._projector_activation, self._projector_bias)
 
 
 class LlavaNext(Llava):

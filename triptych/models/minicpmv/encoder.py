@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat
+from triptych.layers.linear import LayerNorm, Linear
 from triptych.layers.pointwise import Activation
 from triptych.layers.tower_layer import MLP
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.minicpmv.config import UNITS, MergingConfig, text_config, vision_config
 from triptych.models.minicpmv.navit import NaViT, load_navit
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 MERGER = "merger"
@@ -129,10 +127,11 @@ class MiniCPMV46Tower(nn.Module):
         return list(rows.split([length // SQUARE for length in lengths]))
 
 
-class MiniCPMV46(SplitAdapter):
+class MiniCPMV46(TowerAdapter):
     """``ModelAdapter`` for model type ``minicpmv4_6``. Raises CheckpointError for a config that lacks a setting or asks
     for something unsupported."""
 
+    towers = "MiniCPMV4_6VisionModel and merger"
     layouts = (
         WeightPrefixes(
             {VISION: "model.vision_tower.", MERGER: "model.merger."}, "model.language_model.", others=("mtp.",)
@@ -140,42 +139,26 @@ class MiniCPMV46(SplitAdapter):
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        text = text_config(config)
-        backbone = backbone_of({**config, "text_config": text})
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = self.decoder_config.hidden_size
+        super().__init__(config, text_config(config), tied=setting(config, "tie_word_embeddings", bool, default=False))
         self.vision = vision_config(config)
         tower_activation(self.vision.clip.activation, "vision_config.hidden_act")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "MiniCPMV4_6VisionModel and merger, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and both mergers.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and both mergers. Raises CheckpointError as ``TowerWeights`` does."""
         clip, last = self.vision.clip, f"{MERGER}.mlp.0"
         square = SQUARE * clip.hidden_size
-        tower = MiniCPMV46Tower(
+        return MiniCPMV46Tower(
             self.vision,
             load_navit(reader, clip, VISION, clip.num_layers, shares),
             self._square_merger(reader, f"{VISION}.vit_merger"),
             reader.layer_norm(f"{last}.pre_norm", square, MERGER_EPS),
-            MLP(
-                reader.linear([f"{last}.linear_1"], square, square),
+            reader.mlp(
+                [f"{last}.linear_{number}" for number in (1, 2)],
+                (square, square, self.embedding_width),
                 Activation.GELU,
-                reader.linear([f"{last}.linear_2"], self.embedding_width, square),
             ),
             embedding_width=self.embedding_width,
         )
-        reader.finish()
-        return tower
 
     def _square_merger(self, reader: TowerWeights, name: str) -> SquareMerger:
         clip = self.vision.clip
@@ -185,10 +168,8 @@ class MiniCPMV46(SplitAdapter):
             reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
             clip.num_heads,
         )
-        mlp = MLP(
-            reader.linear([f"{name}.linear_1"], inner, square),
-            Activation.GELU_TANH,
-            reader.linear([f"{name}.linear_2"], hidden, inner),
+        mlp = reader.mlp(
+            [f"{name}.linear_{number}" for number in (1, 2)], (square, inner, hidden), Activation.GELU_TANH
         )
         return SquareMerger(
             reader.layer_norm(f"{name}.layer_norm1", hidden, clip.eps),

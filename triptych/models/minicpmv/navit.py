@@ -43,7 +43,6 @@ class NaViT(nn.Module):
         self.positions = frozen(positions)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.head_dim = positions.shape[1] // layers[0].attention.num_heads
         self._shares = shares
 
     def embedded(self, inputs: Sequence[PreprocessedPart], order: Callable[[int, int], Tensor] | None = None) -> Tensor:
@@ -72,10 +71,8 @@ class NaViT(nn.Module):
         """Return the hidden states [states, hidden] after the layers ``first`` to ``end``; ``lengths`` are the numbers
         of states of each image."""
         boundaries = torch.tensor([0, *accumulate(lengths)])
-        # a rotation by nothing: positions have been added already
-        ones = torch.ones(len(hidden), self.head_dim, device=hidden.device)
         for layer in self.layers[first:end]:
-            hidden = layer(hidden, boundaries, (ones, torch.zeros_like(ones)))
+            hidden = layer(hidden, boundaries, None)
         return hidden
 
 

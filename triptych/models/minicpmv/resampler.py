@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError, PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import LayerNorm, Linear, WeightFormat, frozen
+from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.models.base import VISION, ModelConfig
 from triptych.models.minicpmv.navit import NaViT, load_navit
 from triptych.models.minicpmv.original import HEAD_VALUES, original_text_config, original_vision_config, tower_depth
-from triptych.models.registry import backbone_of
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 
 RESAMPLER = "resampler"
@@ -132,42 +130,33 @@ class MiniCPMVTower(nn.Module):
         return list(rows.split(len(self.resampler.queries)))
 
 
-class MiniCPMV(SplitAdapter):
+class MiniCPMV(TowerAdapter):
     """``ModelAdapter`` for model type ``minicpmv``. Raises CheckpointError for a config that lacks a setting or asks
     for something unsupported."""
 
+    towers = "SigLIP for any size, and resampler"
     layouts = (WeightPrefixes({VISION: "vpm.", RESAMPLER: "resampler."}, "llm.model.", "llm.lm_head.weight"),)
 
     def __init__(self, config: ModelConfig) -> None:
         text = original_text_config(config)
-        backbone = backbone_of({"model_type": "minicpmv", "text_config": text})
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        self.decoder_config = backbone.decoder_config(text, tie_embeddings=tied)
-        self.embedding_width = width = self.decoder_config.hidden_size
-        if width % HEAD_VALUES:
+        super().__init__(config, text, tied=setting(config, "tie_word_embeddings", bool, default=False))
+        if (width := self.embedding_width) % HEAD_VALUES:
             raise CheckpointError(f"config.json: hidden_size {width} isn't a multiple of {HEAD_VALUES}")
         self.vision = original_vision_config(config)
         self._depth = tower_depth(config)
         self._queries = setting(config, "query_num", int, default=64)
         tower_activation(self.vision.activation, "vision_config.hidden_act")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "SigLIP for any size, and resampler, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower's used layers and the resampler.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
-        transformer = load_navit(reader, self.vision, VISION, self._depth, shares)
-        resampler = self._resampler(reader)
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
         layers = [f"{VISION}.encoder.layers.{number}." for number in range(self._depth, self.vision.num_layers)]
-        reader.finish([*layers, f"{VISION}.embeddings.position_ids"])
-        return MiniCPMVTower(transformer, resampler, self.embedding_width)
+        return [*layers, f"{VISION}.embeddings.position_ids"]
+
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower's used layers and the resampler. Raises CheckpointError as ``TowerWeights`` does."""
+        transformer = load_navit(reader, self.vision, VISION, self._depth, shares)
+        return MiniCPMVTower(transformer, self._resampler(reader), self.embedding_width)
 
     def _resampler(self, reader: TowerWeights) -> Resampler:
         width, hidden = self.embedding_width, self.vision.hidden_size

@@ -18,6 +18,7 @@ from triptych.errors import BadMediaSize, CheckpointError
 from triptych.models.base import ModelConfig
 from triptych.models.phi4mm.config import is_published
 from triptych.models.shared.settings import setting
+from triptych.models.shared.tower_limits import check_heads, check_layers
 
 STRIDE = 8
 """Frames per embedding: three convolutions, each of stride 2."""
@@ -56,12 +57,40 @@ DROPPED = frozenset(
         *("nemo_conv_settings", "relative_attention_bias_args"),
     )
 )
-SERVED: Mapping[str, Any] = {"chunk_size": -1, "time_reduction": STRIDE, "downsample_rate": 1}
+SERVED: Mapping[str, Any] = {
+    "chunk_size": -1,
+    "time_reduction": STRIDE,
+    "downsample_rate": 1,
+    "bias_symmetric": False,
+    "activation": "swish",
+    "conv_activation": "swish",
+    "conv_glu_type": "swish",
+    "nemo_activation": "relu",
+    "depthwise_multiplier": 1,
+}
 SERVED_AS_PUBLISHED: Mapping[str, Any] = {"causal": True, "batch_norm": False, "bias_in_glu": True}
 
 
-def audio_settings(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of the audio tower by transformers' names. Raises CheckpointError for those that aren't
+@dataclass(frozen=True)
+class Phi4AudioConfig:
+    """The settings of the audio tower."""
+
+    bands: int
+    """Mel bands."""
+    channels: int
+    """Channels of the first convolutions."""
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_layers: int
+    kernel: int
+    """Embeddings that a layer's convolution sees."""
+    max_distance: int
+    """Distance from which on all have the same bias."""
+
+
+def audio_config(config: ModelConfig) -> Phi4AudioConfig:
+    """Return the settings of the audio tower. Raises CheckpointError for an invalid value, and for those that aren't
     served."""
     if is_published(config):
         published = setting(config, "audio_processor.config", dict)
@@ -74,7 +103,27 @@ def audio_settings(config: ModelConfig) -> dict[str, Any]:
     for name, served in {**SERVED, **SERVED_AS_PUBLISHED}.items():
         if found.get(name, served) != served:
             raise CheckpointError(f"config.json: the audio tower's {name} must be {served}, not {found[name]!r}")
-    return {name: value for name, value in found.items() if name not in {"model_type", *SERVED_AS_PUBLISHED}}
+    section = {"audio_config": found}
+
+    def number(name: str, default: int) -> int:
+        return setting(section, f"audio_config.{name}", int, default=default)
+
+    hidden, layers, heads = number("hidden_size", 1024), number("num_blocks", 24), number("num_attention_heads", 16)
+    check_layers(layers, "audio_config")
+    check_heads(hidden, heads, "audio_config")
+    for name in ("ext_pw_out_channel", "depthwise_separable_out_channel"):
+        if number(name, 1024) != hidden:
+            raise CheckpointError(f"config.json: the audio tower's {name} must be {hidden}, not {number(name, 1024)}")
+    return Phi4AudioConfig(
+        bands=number("input_size", 80),
+        channels=number("nemo_conv_channels", 1024),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size", 1536),
+        num_heads=heads,
+        num_layers=layers,
+        kernel=number("kernel_size", 3),
+        max_distance=number("bias_max_distance", 1000),
+    )
 
 
 def check_extractor(preprocessor_config: Mapping[str, Any]) -> None:

@@ -4,29 +4,27 @@ The published files hold the decoder's weights as ``….base_layer.weight``, bes
 ``….lora_A.speech.weight``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import PlanMismatch
 from triptych.layers.encoder import Encoder, PreprocessedPart
-from triptych.layers.linear import WeightFormat, frozen
+from triptych.layers.linear import frozen
 from triptych.layers.pointwise import Activation
-from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import AUDIO, VISION, ModelConfig
-from triptych.models.phi4mm.audio import audio_settings
+from triptych.models.phi4mm.audio import audio_config
 from triptych.models.phi4mm.audio_tower import audio_name, load_audio
 from triptych.models.phi4mm.config import LORA_LAYERS, PooledTilesConfig, is_published, loras, vision_config
-from triptych.models.registry import backbone_of
 from triptych.models.shared.clip import load_clip, unused
 from triptych.models.shared.encoder import MultiTowerEncoder
 from triptych.models.shared.settings import setting
 from triptych.models.shared.shares import places
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights
 from triptych.models.shared.vision_transformer import MAX_STATES, VisionTransformer
 
@@ -90,7 +88,7 @@ class Phi4MMTower(nn.Module):
         transformer: PartlyShown,
         newline: Tensor,
         separator: Tensor,
-        projector: MLP,
+        projector: nn.Module,
         width: int,
     ) -> None:
         """``newline`` [hidden] ends each line of embeddings, ``separator`` [hidden] stands before the whole; ``width``
@@ -138,41 +136,35 @@ class Phi4MMTower(nn.Module):
         return pooled
 
 
-class Phi4MM(SplitAdapter):
+class Phi4MM(TowerAdapter):
     """``ModelAdapter`` for model types ``phi4mm`` and ``phi4_multimodal``. Raises CheckpointError for a config that
     lacks a setting or asks for something unsupported."""
 
+    towers = "Phi4MultimodalVisionModel and Phi4MultimodalAudioModel"
     layouts = (WeightPrefixes({VISION: f"model.{EXTRA}image_embed.", AUDIO: f"model.{EXTRA}audio_embed."}, "model."),)
 
-    @classmethod
-    def tower_imports(cls) -> list[str]:
-        """See ``SplitAdapter``."""
-        return ["transformers:Phi4MultimodalAudioModel"]
-
     def __init__(self, config: ModelConfig) -> None:
-        tied = setting(config, "tie_word_embeddings", bool, default=False)
-        found = backbone_of(config).decoder_config(config, tie_embeddings=tied)
-        own = found.names
+        super().__init__(config, config, tied=setting(config, "tie_word_embeddings", bool, default=False))
+        own = self.decoder_config.names
         renamed = tuple((f"{name}.weight", f"{name}.base_layer.weight") for name in LORA_LAYERS if is_published(config))
         names = replace(own, renamed=own.renamed + renamed, ignored_modules=(*own.ignored_modules, EXTRA))
-        self.decoder_config = replace(found, names=names, loras=loras(config))
-        self.embedding_width = self.decoder_config.hidden_size
+        self.decoder_config = replace(self.decoder_config, names=names, loras=loras(config))
         self.vision = vision_config(config)
-        self._audio = audio_settings(config)
+        self._audio = audio_config(config)
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "Phi4MultimodalVisionModel, of our own layers, Phi4MultimodalAudioModel"
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
+        return unused(self.vision.clip, TRANSFORMER, self.vision.layer)
 
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the vision tower's used layers, the audio tower, and the projectors.
+    def tower_keys(self, all_keys: Iterable[str]) -> dict[str, str]:
+        """See ``TowerAdapter``."""
+        return {transformers_name(name): key for name, key in super().tower_keys(all_keys).items()}
 
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        keys = {transformers_name(name): key for name, key in self.tower_keys(checkpoint.tensors).items()}
-        reader, clip, width = TowerWeights(checkpoint, keys, weights, device), self.vision.clip, self.embedding_width
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the vision tower's used layers, the audio tower, and the projectors. Raises CheckpointError as
+        ``TowerWeights`` does."""
+        clip, width = self.vision.clip, self.embedding_width
         depth, hidden = self.vision.layer, self.vision.clip.hidden_size
         transformer = load_clip(reader, clip, TRANSFORMER, depth, places(clip.side))
         table = reader.parameter(f"{TRANSFORMER}.embeddings.position_embedding.weight", clip.states, hidden)
@@ -181,16 +173,12 @@ class Phi4MM(SplitAdapter):
             PartlyShown(transformer, table, depth),
             reader.parameter(f"{VISION}.sub_img_feature_extensor", 1, 1, 1, hidden).view(hidden),
             reader.parameter(f"{VISION}.global_img_feature_extensor", 1, 1, hidden).view(hidden),
-            MLP(
-                reader.linear([f"{VISION}.img_projection_up"], width, hidden),
-                Activation.GELU,
-                reader.linear([f"{VISION}.img_projection_down"], width, width),
+            reader.mlp(
+                [f"{VISION}.img_projection_{part}" for part in ("up", "down")], (hidden, width, width), Activation.GELU
             ),
             width,
         )
-        audio = load_audio(self._audio, checkpoint, reader, keys, width)
-        reader.finish([*unused(clip, TRANSFORMER, depth), f"{AUDIO}.encoder."])
-        return MultiTowerEncoder({VISION: tower, AUDIO: audio}, width)
+        return MultiTowerEncoder({VISION: tower, AUDIO: load_audio(reader, self._audio, width)}, width)
 
 
 def transformers_name(name: str) -> str:

@@ -5,12 +5,11 @@ from typing import Any
 from triptych.errors import BadMediaSize
 from triptych.models.backbones.rope import context_length
 from triptych.models.base import AUDIO, VISION, ModelConfig, Options, at_most
-from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings, check_extractor
+from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_config, check_extractor
 from triptych.models.phi4mm.config import SPEECH_LORA, VISION_LORA, audio_token, image_token, loras, vision_config
 from triptych.models.phi4mm.tiles import canvas_of, grid_of, most_tiles
 from triptych.models.shared.plain_planner import PlainPlanner
 from triptych.models.shared.planner import MAX_SOURCE_PIXELS
-from triptych.models.shared.settings import setting
 from triptych.types import AudioHeader, ImageHeader, ItemContext, ItemPart, ItemPlan
 
 LORA_OF = {"image": VISION_LORA, "audio": SPEECH_LORA}
@@ -46,9 +45,7 @@ class Phi4MMPlanner(PlainPlanner):
             max_image_pixels=self._most * self._tile.image_size**2,
             max_source_pixels=max_source_pixels,
         )
-        audio = audio_settings(config)
-        self._audio_layers = setting(audio, "num_blocks", int, default=24)
-        self._audio_hidden = setting(audio, "hidden_size", int, default=1024)
+        self._audio = audio_config(config)
         check_extractor(preprocessor_config)
         known = {lora.name for lora in loras(config)}
         self.loras = {modality: lora for modality, lora in LORA_OF.items() if lora in known}
@@ -58,7 +55,7 @@ class Phi4MMPlanner(PlainPlanner):
         frames = LogFilterbank.num_frames(header.resampled(RATE))
         rows = -(-frames // STRIDE)
         tile = self._tile  # an image's patch is the unit of cost
-        cost = rows * self._audio_layers * self._audio_hidden**2 / (tile.num_layers * tile.hidden_size**2)
+        cost = rows * self._audio.num_layers * self._audio.hidden_size**2 / (tile.num_layers * tile.hidden_size**2)
         part = ItemPart(((0, rows),), frames, cost, AUDIO, (int("image" in context.modalities),))
         return ItemPlan(
             modality="audio",

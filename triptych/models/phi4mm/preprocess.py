@@ -17,13 +17,12 @@ from torch.nn.functional import interpolate
 from triptych.errors import PlanMismatch
 from triptych.media.audio import decode_audio
 from triptych.models.base import AUDIO, EncoderInput, ModelConfig, Parts, chosen
-from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_settings
+from triptych.models.phi4mm.audio import RATE, STRIDE, LogFilterbank, audio_config
 from triptych.models.phi4mm.config import vision_config
 from triptych.models.phi4mm.tiles import MOST_TILES, canvas_of, most_tiles
 from triptych.models.shared.fixed_size import fixed_size_input
 from triptych.models.shared.images import decode_image
 from triptych.models.shared.patches import CHANNELS, normalised_bytes, padded
-from triptych.models.shared.settings import setting
 from triptych.types import AudioHeader, ImageHeader, ItemPlan
 
 STATISTICS = {"image_mean": 0.5, "image_std": 0.5}
@@ -38,7 +37,7 @@ class Phi4MMPreprocessor:
     ) -> None:
         self._tile = vision_config(config).clip
         most_tiles(preprocessor_config, self._tile.image_size)  # checks it
-        self._filterbank = LogFilterbank(setting(audio_settings(config), "input_size", int, default=80))
+        self._filterbank = LogFilterbank(audio_config(config).bands)
         self._table = normalised_bytes(STATISTICS | preprocessor_config)
 
     def __call__(self, data: bytes, plan: ItemPlan, parts: Parts = None) -> Iterator[EncoderInput]:

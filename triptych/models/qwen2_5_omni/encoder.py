@@ -5,49 +5,28 @@ Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_to
 by itself lacks the prefix ``thinker.``.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import torch
-
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, VISION, ModelConfig
 from triptych.models.qwen2_5_omni.config import thinker_settings, window_frames
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
-from triptych.models.shared.grid_tables import positions, windows
+from triptych.models.shared.encoder import MultimodalAdapter
 from triptych.models.shared.settings import setting
-from triptych.models.shared.split_adapter import WeightPrefixes
+from triptych.models.shared.tower_adapter import WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
+from triptych.models.shared.vision_tower import QWEN2_5_TOWER
 from triptych.models.shared.whisper import WhisperNames, load_whisper
 from triptych.models.shared.whisper_config import WhisperConfig
 
-_PACKAGE = "transformers.models.qwen2_5_omni"
-_NAMES = WhisperNames(
-    norm=f"{AUDIO}.ln_post",
-    projection=f"{AUDIO}.proj",
-    ignored=(f"{AUDIO}.audio_bos_eos_token.", f"{AUDIO}.positional_embedding."),
-)
+_NAMES = WhisperNames(norm=f"{AUDIO}.ln_post", projection=f"{AUDIO}.proj")
 
 
 class Qwen25Omni(MultimodalAdapter):
     """``ModelAdapter`` for model types ``qwen2_5_omni`` and ``qwen2_5_omni_thinker``."""
 
-    specs = (
-        TowerSpec(
-            module=f"{_PACKAGE}.modeling_qwen2_5_omni:Qwen2_5OmniVisionEncoder",
-            config=f"{_PACKAGE}.configuration_qwen2_5_omni:Qwen2_5OmniVisionEncoderConfig",
-            width="out_hidden_size",
-            replaced=(
-                "Qwen2_5OmniMLP",
-                "Qwen2_5OmniRMSNorm",
-                "Qwen2_5OmniVisionAttention",
-                "Qwen2_5OmniVisionBlock",
-            ),
-            make_tower=partial(VisionTower, tables=(positions, windows)),
-        ),
-    )
+    towers = "Qwen2_5OmniVisionEncoder and Qwen2_5OmniAudioEncoder"
+    spec = replace(QWEN2_5_TOWER, qkv=("q", "k", "v"))
     layouts = (
         WeightPrefixes(
             {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
@@ -67,15 +46,11 @@ class Qwen25Omni(MultimodalAdapter):
         tower_activation(self._audio.activation, "audio_config.activation_function")  # checks it
         self._check_width(setting(audio, "output_dim", int, default=3584), "output_dim")
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return f"{super().describe_towers()}; Qwen2_5OmniAudioEncoder, of our own layers"
+    @property
+    def unread(self) -> Sequence[str]:
+        """See ``TowerAdapter``."""
+        return (f"{AUDIO}.audio_bos_eos_token.", f"{AUDIO}.positional_embedding.")
 
-    def load_own_towers(
-        self, checkpoint: Checkpoint, keys: Mapping[str, str], weights: WeightFormat, device: torch.device
-    ) -> dict[str, Encoder]:
+    def load_other_towers(self, reader: TowerWeights) -> Mapping[str, Encoder]:
         """Return the audio tower."""
-        own = {name: key for name, key in keys.items() if name.startswith(f"{AUDIO}.")}
-        reader = TowerWeights(checkpoint, own, weights, device)
         return {AUDIO: load_whisper(reader, self._audio, self._frames, _NAMES, self.embedding_width)}

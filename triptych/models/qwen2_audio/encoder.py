@@ -4,15 +4,11 @@ Published files, and those that ``save_pretrained`` of transformers 5 writes, na
 ``multi_modal_projector.…`` and ``language_model.…``; others are named as the modules, ``model.audio_tower.…``.
 """
 
-import torch
-
-from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import WeightFormat
 from triptych.models.base import AUDIO, ModelConfig
 from triptych.models.qwen2_audio.config import text_config, tower_config, window_frames
 from triptych.models.registry import backbone_of
-from triptych.models.shared.split_adapter import SplitAdapter, WeightPrefixes
+from triptych.models.shared.tower_adapter import TowerAdapter, WeightPrefixes
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.whisper import WhisperNames, load_whisper
 
@@ -22,10 +18,11 @@ _NAMES = WhisperNames(
 )
 
 
-class Qwen2Audio(SplitAdapter):
+class Qwen2Audio(TowerAdapter):
     """``ModelAdapter`` for model type ``qwen2_audio``. Raises CheckpointError for a config that lacks a setting or asks
     for something unsupported."""
 
+    towers = "Qwen2AudioEncoder and projector"
     layouts = (
         WeightPrefixes(
             {AUDIO: "audio_tower.", PROJECTOR: "multi_modal_projector."},
@@ -45,16 +42,6 @@ class Qwen2Audio(SplitAdapter):
         self._tower = tower_config(config)
         tower_activation(self._tower.activation, "audio_config.activation_function")  # checks it
 
-    @classmethod
-    def describe_towers(cls) -> str:
-        """See ``SplitAdapter``."""
-        return "Qwen2AudioEncoder and projector, of our own layers"
-
-    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
-        """Load the tower and the projector.
-
-        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
-        device doesn't support.
-        """
-        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Load the tower and the projector. Raises CheckpointError as ``TowerWeights`` does."""
         return load_whisper(reader, self._tower, window_frames(self._tower), _NAMES, self.embedding_width)

@@ -6,26 +6,28 @@ level, saved ones in ``text_config``.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from triptych.models.base import ModelConfig
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
-from triptych.models.shared.grid_tables import positions
+from triptych.models.shared.encoder import MultimodalAdapter
 from triptych.models.shared.settings import text_section
+from triptych.models.shared.vision_tower import QWEN_PATCHES, VisionTowerSpec
 
 
 class Qwen2VL(MultimodalAdapter):
     """``ModelAdapter`` for model type ``qwen2_vl``."""
 
-    specs = (
-        TowerSpec(
-            module="transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VisionTransformerPretrainedModel",
-            config="transformers.models.qwen2_vl.configuration_qwen2_vl:Qwen2VLVisionConfig",
-            width="hidden_size",
-            replaced=("Qwen2VLVisionBlock", "VisionAttention", "VisionMlp"),
-            make_tower=partial(VisionTower, tables=(positions,)),
-        ),
+    towers = "Qwen2VisionTransformerPretrainedModel"
+    spec = VisionTowerSpec(
+        QWEN_PATCHES
+        | {"depth": None, "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": None, "hidden_act": "quick_gelu"},
+        hidden="embed_dim",
+        intermediate="mlp_ratio",
+        output="hidden_size",
+        patch_bias=False,
+        positions=None,
+        mlp=("fc1", "fc2"),
+        merger=("ln_q", "mlp.0", "mlp.2"),
     )
 
     def text_config(self, config: ModelConfig) -> Mapping[str, Any]:

@@ -5,40 +5,25 @@ Published files hold the whole model: ``thinker.visual.…``, ``thinker.audio_to
 by itself lacks the prefix ``thinker.``.
 """
 
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 
+from triptych.layers.encoder import Encoder
 from triptych.models.base import AUDIO, VISION, ModelConfig
-from triptych.models.qwen3_omni.audio_tower import AudioTower
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
-from triptych.models.shared.grid_tables import interpolation, positions
+from triptych.models.qwen3_omni.audio_tower import AudioTowerConfig, load_audio_tower
+from triptych.models.qwen3_vl.encoder import Qwen3VL
+from triptych.models.shared.encoder import MultimodalAdapter
 from triptych.models.shared.omni import thinker_config
-from triptych.models.shared.split_adapter import WeightPrefixes
-
-_PACKAGE = "transformers.models.qwen3_omni_moe"
+from triptych.models.shared.settings import setting
+from triptych.models.shared.tower_adapter import WeightPrefixes
+from triptych.models.shared.tower_weights import TowerWeights
 
 
 class Qwen3Omni(MultimodalAdapter):
     """``ModelAdapter`` for model types ``qwen3_omni_moe`` and ``qwen3_omni_moe_thinker``."""
 
-    specs = (
-        TowerSpec(
-            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeVisionEncoder",
-            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeVisionEncoderConfig",
-            width="out_hidden_size",
-            deepstack="deepstack_visual_indexes",
-            replaced=("Qwen3OmniMoeVisionAttention", "Qwen3OmniMoeVisionBlock", "Qwen3OmniMoeVisionMLP"),
-            make_tower=partial(VisionTower, tables=(positions, interpolation)),
-        ),
-        TowerSpec(
-            name=AUDIO,
-            module=f"{_PACKAGE}.modeling_qwen3_omni_moe:Qwen3OmniMoeAudioEncoder",
-            config=f"{_PACKAGE}.configuration_qwen3_omni_moe:Qwen3OmniMoeAudioEncoderConfig",
-            width="output_dim",
-            section="audio_config",
-            make_tower=AudioTower,
-            replaced=("Qwen3OmniMoeAudioAttention",),
-        ),
-    )
+    towers = "Qwen3OmniMoeVisionEncoder and deepstack features, Qwen3OmniMoeAudioEncoder"
+    spec = replace(Qwen3VL.spec, merger=("ln_q", "mlp.0", "mlp.2"), deepstack="merger_list")
     layouts = (
         WeightPrefixes(
             {VISION: "thinker.visual.", AUDIO: "thinker.audio_tower."},
@@ -51,4 +36,11 @@ class Qwen3Omni(MultimodalAdapter):
     )
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(thinker_config(config) | {"model_type": config.get("model_type")})
+        thinker = thinker_config(config)
+        super().__init__(thinker | {"model_type": config.get("model_type")})
+        self._audio = AudioTowerConfig.from_config(setting(thinker, "audio_config", dict))
+        self._check_width(self._audio.output_size, "output_dim")
+
+    def load_other_towers(self, reader: TowerWeights) -> Mapping[str, Encoder]:
+        """Return the audio tower."""
+        return {AUDIO: load_audio_tower(reader, self._audio, AUDIO)}

@@ -6,22 +6,14 @@ differ. Published: ``gate_up_proj`` [experts, hidden, 2 * intermediate], ``down_
 saved, as the modules hold them: [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate].
 """
 
-from functools import partial
+from dataclasses import replace
 
-from triptych.models.shared.encoder import MultimodalAdapter, TowerSpec, VisionTower
-from triptych.models.shared.grid_tables import interpolation, positions
+from triptych.models.shared.encoder import MultimodalAdapter
+from triptych.models.shared.vision_tower import DEEPSTACK, QWEN3_TOWER
 
 
 class Qwen3VL(MultimodalAdapter):
     """``ModelAdapter`` for model types ``qwen3_vl`` and ``qwen3_vl_moe``."""
 
-    specs = (
-        TowerSpec(
-            module="transformers.models.qwen3_vl.modeling_qwen3_vl:Qwen3VLVisionModel",
-            config="transformers.models.qwen3_vl.configuration_qwen3_vl:Qwen3VLVisionConfig",
-            width="out_hidden_size",
-            replaced=("Qwen3VLVisionAttention", "Qwen3VLVisionBlock", "Qwen3VLVisionMLP"),
-            deepstack="deepstack_visual_indexes",
-            make_tower=partial(VisionTower, tables=(positions, interpolation)),
-        ),
-    )
+    towers = "Qwen3VLVisionModel and deepstack features"
+    spec = replace(QWEN3_TOWER, settings={**QWEN3_TOWER.settings, DEEPSTACK: None}, deepstack="deepstack_merger_list")

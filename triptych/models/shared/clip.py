@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from triptych.layers.attention.tower import TowerAttention
-from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.layers.tower_layer import TowerLayer
 from triptych.models.shared.clip_config import ClipConfig
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.vision_transformer import VisionTransformer
@@ -47,18 +46,16 @@ def clip_layer(
 ) -> TowerLayer:
     """Load the layer of this name; ``qkv`` are the names of its products for attention, separate or fused. Raises
     CheckpointError as ``load_clip`` does."""
-    hidden, inner = vision.hidden_size, vision.intermediate_size
-    attention = TowerAttention(
-        [reader.linear([f"{name}.self_attn.{kind}" for kind in qkv], 3 // len(qkv) * hidden, hidden)],
-        reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
-        vision.num_heads,
-        (hidden // vision.num_heads) ** -0.5,
-        reader.weights.bf16_attention,
+    hidden, attention = vision.hidden_size, f"{name}.self_attn"
+    return TowerLayer(
+        reader.layer_norm(f"{name}.layer_norm1", hidden, vision.eps),
+        reader.attention(
+            [f"{attention}.{kind}" for kind in qkv], f"{attention}.out_proj", hidden, vision.num_heads, (True, True)
+        ),
+        reader.layer_norm(f"{name}.layer_norm2", hidden, vision.eps),
+        reader.mlp(
+            [f"{name}.mlp.fc1", f"{name}.mlp.fc2"],
+            (hidden, vision.intermediate_size, hidden),
+            tower_activation(vision.activation, "vision_config.hidden_act"),
+        ),
     )
-    mlp = MLP(
-        reader.linear([f"{name}.mlp.fc1"], inner, hidden),
-        tower_activation(vision.activation, "vision_config.hidden_act"),
-        reader.linear([f"{name}.mlp.fc2"], hidden, inner),
-    )
-    norms = [reader.layer_norm(f"{name}.layer_norm{number}", hidden, vision.eps) for number in (1, 2)]
-    return TowerLayer(norms[0], attention, norms[1], mlp)

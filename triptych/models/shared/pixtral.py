@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.errors import PlanMismatch
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import Linear, RMSNorm
-from triptych.layers.mlp import GatedMLP
 from triptych.layers.pinned import to_device
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.shared.pixtral_config import PixtralConfig
@@ -87,11 +85,10 @@ def load_pixtral(
 ) -> PixtralTower:
     """Load the used layers of the tower of this name; ``projector`` is as in ``PixtralTower``.
 
-    Raises CheckpointError as ``TowerWeights`` does, also for tensors that are left unread, and for an activation that
-    isn't served.
+    Raises CheckpointError as ``TowerWeights`` does, and for an activation that isn't served.
     """
     depth = vision.features_of
-    loaded = PixtralTower(
+    return PixtralTower(
         vision,
         reader.patch_projection(f"{tower}.patch_conv", vision.hidden_size, vision.patch_size),
         reader.rms_norm(f"{tower}.ln_pre", vision.hidden_size, EPS),
@@ -99,24 +96,24 @@ def load_pixtral(
         projector,
         embedding_width=embedding_width,
     )
-    reader.finish([f"{tower}.transformer.layers.{number}." for number in range(depth, vision.num_layers)])
-    return loaded
+
+
+def unused_layers(vision: PixtralConfig, tower: str) -> list[str]:
+    """Return the beginnings of the names of tensors that aren't read: layers after the one of the features."""
+    return [f"{tower}.transformer.layers.{number}." for number in range(vision.features_of, vision.num_layers)]
 
 
 def _layer(reader: TowerWeights, vision: PixtralConfig, name: str) -> TowerLayer:
-    hidden, inner = vision.hidden_size, vision.intermediate_size
-    attention = TowerAttention(
-        [reader.linear([f"{name}.attention.{kind}_proj" for kind in "qkv"], hidden, hidden, bias=False)],
-        reader.linear([f"{name}.attention.o_proj"], hidden, hidden, bias=False),
-        vision.num_heads,
-        vision.head_dim**-0.5,
-        reader.weights.bf16_attention,
+    hidden, attention, mlp = vision.hidden_size, f"{name}.attention", f"{name}.feed_forward"
+    qkv = [f"{attention}.{kind}_proj" for kind in "qkv"]
+    return TowerLayer(
+        reader.rms_norm(f"{name}.attention_norm", hidden, EPS),
+        reader.attention(qkv, f"{attention}.o_proj", hidden, vision.num_heads, (False, False)),
+        reader.rms_norm(f"{name}.ffn_norm", hidden, EPS),
+        reader.gated_mlp(
+            [f"{mlp}.{kind}_proj" for kind in ("gate", "up", "down")],
+            (hidden, vision.intermediate_size, hidden),
+            tower_activation(vision.activation, "vision_config.hidden_act"),
+            bias=False,
+        ),
     )
-    gates = [f"{name}.feed_forward.{kind}_proj" for kind in ("gate", "up")]
-    mlp = GatedMLP(
-        reader.linear(gates, inner, hidden, bias=False),
-        reader.linear([f"{name}.feed_forward.down_proj"], hidden, inner, bias=False),
-        tower_activation(vision.activation, "vision_config.hidden_act"),
-    )
-    norms = [reader.rms_norm(f"{name}.{norm}", hidden, EPS) for norm in ("attention_norm", "ffn_norm")]
-    return TowerLayer(norms[0], attention, norms[1], mlp)

@@ -1,12 +1,11 @@
 """The settings of Pixtral's tower, as ``PixtralVisionConfig`` in transformers completes them. No torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import CheckpointError
 from triptych.models.base import ModelConfig
-from triptych.models.shared.settings import positive_number, setting
+from triptych.models.shared.settings import axial_theta, setting
 from triptych.models.shared.tower_limits import check_layers
 
 TOWER = "pixtral"
@@ -53,7 +52,7 @@ def pixtral_config(config: ModelConfig, merge_size: int) -> PixtralConfig:
         num_layers=layers,
         num_heads=_size(config, "num_attention_heads", 16),
         activation=setting(vision, "hidden_act", str, default="gelu"),
-        rope_theta=_rope_theta(vision),
+        rope_theta=axial_theta(vision),
         features_of=_features_of(config.get("vision_feature_layer", -1), layers),
     )
     if found.hidden_size % found.num_heads or found.head_dim % 4:
@@ -66,14 +65,6 @@ def pixtral_config(config: ModelConfig, merge_size: int) -> PixtralConfig:
 
 def _size(config: ModelConfig, name: str, default: int) -> int:
     return setting(config, f"vision_config.{name}", int, default=default)
-
-
-def _rope_theta(vision: Mapping[str, Any]) -> float:
-    """Return the base of the rotary embedding; only transformers' ``axial`` one is served, which is the default."""
-    rope = vision.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise CheckpointError(f"config.json: vision_config.rope_parameters {rope!r} is not served")
-    return positive_number(rope, "rope_theta", positive_number(vision, "rope_theta", 10_000.0))
 
 
 def _features_of(value: Any, layers: int) -> int:

@@ -1,7 +1,7 @@
 """Names of the parts of families with a projector between their tower and the language model."""
 
 from triptych.models.base import VISION
-from triptych.models.shared.split_adapter import WeightPrefixes
+from triptych.models.shared.tower_adapter import WeightPrefixes
 
 PROJECTOR = "projector"
 

@@ -46,6 +46,15 @@ def positive_number(settings: Mapping[str, Any], name: str, default: float | Non
     return value
 
 
+def axial_theta(vision: Mapping[str, Any]) -> float:
+    """Return the base of a tower's rotary embedding, of which only transformers' ``axial`` kind is served. Raises
+    CheckpointError for another one, and as ``positive_number`` does."""
+    rope = vision.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", "axial") not in ("axial", "default"):
+        raise CheckpointError(f"config.json: vision_config.rope_parameters {rope!r} is not served")
+    return positive_number(rope, "rope_theta", positive_number(vision, "rope_theta", 10_000.0))
+
+
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the language model's settings: the ``text_config`` section or, in older files, the top level."""
     section = config.get("text_config")

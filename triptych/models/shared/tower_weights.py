@@ -8,10 +8,13 @@ from torch import Tensor
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers import native
+from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.linear import LayerNorm, Linear, RMSNorm, WeightFormat
+from triptych.layers.mlp import GatedMLP
 from triptych.layers.pointwise import Activation
 from triptych.layers.stored.linears import StoredLinear, concatenate
 from triptych.layers.stored.reader import StoredReader
+from triptych.layers.tower_layer import MLP
 
 ACTIVATIONS = {
     "gelu": Activation.GELU,
@@ -85,6 +88,33 @@ class TowerWeights:
         ]
         return self.linear_of(parts, concatenate(biases) if biases else None)
 
+    def attention(
+        self, inputs: Sequence[str], output: str, width: int, num_heads: int, biases: tuple[bool | Sequence[bool], bool]
+    ) -> TowerAttention:
+        """Load attention of states of ``width`` values. ``inputs`` name the layers of queries, keys and values,
+        separate or fused; ``biases`` say whether these, and the output's, have biases."""
+        return TowerAttention(
+            [self.linear(inputs, 3 // len(inputs) * width, width, biases[0])],
+            self.linear([output], width, width, biases[1]),
+            num_heads,
+            (width // num_heads) ** -0.5,
+            self.weights.bf16_attention,
+        )
+
+    def mlp(self, names: Sequence[str], sizes: tuple[int, int, int], activation: Activation, bias: bool = True) -> MLP:
+        """Load an MLP of two layers; ``sizes`` are those of its input, between its layers, and of its output."""
+        inputs, inner, outputs = sizes
+        up, down = names
+        return MLP(self.linear([up], inner, inputs, bias), activation, self.linear([down], outputs, inner, bias))
+
+    def gated_mlp(
+        self, names: Sequence[str], sizes: tuple[int, int, int], activation: Activation, bias: bool = True
+    ) -> GatedMLP:
+        """Load an MLP of a layer of gates, one of their factors, and another one; ``sizes`` are as in ``mlp``."""
+        inputs, inner, outputs = sizes
+        gates = self.linear(names[:2], inner, inputs, bias)
+        return GatedMLP(gates, self.linear(names[2:], outputs, inner, bias), activation)
+
     def paired_attention(self, names: Sequence[str], num_heads: int, width: int) -> Linear:
         """Load the query, key and value layers [width, width] of attention that rotates a head's values 0 and 1, 2 and
         3, … as pairs. In the result, i and i + head_dim / 2 of queries and keys are a pair: products don't change."""
@@ -104,17 +134,18 @@ class TowerWeights:
         weight = self.stored(name, outputs, inputs).dequantized().float() * factors[:, None]
         return self.weights.linear(weight, self.tensor(f"{name}.bias", outputs).float() * factors, self.device)
 
-    def patch_projection(self, name: str, outputs: int, patch_size: int, bias: bool = False) -> Linear:
-        """Load a convolution [outputs, 3, patch, patch] whose inputs are single patches, as a matrix product of
-        flattened patches."""
-        weight = self.tensor(f"{name}.weight", outputs, 3, patch_size, patch_size).flatten(1)
+    def patch_projection(self, name: str, outputs: int, patch: int | tuple[int, int], bias: bool = False) -> Linear:
+        """Load a convolution [outputs, 3, side, side], or one over frames, too, [outputs, 3, frames, side, side], whose
+        inputs are single patches, as a product of flattened patches. ``patch`` is the side, or (frames, side)."""
+        *frames, side = [patch] if isinstance(patch, int) else patch
+        weight = self.tensor(f"{name}.weight", outputs, 3, *frames, side, side).flatten(1)
         vector = self.tensor(f"{name}.bias", outputs) if bias else None
         return self.weights.high_precision(weight, vector, self.device)
 
-    def convolution(self, name: str, outputs: int, inputs: int, size: int) -> Linear:
-        """Load a convolution [outputs, inputs, size, size] as a product over [size, size, inputs], without bias."""
+    def convolution(self, name: str, outputs: int, inputs: int, size: int, bias: bool = False) -> Linear:
+        """Load a convolution [outputs, inputs, size, size] as a product over [size, size, inputs]."""
         weight = self.tensor(f"{name}.weight", outputs, inputs, size, size).permute(0, 2, 3, 1).flatten(1)
-        return self.weights.high_precision(weight, None, self.device)
+        return self.weights.high_precision(weight, self.tensor(f"{name}.bias", outputs) if bias else None, self.device)
 
     def flat_projection(self, name: str, outputs: int, patch_size: int) -> Linear:
         """Load a layer over flattened patches, without bias."""

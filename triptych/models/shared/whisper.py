@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from triptych.errors import PlanMismatch
-from triptych.layers.attention.tower import TowerAttention
 from triptych.layers.encoder import PreprocessedPart
 from triptych.layers.linear import LayerNorm, Linear, frozen
 from triptych.layers.pinned import to_device
-from triptych.layers.tower_layer import MLP, TowerLayer
+from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import AUDIO
 from triptych.models.shared.tower_weights import TowerWeights, tower_activation
 from triptych.models.shared.whisper_config import STATES_PER_ROW, WhisperConfig, WindowFrames, states_of
@@ -38,8 +37,6 @@ class WhisperNames:
     projection: str
     positions: str | None = None
     """Name of the table of positions; None if it isn't stored."""
-    ignored: tuple[str, ...] = ()
-    """Tensors that aren't read."""
 
 
 class WhisperTower(nn.Module):
@@ -67,7 +64,6 @@ class WhisperTower(nn.Module):
         self.norm = norm
         self.projection = projection
         self.embedding_width = embedding_width
-        self.head_dim = positions.shape[1] // layers[0].attention.num_heads
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[PreprocessedPart]) -> list[Tensor]:
@@ -80,10 +76,8 @@ class WhisperTower(nn.Module):
         states = [states_of(item.grid[0]) for item in inputs]
         hidden = self._embedded([torch.from_numpy(item.patches) for item in inputs], states)
         boundaries = torch.tensor([0, *states]).cumsum(0)
-        # a rotation by nothing: positions have been added already
-        ones = torch.ones(len(hidden), self.head_dim, device=hidden.device)
         for layer in self.layers:
-            hidden = layer(hidden, boundaries, (ones, torch.zeros_like(ones)))
+            hidden = layer(hidden, boundaries, None)
         counts = [count // STATES_PER_ROW for count in states]
         windows = zip(torch.split(hidden, states), counts, strict=True)
         pairs = torch.cat([window[: count * STATES_PER_ROW] for window, count in windows])
@@ -122,17 +116,18 @@ def load_whisper(
         positions = sinusoids(config.positions, hidden).to(reader.device, reader.weights.activations)
     else:
         positions = reader.parameter(names.positions, config.positions, hidden)
-    tower = WhisperTower(
+    return WhisperTower(
         frames,
         convolutions,
         positions,
-        [_layer(reader, config, f"{AUDIO}.layers.{number}") for number in range(config.num_layers)],
+        [
+            load_whisper_layer(reader, config, f"{AUDIO}.layers.{number}", [True, False, True])
+            for number in range(config.num_layers)
+        ],
         norm=reader.layer_norm(names.norm, hidden, EPS),
         projection=reader.linear([names.projection], embedding_width, hidden),
         embedding_width=embedding_width,
     )
-    reader.finish(names.ignored)
-    return tower
 
 
 def sinusoids(length: int, channels: int) -> Tensor:
@@ -144,20 +139,18 @@ def sinusoids(length: int, channels: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), dim=1)
 
 
-def _layer(reader: TowerWeights, config: WhisperConfig, name: str) -> TowerLayer:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query_key_value = [f"{name}.self_attn.{kind}_proj" for kind in "qkv"]
-    attention = TowerAttention(
-        [reader.linear(query_key_value, hidden, hidden, bias=[True, False, True])],
-        reader.linear([f"{name}.self_attn.out_proj"], hidden, hidden),
-        config.num_heads,
-        (hidden // config.num_heads) ** -0.5,
-        reader.weights.bf16_attention,
+def load_whisper_layer(reader: TowerWeights, config: WhisperConfig, name: str, biases: Sequence[bool]) -> TowerLayer:
+    """Load the layer of this name; ``biases`` say which of the layers of queries, keys and values have biases. Raises
+    CheckpointError as ``load_whisper`` does."""
+    hidden, attention = config.hidden_size, f"{name}.self_attn"
+    qkv = [f"{attention}.{kind}_proj" for kind in "qkv"]
+    return TowerLayer(
+        reader.layer_norm(f"{attention}_layer_norm", hidden, EPS),
+        reader.attention(qkv, f"{attention}.out_proj", hidden, config.num_heads, (biases, True)),
+        reader.layer_norm(f"{name}.final_layer_norm", hidden, EPS),
+        reader.mlp(
+            [f"{name}.fc1", f"{name}.fc2"],
+            (hidden, config.intermediate_size, hidden),
+            tower_activation(config.activation, "audio_config.activation_function"),
+        ),
     )
-    mlp = MLP(
-        reader.linear([f"{name}.fc1"], inner, hidden),
-        tower_activation(config.activation, "audio_config.activation_function"),
-        reader.linear([f"{name}.fc2"], hidden, inner),
-    )
-    norms = [reader.layer_norm(f"{name}.{norm}", hidden, EPS) for norm in ("self_attn_layer_norm", "final_layer_norm")]
-    return TowerLayer(norms[0], attention, norms[1], mlp)

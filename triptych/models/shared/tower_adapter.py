@@ -1,9 +1,10 @@
-"""What adapters of all families with encoders share: which of a checkpoint's tensors are whose, and loading of the
-decoder."""
+"""What adapters of all families with encoders share: which of a checkpoint's tensors are whose, and loading of
+both."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,9 +13,13 @@ from triptych.checkpoint.safetensors_header import TensorInfo
 from triptych.errors import CheckpointError
 from triptych.layers.decoder import Decoder
 from triptych.layers.decoder_config import DecoderConfig
+from triptych.layers.encoder import Encoder
 from triptych.layers.linear import WeightFormat
 from triptych.layers.parallel import SINGLE_RANK, Group
 from triptych.layers.weights import DecoderKeys
+from triptych.models.base import ModelConfig
+from triptych.models.registry import backbone_of
+from triptych.models.shared.tower_weights import TowerWeights
 
 
 @dataclass(frozen=True)
@@ -31,22 +36,48 @@ class WeightPrefixes:
     """Prefixes of parts of the model that aren't loaded."""
 
 
-class SplitAdapter(ABC):
-    """The parts of a ``ModelAdapter`` that depend on the names of tensors alone; subclasses set ``layouts``."""
+class TowerAdapter(ABC):
+    """``ModelAdapter`` of a family with an encoder; subclasses set ``towers`` and ``layouts``, and read their towers.
 
+    Raises CheckpointError for a config that lacks a setting or asks for something unsupported.
+    """
+
+    towers: ClassVar[str]
+    """What the encoder is made of, for documentation."""
     layouts: Sequence[WeightPrefixes]
     """The naming schemes of checkpoints, in order of preference."""
     decoder_config: DecoderConfig
+    embedding_width: int
 
-    @classmethod
+    def __init__(
+        self, config: ModelConfig, text: Mapping[str, Any], *, tied: bool, num_deepstack_layers: int = 0
+    ) -> None:
+        """``text`` are the settings of the language model, and ``tied`` says whether its head is its embedding."""
+        backbone = backbone_of({**config, "text_config": text})
+        self.decoder_config = backbone.decoder_config(
+            text, tie_embeddings=tied, num_deepstack_layers=num_deepstack_layers
+        )
+        self.embedding_width = self.decoder_config.hidden_size * (1 + num_deepstack_layers)
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """Beginnings of the names, as ``tower_keys`` returns them, of tensors that the encoder doesn't need."""
+        return ()
+
     @abstractmethod
-    def describe_towers(cls) -> str:
-        """Return what the encoder is made of, for documentation."""
+    def read_encoder(self, reader: TowerWeights) -> Encoder:
+        """Read the encoder's tensors. Raises CheckpointError as ``TowerWeights`` does."""
 
-    @classmethod
-    def tower_imports(cls) -> list[str]:
-        """Return import strings of what the towers take from transformers, for a process that imports it early."""
-        return []
+    def load_encoder(self, checkpoint: Checkpoint, weights: WeightFormat, device: torch.device) -> Encoder:
+        """Load the encoder alone.
+
+        Raises CheckpointError for missing, misshapen or unknown tensors, and ConfigError for a weight format that the
+        device doesn't support.
+        """
+        reader = TowerWeights(checkpoint, self.tower_keys(checkpoint.tensors), weights, device)
+        encoder = self.read_encoder(reader)
+        reader.finish(self.unread)
+        return encoder
 
     def encoder_keys(self, all_keys: Iterable[str]) -> list[str]:
         """Return the keys of the towers' tensors, sorted. Raises CheckpointError for an unknown key."""

@@ -1,0 +1,1 @@
+"""Modules that no process of a service may import: a folder for the search path of processes."""

@@ -1,0 +1,3 @@
+"""In place of the package, for processes that must not import it."""
+
+raise SystemExit("transformers was imported")
