@@ -375,6 +375,28 @@ def test_one_that_finishes_and_is_named_no_more_is_forgotten() -> None:
     assert OLD in instance.wire.disconnected
 
 
+def test_the_next_one_at_a_place_does_not_end_the_work_of_one_that_finishes() -> None:
+    """The place's lease was lost before its frontend said that it hands over."""
+    instance = Instance(A)
+    instance.get(Registered(EXPIRY, OLD, "127.0.0.1:1", 0))
+    instance.frontends.start_over()
+    instance.get(HandingOver(OLD))
+    instance.registered(OLD)
+    instance.get(Registered(EXPIRY, B, "127.0.0.1:1", 1))
+    assert all(map(instance.frontends.holds, (OLD, B)))
+    assert not instance.given_up
+
+
+def test_a_lease_of_which_only_one_that_finishes_knows_ends() -> None:
+    """Its answer was lost, with the work that it gave."""
+    instance = Instance(A)
+    instance.registered(A)
+    instance.wire.take(Register)
+    instance.get(HandingOver(OLD))
+    [(_, register)] = instance.wire.take(Register)
+    assert isinstance(register, Register) and (register.resets, register.suspect) == (1, False)
+
+
 def test_no_more_than_some_are_asked_whatever_messages_name() -> None:
     instance = Instance(A)
     instance.registered(A)

@@ -86,6 +86,8 @@ class FrontendLease:
         """Reach the frontend by its own address from now on. Return the lease of the one that takes over its place."""
         successor = FrontendLease(self.join, self.endpoint, resets=self.resets)
         self.join, self.endpoint = self.address.removeprefix("tcp://"), self.address
+        if not self.held:
+            self.register_now()
         return successor
 
     def lose(self, *, suspect: bool) -> None:

@@ -378,17 +378,19 @@ class Frontends:
     def _on_handing_over(self, message: HandingOver) -> None:
         """A frontend finishes its requests: keep its lease, or get one, and register where another takes over."""
         now = self._clock()
-        for one in [one for one in self._places if one.lease.held and one.lease.address == message.frontend]:
+        for one in [one for one in self._places if one.lease.address == message.frontend]:
             log.info("another frontend takes over at %s", one.lease.join)
             successor = one.lease.hand_over()
             self._places[self._places.index(one)] = self._new(successor, now)
             one.lookup = NameLookup(one.lease.join)
             self._finishing.append(one)
-        is_known = any(one.lease.address == message.frontend for one in (*self._held, *self._finishing))
+        is_known = any(one.lease.address == message.frontend for one in self._finishing)
         if not is_known and len(self._finishing) < MAX_FINISHING:
-            resets = max((one.lease.resets for one in self._all), default=0)  # it may still have an earlier lease
+            # it may still have an earlier lease, whose messages were lost: that one ends
+            resets = 1 + max(one.lease.resets for one in self._all)
             join = message.frontend.removeprefix("tcp://")
-            self._finishing.append(self._new(FrontendLease(join, address=message.frontend, resets=resets), now))
+            lease = FrontendLease(join, address=message.frontend, resets=resets, suspect=False)
+            self._finishing.append(self._new(lease, now))
         for one in self._finishing:
             if one.lease.address == message.frontend:
                 one.named_at = now

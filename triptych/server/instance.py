@@ -175,6 +175,7 @@ class Instance:
         """Call the functions given to ``at_end``, for an instance that never runs, too."""
         while self._at_end:
             self._at_end.pop()()
+        self.life.enter(LifeState.ENDED)
 
     def send(self, to: Address, message: Message) -> None:
         """Send a stage loop's message. A failure is only logged: the lease of an unreachable peer expires."""
@@ -232,7 +233,6 @@ class Instance:
             for loop in self.loops:
                 loop.close()
             self.close_parts()
-            self.life.enter(LifeState.ENDED)
 
     def _run_once(self) -> None:
         until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
