@@ -58,7 +58,7 @@ class History:
             self.lose: 3,
             self.join: 3,
             self.drain: 3,
-            self.cancel: 3,
+            self.cancel: 6,
             self.fail: 2,
             self.credit: 2,
             self.wait: 2,
