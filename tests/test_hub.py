@@ -158,7 +158,7 @@ def test_what_is_not_served_is_refused_before_weights(
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (["tiny.gguf"], "tiny.gguf is a GGUF file, which isn't served"),
+        (["tiny.gguf"], "tiny.gguf is a GGUF file: MODEL may be the path of one"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin is pickled weights"),
         (["README.md"], "it has no config.json"),
     ],
@@ -227,6 +227,6 @@ def test_pull_prints_the_folder(hub: Hub, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_file_is_called_what_it_is(tmp_path: Path) -> None:
-    for name, says in (("x.gguf", "a GGUF file, which isn't served"), ("x.bin", "pickled"), ("x.txt", "it is a file;")):
+    for name, says in (("x.gguf", "GGUF"), ("x.bin", "pickled"), ("x.txt", "it is a file;")):
         (tmp_path / name).touch()
         assert says in refused(str(tmp_path / name))

@@ -56,8 +56,8 @@ class Checkpoint:
         """Return the named tensors, on the CPU, in the file's dtype.
 
         They are views of memory-mapped files. Unless they are written to or converted, their memory is the page cache:
-        shared by all processes that map the file, and reclaimable. Raises CheckpointError, naming the key, for a key
-        that the folder doesn't have.
+        shared by all processes that map the file, and reclaimable. Quantized ones of GGUF files are dequantized, to
+        float32. Raises CheckpointError, naming the key, for a key that the folder doesn't have.
         """
         keys_by_file: dict[Path, list[str]] = defaultdict(list)
         for key in keys:
@@ -65,10 +65,19 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for path, names in keys_by_file.items():
             try:
-                with safe_open(path, framework="pt") as file:
-                    tensors.update((name, file.get_tensor(self.info(name).stored_name or name)) for name in names)
+                tensors |= self._read_file(path, names)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: can't be read: {error}") from error
             if self.on_read is not None:
                 self.on_read(sum(self.info(name).num_bytes for name in names))
         return tensors
+
+    def _read_file(self, path: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        infos = {name: self.info(name) for name in names}
+        places = {name: info.entry for name, info in infos.items() if info.entry is not None}
+        if places:
+            from triptych.checkpoint.gguf.values import read_tensor  # its library takes a while to import
+
+            return {name: read_tensor(path, entry) for name, entry in places.items()}
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(info.stored_name or name) for name, info in infos.items()}

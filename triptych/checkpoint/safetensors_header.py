@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triptych.checkpoint.config_files import LORA_FILE, lora_folders, parse_json_object, read_json_object
+from triptych.checkpoint.gguf.index import INDEX as GGUF_INDEX
+from triptych.checkpoint.gguf.index import Entry, read_index
 from triptych.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 OTHER_WEIGHTS = {
-    (".gguf",): "a GGUF file, which isn't served: the safetensors of the same model are",
+    (".gguf",): "a GGUF file: MODEL may be the path of one",
     (".bin", ".pt", ".pth", ".ckpt"): "pickled weights, which can run code and aren't served: safetensors are",
     (".safetensors",): "safetensors under another name than those",
     (".onnx", ".msgpack", ".h5", ".npz"): "in a format that isn't served: safetensors are",
@@ -45,15 +47,17 @@ class TensorInfo:
 
     file: Path
     dtype: str
-    """The file's spelling: ``F32``, ``BF16``, …"""
+    """The file's spelling: ``F32``, ``BF16``, …; in GGUF files ``Q4_K``, …"""
     shape: tuple[int, ...]
     num_bytes: int
     stored_name: str = ""
     """Its name in the file, unless that is its key."""
+    entry: Entry | None = None
+    """Its place in a GGUF file; None in others."""
 
     @property
     def is_float(self) -> bool:
-        return not self.dtype.startswith(("I", "U"))
+        return self.entry is not None or not self.dtype.startswith(("I", "U"))
 
 
 def read_folder(folder: Path | str) -> dict[str, TensorInfo]:
@@ -80,6 +84,11 @@ def _lora(place: Path, name: str) -> dict[str, TensorInfo]:
 
 def _weights(folder: Path) -> dict[str, TensorInfo]:
     main = _main_file(folder)
+    if main.name == GGUF_INDEX:
+        return {
+            key: TensorInfo(folder / one.file, one.kind, tuple(one.shape), one.num_bytes, entry=one)
+            for key, one in read_index(folder).items()
+        }
     if main.name == SINGLE_FILE:
         return read_header(main)
     index, weight_map = main, _read_index(main)
@@ -94,6 +103,9 @@ def weight_files(folder: Path | str) -> list[Path]:
     """Return the files that decide every tensor's value, in a fixed order: the single file, or the index and its
     shards, and LoRAs. Raises CheckpointError as ``read_folder`` does, but reads no header."""
     main = _main_file(Path(folder))
+    if main.name == GGUF_INDEX:
+        names = {one.file for one in read_index(main.parent).values()}
+        return [main, *(main.with_name(name) for name in sorted(names))]
     shards = [] if main.name == SINGLE_FILE else sorted(set(_read_index(main).values()))
     loras = [place / LORA_FILE for place in lora_folders(folder).values()]
     return [main, *(_shard_path(main, name) for name in shards), *loras]
@@ -102,8 +114,9 @@ def weight_files(folder: Path | str) -> list[Path]:
 def has_weights(folder: Path | str) -> bool:
     """Return whether a folder has a file of weights; an index of such files alone is none. Raises CheckpointError for a
     malformed index."""
-    single, index = (Path(folder) / name for name in (SINGLE_FILE, INDEX_FILE))
-    return single.is_file() or (index.is_file() and any(index.with_name(name).is_file() for name in shard_names(index)))
+    single, index, gguf = (Path(folder) / name for name in (SINGLE_FILE, INDEX_FILE, GGUF_INDEX))
+    shards = shard_names(index) if index.is_file() else []
+    return single.is_file() or gguf.is_file() or any(index.with_name(name).is_file() for name in shards)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -137,7 +150,7 @@ def no_weights(names: Iterable[str]) -> str:
 
 def _main_file(folder: Path) -> Path:
     """Return the single file or, without one, the index. If both exist, transformers prefers the single file too."""
-    for name in (SINGLE_FILE, INDEX_FILE):
+    for name in (SINGLE_FILE, INDEX_FILE, GGUF_INDEX):
         if (folder / name).is_file():
             return folder / name
     other = no_weights(path.name for path in folder.iterdir()) if folder.is_dir() else ""

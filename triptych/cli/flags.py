@@ -41,12 +41,14 @@ from triptych.errors import CheckpointError, ConfigError
 from triptych.hub import Check, HubName, fetch, no_check
 from triptych.layers.stored.registry import described_format
 from triptych.models.registry import family_of
+from triptych.server.worker_extra import check_installed
 from triptych.topology import Role, Topology
 
 TEXT_ONLY = "1PD"
 """The default topology of a model that takes no media."""
 
 DEMO = "demo"
+GGUF = ".gguf"
 """Name of the bundled model, accepted wherever a command takes a MODEL."""
 
 G = TypeVar("G", bound=Settings)
@@ -250,6 +252,8 @@ def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_che
     of a model, whose weights are in a format that isn't served, or that lacks a shard; with ``needs_weights``, also for
     one that has none."""
     folder = MODEL_DIR if name == DEMO else Path(name)
+    if folder.suffix == GGUF and folder.is_file():
+        folder = _of_gguf(folder)
     if folder.is_file():
         what = no_weights([folder.name]).partition(" is ")[2] or "a file"
         raise CheckpointError(f"{name}: it is {what}; MODEL is a folder, or a name on the Hugging Face Hub")
@@ -267,6 +271,15 @@ def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_che
     return folder
 
 
+def _of_gguf(file: Path) -> Path:
+    """Return the folder of a model in GGUF. Raises CheckpointError as ``gguf_folder`` does, and StartError without the
+    packages that it needs."""
+    check_installed("a model in GGUF")
+    from triptych.checkpoint.gguf.folder import gguf_folder
+
+    return gguf_folder(file)
+
+
 def _check_served(folder: Path, _: int = 0) -> None:
     """Check what a folder's config says, before anything is said of weights that wouldn't help."""
     if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
@@ -275,11 +288,13 @@ def _check_served(folder: Path, _: int = 0) -> None:
 
 
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
-    """Return the name that requests give as model: that of the folder, or as on the Hub."""
-    given = arguments.model
-    return config.frontend.http.served_model_name or (
-        given if given == DEMO or (HubName.parse(given) and not Path(given).is_dir()) else config.model.name
-    )
+    """Return the name that requests give as model: that of the folder or file, or as on the Hub."""
+    given, path = arguments.model, Path(arguments.model)
+    if named := config.frontend.http.served_model_name:
+        return named
+    if path.suffix == GGUF and path.is_file():
+        return path.stem
+    return given if given == DEMO or (HubName.parse(given) and not path.is_dir()) else config.model.name
 
 
 def check_control(given_as: str, address: str, cluster: ClusterConfig) -> None:

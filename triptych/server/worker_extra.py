@@ -4,7 +4,7 @@ import importlib.util
 
 from triptych.errors import StartError
 
-PACKAGES = ("torch", "safetensors", "PIL", "av", "setproctitle")
+PACKAGES = ("torch", "safetensors", "PIL", "av", "setproctitle", "gguf")
 """Modules that the extra ``worker`` installs."""
 
 

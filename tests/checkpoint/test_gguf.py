@@ -1,0 +1,250 @@
+"""Checkpoint folders of GGUF files: they are the checkpoints that the files were made of, and damaged files are refused
+by one line."""
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from tokenizers import Tokenizer
+
+from tests.support.checkpoints import load_adapter
+from tests.support.gguf_files import SOURCES, write_gguf
+from tests.support.tiny import make_tiny
+from triptych.checkpoint.gguf import folder
+from triptych.checkpoint.gguf.file import MAX_COUNT, GgufFile, read_gguf
+from triptych.checkpoint.gguf.folder import gguf_folder
+from triptych.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_json
+from triptych.checkpoint.identity import model_identity
+from triptych.checkpoint.reader import Checkpoint
+from triptych.checkpoint.safetensors_header import read_folder
+from triptych.cli.flags import model_folder
+from triptych.errors import CheckpointError
+from triptych.layers.linear import PlainFormat
+
+CPU, FP32 = torch.device("cpu"), PlainFormat(torch.float32)
+F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "user_cache", lambda: tmp_path / "cache")  # kernels stay where they are
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the first architecture."""
+    made = tmp_path_factory.mktemp("gguf")
+    write_gguf(make_tiny(made / "source", SOURCES["llama"]), made / "m.gguf", "llama", Q8_0)
+    return made / "m.gguf"
+
+
+def decoders(*folders: Path) -> list[Any]:
+    return [load_adapter(one).load_decoder(Checkpoint(one), FP32, CPU) for one in folders]
+
+
+@pytest.mark.parametrize("architecture", SOURCES)
+def test_a_model_is_what_the_file_was_made_of(tmp_path: Path, architecture: str) -> None:
+    source = make_tiny(tmp_path / "source", SOURCES[architecture])
+    dense = write_gguf(source, tmp_path / "m.gguf", architecture, F32)
+    ours, theirs = decoders(gguf_folder(tmp_path / "m.gguf"), dense)
+    assert ours.config == theirs.config
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_values_are_the_dequantized_ones(tmp_path: Path, architecture: str, kind: str) -> None:
+    """Rows of queries and keys are in another order in the first, experts are stacked in the second."""
+    source = make_tiny(tmp_path / "source", SOURCES[architecture])
+    dense = write_gguf(source, tmp_path / "m.gguf", architecture, GGMLQuantizationType[kind])
+    ours, theirs = decoders(gguf_folder(tmp_path / "m.gguf"), dense)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name].float(), weight), name
+
+
+def test_a_file_is_named_in_place_of_a_folder(whole: Path) -> None:
+    made = model_folder(str(whole))
+    assert model_folder(str(whole)) == made, "it is made once"
+    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"]
+    assert (made / "chat_template.jinja").read_text() == (whole.parent / "source" / "chat_template.jinja").read_text()
+    theirs = Tokenizer.from_file(str(whole.parent / "source" / "tokenizer.json"))
+    ours = Tokenizer.from_file(str(made / "tokenizer.json"))
+    for text in ("Hello, wörld 你好 🙂\n\n  x1234", "<|im_start|>user", "don't  "):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+    before = model_identity(made, "a")
+    data = bytearray(whole.read_bytes())
+    data[-1] ^= 1
+    changed = whole.with_name("changed.gguf")
+    changed.write_bytes(data)
+    assert model_identity(model_folder(str(changed)), "a").weights != before.weights
+
+
+def test_a_file_that_is_replaced_is_read_again(whole: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "c.gguf"
+    copy.write_bytes(whole.read_bytes())
+    first = gguf_folder(copy)
+    copy.write_bytes(whole.read_bytes() + b"\0")
+    assert gguf_folder(copy) != first
+
+
+SPM_PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab", "<x>"]
+
+
+def sentencepiece(**settings: Any) -> GgufFile:
+    number = len(SPM_PIECES)
+    types = [2, 3, 3, *[6] * 256, *[1] * (number - 260), 4]
+    scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -0.5, -0.25, 0.0]
+    return GgufFile(
+        Path("spm.gguf"),
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": SPM_PIECES,
+            "tokenizer.ggml.token_type": np.array(types),
+            "tokenizer.ggml.scores": np.array(scores),
+            "tokenizer.ggml.bos_token_id": 1,
+            **settings,
+        },
+        {},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "tokens", "decoded"),
+    [
+        ({}, "ab a", ["<s>", "▁ab", "▁", "a"], "ab a"),
+        ({"tokenizer.ggml.add_bos_token": False}, "é<x>", ["▁", "<0xC3>", "<0xA9>", "<x>"], "é<x>"),
+        ({"tokenizer.ggml.add_space_prefix": False}, "ab", ["<s>", "ab"], "ab"),
+    ],
+)
+def test_sentencepiece(settings: dict[str, Any], text: str, tokens: list[str], decoded: str) -> None:
+    made = Tokenizer.from_str(tokenizer_json(sentencepiece(**settings)))
+    found = made.encode(text)
+    assert found.tokens == tokens
+    assert made.decode(found.ids, skip_special_tokens=True) == decoded
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_each_way_to_divide_text_loads(name: str) -> None:
+    alphabet = sorted(set(map(chr, range(33, 127))))
+    file = GgufFile(
+        Path("x"),
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": name,
+            "tokenizer.ggml.tokens": alphabet,
+            "tokenizer.ggml.token_type": np.ones(len(alphabet)),
+            "tokenizer.ggml.merges": [],
+        },
+        {},
+    )
+    assert Tokenizer.from_str(tokenizer_json(file)).encode("it's 12").tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv' is not served"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "different texts"),
+        ({"tokenizer.ggml.scores": np.ones(1)}, "must be 265 numbers"),
+        ({"tokenizer.ggml.unknown_token_id": 10**6}, "is no token"),
+    ],
+)
+def test_tokenizers_that_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        tokenizer_json(sentencepiece(**settings))
+
+
+# ── hostile files ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def header(tensors: int = 0, settings: int = 0, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, settings) + rest
+
+
+def text(value: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(value) if length is None else length) + value
+
+
+def tensor(*shape: int, kind: int = 0, offset: int = 0, dimensions: int | None = None) -> bytes:
+    count = len(shape) if dimensions is None else dimensions
+    return text(b"t") + struct.pack(f"<I{len(shape)}QIQ", count, *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "GGUF"),
+        (b"GGML" + b"\0" * 40, "begin with GGUF"),
+        (header(version=9), "version 9"),
+        (header(tensors=2**60), "over the limit"),
+        (header(settings=10**12), "over the limit"),
+        (header(settings=1, rest=text(b"k", 2**60)), "truncated"),
+        (header(settings=1, rest=text(b"k") + struct.pack("<I", 77)), "type 77"),
+        (header(settings=1, rest=text(b"k") + struct.pack("<IIQ", 9, 0, MAX_COUNT)), "truncated"),
+        (header(settings=1, rest=text(b"k") + struct.pack("<IIQ", 9, 9, 1)), "array is of type 9"),
+        (header(settings=1, rest=text(b"\xff") + struct.pack("<IB", 0, 0)), "utf-8"),
+        (header(1, 1, text(b"general.alignment") + struct.pack("<II", 4, 3) + tensor(1)), "power of two"),
+        (header(1, rest=tensor(2**40)), "ends at byte"),
+        (header(1, rest=tensor(1, offset=2**62)), "ends at byte"),
+        (header(1, rest=tensor(1, dimensions=2**31)), "dimensions"),
+        (header(1, rest=tensor(33, kind=8) + b"\0" * 64), "no blocks of 32"),
+        (header(1, rest=tensor(32, kind=99) + b"\0" * 64), "type 99"),
+        (header(2, rest=tensor(1) * 2 + b"\0" * 64), "two tensors"),
+        (header(1, rest=tensor(1) + b"\0" * 64), "general.architecture None is not served"),
+    ],
+)
+def test_hostile_headers(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=says) as refused:
+        gguf_folder(path)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("cache/gguf/*")), "nothing is left"
+
+
+def test_damaged_files_are_refused_or_read(whole: Path, tmp_path: Path) -> None:
+    """A few bytes changed anywhere before the values, or the end cut off."""
+    data, source = whole.read_bytes(), random.Random(7)
+    begin = min(one.offset for one in read_gguf(whole).tensors.values())
+    path = tmp_path / "m.gguf"
+    refused = 0
+    for number in range(60):
+        damaged = bytearray(data[: source.randrange(len(data))] if number % 5 == 0 else data)
+        for _ in range(source.randint(1, 3)):
+            if damaged:
+                damaged[source.randrange(min(begin, len(damaged)))] = source.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            read_folder(gguf_folder(path))
+        except CheckpointError as error:
+            refused += "\n" not in str(error)
+    assert refused > 20
+
+
+def test_a_split_file_needs_all_its_parts(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    path.write_bytes(header())
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf: missing"):
+        gguf_folder(path)
+
+
+def test_an_index_cannot_name_other_files(whole: Path, tmp_path: Path) -> None:
+    made = gguf_folder(whole)
+    index = made / "gguf.json"
+    entries = json.loads(index.read_text())
+    key = next(iter(entries))
+    changes: tuple[dict[int, Any], ...] = ({0: "../secret.gguf"}, {3: 2**50}, {2: []}, {4: -1})
+    for change in changes:
+        changed = [change.get(place, value) for place, value in enumerate(entries[key])]
+        index.write_text(json.dumps(entries | {key: changed}))
+        with pytest.raises(CheckpointError):
+            read_folder(made)

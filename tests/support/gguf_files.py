@@ -1,0 +1,166 @@
+"""Writes tiny checkpoints as GGUF files, changed as llama.cpp's converter changes them."""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+
+from tests.support.backbones import IDS, VOCABULARY
+from tests.support.tiny import Tiny
+from triptych.checkpoint.gguf.architectures import ARCHITECTURES, WHOLE, Architecture
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "rms_norm_eps": 2.0**-17,
+    "rope_theta": 2.0**16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": IDS["<|endoftext|>"],
+    "eos_token_id": IDS["<|im_end|>"],
+}
+"""Blocks of 32 divide each row."""
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
+GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 16, "hidden_activation": "gelu_pytorch_tanh"}
+SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 32.0}
+
+
+def _tiny(architecture: str, model_type: str, **settings: Any) -> Tiny:
+    own = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
+    return Tiny(SIZES | own | settings, split_experts=True)
+
+
+SOURCES: dict[str, Tiny] = {
+    "llama": _tiny("Llama", "llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "qwen2": _tiny("Qwen2", "qwen2", tie_word_embeddings=True),
+    "qwen2moe": _tiny("Qwen2Moe", "qwen2_moe", **EXPERTS, shared_expert_intermediate_size=128, norm_topk_prob=False),
+    "qwen3": _tiny("Qwen3", "qwen3"),
+    "qwen3moe": _tiny("Qwen3Moe", "qwen3_moe", **EXPERTS, norm_topk_prob=True),
+    "gemma2": _tiny("Gemma2", "gemma2", tie_word_embeddings=True, **GEMMA, **SOFTCAPS),
+    "gemma3": _tiny(
+        "Gemma3", "gemma3_text", tie_word_embeddings=True, sliding_window_pattern=6, rope_local_base_freq=1e4, **GEMMA
+    ),
+}
+"""By the architecture that files name."""
+
+
+def write_gguf(source: Path, path: Path, architecture: str, kind: GGMLQuantizationType) -> Path:
+    """Writes a checkpoint's weights, those of two dimensions as ``kind``, to ``path``. Returns a copy of the checkpoint
+    whose weights are the dequantized ones."""
+    entry = ARCHITECTURES[architecture]
+    config = json.loads((source / "config.json").read_text())
+    writer = GGUFWriter(path, architecture)
+    _write_settings(writer, architecture, config)
+    _write_tokenizer(writer, source)
+    stacks: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    dense = {}
+    for key, weight in load_file(source / "model.safetensors").items():
+        is_quantized = weight.ndim == 2 and kind != GGMLQuantizationType.F32
+        stored = quantize(weight, kind) if is_quantized else weight
+        dense[key] = dequantize(stored, kind) if is_quantized else weight
+        name, expert = _named(key, entry)
+        if name.endswith("norm.weight"):
+            stored = stored + np.float32(entry.norm_offset)
+        part = re.sub(r"blk\.\d+\.", "", name)
+        if entry.rotated and part.startswith(("attn_q.", "attn_k.")):
+            heads = config["num_attention_heads" if part.startswith("attn_q") else "num_key_value_heads"]
+            stored = stored.reshape(heads, 2, -1, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
+        raw = kind if is_quantized else GGMLQuantizationType.F32
+        if expert is None:
+            stored = stored[0] if part == "ffn_gate_inp_shexp.weight" and not is_quantized else stored
+            writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=raw)
+        else:
+            stacks[name][expert] = stored
+    for name, experts in stacks.items():
+        stack = np.stack([experts[number] for number in sorted(experts)])
+        writer.add_tensor(name, stack, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    copy = source.with_name(f"{source.name}-dequantized")
+    copy.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (copy / file.name).write_bytes(file.read_bytes())
+    save_file(dense, copy / "model.safetensors")
+    return copy
+
+
+def _named(key: str, entry: Architecture) -> tuple[str, int | None]:
+    """The file's name of a tensor, and which expert's it is."""
+    part, _, kind = key.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", part)
+    if layer is None:
+        return f"{next(name for name, theirs in WHOLE.items() if theirs == part)}.{kind}", None
+    expert = re.search(r"experts\.(\d+)\.", layer[2])
+    theirs = re.sub(r"experts\.\d+\.", "experts.{}.", layer[2])
+    own = next(name for name, one in entry.names.items() if one == theirs)
+    return f"blk.{layer[1]}.{own}.{kind}", int(expert[1]) if expert else None
+
+
+def _write_settings(writer: GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
+    counts = {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    if "sliding_window_pattern" in config or "attn_logit_softcapping" in config:
+        counts["attention.sliding_window"] = "sliding_window"
+    floats = {
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    for name, ours in counts.items():
+        if ours in config:
+            writer.add_uint32(f"{architecture}.{name}", config[ours])
+    for name, ours in floats.items():
+        if ours in config:
+            writer.add_float32(f"{architecture}.{name}", config[ours])
+    if scaling := config.get("rope_scaling"):
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling["rope_type"])
+        writer.add_float32(f"{architecture}.rope.scaling.factor", scaling["factor"])
+
+
+def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    by_id = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    special = {one["id"]: one["content"] for one in tokenizer["added_tokens"]}
+    by_id[special.popitem()[0]] = "ab"  # of the only merge: a file must have one
+    tokens = [(by_id | special)[number] for number in range(len(by_id | special))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if number in special else 1 for number in range(len(tokens))])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(IDS["<|im_end|>"])
+    writer.add_bos_token_id(IDS["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((source / "chat_template.jinja").read_text())

@@ -1,0 +1,192 @@
+"""What GGUF files call a model's settings and tensors, and what transformers' files do.
+
+A file's ``general.architecture`` names an entry of ``ARCHITECTURES``. The names and the changes that llama.cpp makes to
+weights are those of its ``conversion`` folder.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from triptych.checkpoint.gguf.file import GgufFile
+from triptych.errors import CheckpointError
+
+Config = dict[str, Any]
+
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+GEMMA_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""``{}`` is an expert's number."""
+WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+class ModelSettings:
+    """A file's settings of its architecture. Each method raises CheckpointError, naming the setting, for one that is
+    missing or of another type."""
+
+    def __init__(self, file: GgufFile, architecture: str) -> None:
+        self.file = file
+        self._architecture = architecture
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """Return a number, the largest of several; ``default`` None: there must be one."""
+        key = f"{self._architecture}.{name}"
+        found = self.file.settings.get(key, default)
+        if isinstance(found, np.ndarray) and found.size:
+            found = found.max().item()
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise CheckpointError(f"{self.file.path}: {key} must be a number, not {found!r}")
+        return found
+
+    def has(self, name: str) -> bool:
+        return f"{self._architecture}.{name}" in self.file.settings
+
+    def text(self, name: str) -> str:
+        return str(self.file.settings.get(f"{self._architecture}.{name}", ""))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How files of one architecture are read."""
+
+    model_type: str
+    names: Mapping[str, str]
+    """By the part of a layer's name: what transformers calls it."""
+    more: Callable[[ModelSettings], Config] = field(default=lambda _: {})
+    """What its config has beyond ``common``."""
+    rotated: bool = False
+    """Whether rows of queries and keys are in the order of pairs, and transformers' in the order of halves."""
+    norm_offset: int = 0
+    """What the file's norms have been added to."""
+
+
+def config_of(file: GgufFile) -> tuple[Architecture, Config]:
+    """Return a file's architecture and the ``config.json`` that transformers' files of the model have. Raises
+    CheckpointError for an architecture that isn't served, and for settings that are missing or contradict tensors."""
+    name = file.settings.get("general.architecture")
+    found = ARCHITECTURES.get(str(name))
+    if found is None:
+        served = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{file.path}: general.architecture {name!r} is not served; served: {served}")
+    settings = ModelSettings(file, str(name))
+    return found, {"model_type": found.model_type, **_common(settings), **found.more(settings)}
+
+
+def _common(settings: ModelSettings) -> Config:
+    heads, width = settings.number("attention.head_count"), settings.number("embedding_length")
+    tensors = settings.file.tensors
+    if (embedding := tensors.get("token_embd.weight")) is None:
+        raise CheckpointError(f"{settings.file.path}: tensor 'token_embd.weight' is missing")
+    config = {
+        "hidden_size": width,
+        "num_hidden_layers": settings.number("block_count"),
+        "intermediate_size": settings.number("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.number("attention.head_count_kv", heads),
+        "head_dim": settings.number("attention.key_length", width // heads if heads else 0),
+        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": settings.number("context_length"),
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_theta": settings.number("rope.freq_base", 10_000.0),
+        "dtype": "float32",
+    }
+    kind = settings.text("rope.scaling.type")
+    if kind == "linear" and settings.number("rope.scaling.factor") != 1:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": settings.number("rope.scaling.factor")}
+    elif kind not in ("", "none", "linear"):
+        raise CheckpointError(f"{settings.file.path}: rope.scaling.type {kind!r} is not served")
+    for tensor in ("rope_freqs.weight", "rope_factors_long.weight"):
+        if tensor in tensors:
+            raise CheckpointError(f"{settings.file.path}: tensor {tensor!r}, factors of the rope, is not served")
+    return config
+
+
+def _windows(settings: ModelSettings) -> Config:
+    if settings.has("attention.sliding_window"):
+        raise CheckpointError(f"{settings.file.path}: attention.sliding_window is not served for this architecture")
+    return {}
+
+
+def _gemma2(settings: ModelSettings) -> Config:
+    return {
+        "sliding_window": settings.number("attention.sliding_window", 4096),
+        "attn_logit_softcapping": settings.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _query_scale(settings, 46),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma3(settings: ModelSettings) -> Config:
+    return {
+        "sliding_window": settings.number("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": settings.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _query_scale(settings, 62),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _query_scale(settings: ModelSettings, largest: int) -> int:
+    """Return what attention divides by the root of. The largest model of each generation, known by its number of
+    layers, has the width of a head without its own length."""
+    if settings.number("block_count") == largest:
+        return int(settings.number("embedding_length") // settings.number("attention.head_count"))
+    return int(settings.number("attention.key_length"))
+
+
+def _experts(settings: ModelSettings) -> Config:
+    return {
+        "num_experts": settings.number("expert_count"),
+        "num_experts_per_tok": settings.number("expert_used_count"),
+        "moe_intermediate_size": settings.number("expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _qwen3_moe(settings: ModelSettings) -> Config:
+    return _experts(settings) | {"norm_topk_prob": True}
+
+
+def _qwen2_moe(settings: ModelSettings) -> Config:
+    shared = settings.number("expert_shared_feed_forward_length", settings.number("feed_forward_length"))
+    return _experts(settings) | {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", ATTENTION | MLP | NORMS, _windows, rotated=True),
+    "qwen2": Architecture("qwen2", ATTENTION | MLP | NORMS, _windows),
+    "qwen2moe": Architecture("qwen2_moe", ATTENTION | EXPERTS | NORMS, _qwen2_moe),
+    "qwen3": Architecture("qwen3", ATTENTION | MLP | NORMS, _windows),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | EXPERTS | NORMS, _qwen3_moe),
+    "gemma2": Architecture("gemma2", ATTENTION | MLP | GEMMA_NORMS, _gemma2, norm_offset=1),
+    "gemma3": Architecture("gemma3_text", ATTENTION | MLP | GEMMA_NORMS, _gemma3, norm_offset=1),
+}
+"""By the name in ``general.architecture``."""

@@ -1,0 +1,139 @@
+"""Makes a checkpoint folder of GGUF files: settings and tokenizer as transformers' files have them, links to the files,
+and an index that says where in them each tensor is. Values are read from the files as they are.
+
+Folders are in the user's cache and named after the files' state, so that each is made once.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from triptych.checkpoint.config_files import GENERATION_CONFIG
+from triptych.checkpoint.gguf.architectures import WHOLE, Architecture, config_of
+from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
+from triptych.checkpoint.gguf.index import INDEX, Entry, written
+from triptych.checkpoint.gguf.tokenizer import CONTROL, tokenizer_json
+from triptych.errors import CheckpointError
+from triptych.user_cache import user_cache
+
+SUFFIX = ".gguf"
+LAYOUT = "1"
+"""Changes when folders are made otherwise."""
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
+"""Tokens that end a turn, whatever the settings name."""
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the checkpoint folder of a model in GGUF, of one file or split, given by its first. Raises CheckpointError
+    for a damaged or missing file, and for what isn't served."""
+    paths = _parts(path)
+    try:
+        home = user_cache()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
+    try:
+        states = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in paths]
+        name = f"{path.stem}-{blake3(json.dumps([LAYOUT, states]).encode()).hexdigest()[:16]}"
+        folder = home / "gguf" / name
+        if not (folder / INDEX).is_file():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _make(folder, [read_gguf(one) for one in paths])
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be made a checkpoint folder: {error}") from error
+    return folder
+
+
+def _parts(path: Path) -> list[Path]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file")
+    if (found := PART.fullmatch(path.name)) is None:
+        return [path]
+    paths = [path.with_name(f"{found[1]}-{number:05}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1)]
+    if missing := next((one for one in paths if not one.is_file()), None):
+        raise CheckpointError(f"{missing}: missing; it is a part of {path.name}")
+    return paths
+
+
+def _make(folder: Path, files: Sequence[GgufFile]) -> None:
+    """Write the folder whole or not at all: other processes may make it at the same time."""
+    first = files[0]
+    architecture, config = config_of(first)
+    entries = _entries(files, architecture, config)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".made-"))
+    try:
+        texts = {"config.json": json.dumps(config, indent=1), "tokenizer.json": tokenizer_json(first)}
+        texts |= _prompt_files(first)
+        for number, file in enumerate(files):
+            (made / f"{number}{SUFFIX}").symlink_to(file.path.resolve())
+        for name, text in texts.items():
+            (made / name).write_text(text)
+        (made / INDEX).write_bytes(written(entries))
+        with contextlib.suppress(OSError):  # another process was first
+            made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _entries(files: Sequence[GgufFile], architecture: Architecture, config: dict[str, Any]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for number, file in enumerate(files):
+        for tensor in file.tensors.values():
+            part, _, kind = tensor.name.rpartition(".")
+            part = re.sub(r"blk\.\d+\.", "", part)
+            rotated = heads.get(part, 0) if architecture.rotated else 0
+            shift = -architecture.norm_offset if part.endswith("norm") and kind == "weight" else 0
+            for key, offset, shape in _places(file, tensor, architecture):
+                where = (f"{number}{SUFFIX}", tensor.kind.name, list(shape), offset, tensor.row_bytes)
+                entries[key] = Entry(*where, rotated, shift)
+    return entries
+
+
+def _places(file: GgufFile, tensor: GgufTensor, architecture: Architecture) -> Iterator[tuple[str, int, Sequence[int]]]:
+    """Yield names of a tensor, each with where it begins and its shape: one, or one for each expert of a stack."""
+    part, _, kind = tensor.name.rpartition(".")
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", part)
+    name = WHOLE.get(part) if found is None else architecture.names.get(found[2])
+    if name is None:
+        raise CheckpointError(f"{file.path}: tensor {tensor.name!r} has no place in {architecture.model_type}")
+    key = name if found is None else f"model.layers.{found[1]}.{name}"
+    if "{}" not in key:
+        shape = (1, *tensor.shape) if key.endswith("shared_expert_gate") and len(tensor.shape) == 1 else tensor.shape
+        yield f"{key}.{kind}", tensor.offset, shape
+        return
+    bytes_each = tensor.num_bytes // max(1, tensor.shape[0])
+    for expert in range(tensor.shape[0]):
+        yield f"{key.format(expert)}.{kind}", tensor.offset + expert * bytes_each, tensor.shape[1:]
+
+
+def _prompt_files(file: GgufFile) -> dict[str, str]:
+    """Return the files that say which tokens begin and end texts, and how conversations are written."""
+    settings = file.settings
+    tokens = settings["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list), "the tokenizer was made of them"
+    names = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
+    ids = {name: settings.get(f"tokenizer.ggml.{setting}") for name, setting in names.items()}
+    known = {name: one for name, one in ids.items() if isinstance(one, int) and 0 <= one < len(tokens)}
+    types = settings["tokenizer.ggml.token_type"]
+    controls = {tokens[number] for number in np.flatnonzero(np.asarray(types) == CONTROL)}
+    ends = {tokens.index(text) for text in ENDS if text in controls}
+    ends |= {known["eos_token"]} if "eos_token" in known else set()
+    more = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    ends |= {one for one in more if isinstance(one, int) and 0 <= one < len(tokens)}
+    made = {
+        "tokenizer_config.json": json.dumps({name: tokens[number] for name, number in known.items()}),
+        GENERATION_CONFIG: json.dumps({"eos_token_id": sorted(ends)}),
+    }
+    if isinstance(template := settings.get("tokenizer.chat_template"), str):
+        made["chat_template.jinja"] = template
+    return made

@@ -1,0 +1,153 @@
+"""Makes the ``tokenizer.json`` of a GGUF file's vocabulary.
+
+What the numbers and names mean: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's
+``src/llama-vocab.cpp``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from triptych.checkpoint.gguf.file import GgufFile
+from triptych.errors import CheckpointError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens."""
+SPACE = "▁"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+JSON = dict[str, Any]
+
+
+def tokenizer_json(file: GgufFile) -> str:
+    """Return the tokenizer as ``tokenizers`` stores it. Raises CheckpointError for a kind that isn't served, and for
+    lists that contradict each other."""
+    settings = file.settings
+    tokens = settings.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.tokens must be different texts")
+    types = [int(kind) for kind in _numbers(file, "tokenizer.ggml.token_type", len(tokens))]
+    match settings.get("tokenizer.ggml.model"):
+        case "gpt2":
+            made = _byte_level(file, tokens)
+        case "llama":
+            made = _sentencepiece(file, tokens, types)
+        case other:
+            raise CheckpointError(f"{file.path}: tokenizer.ggml.model {other!r} is not served; served: 'gpt2', 'llama'")
+    made["added_tokens"] = [
+        {"id": number, "content": text, "special": kind == CONTROL, "normalized": False, "single_word": False,
+         "lstrip": False, "rstrip": False}
+        for number, (text, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN) and text
+    ]  # fmt: skip
+    bos = settings.get("tokenizer.ggml.bos_token_id")
+    adds = settings.get("tokenizer.ggml.add_bos_token", settings["tokenizer.ggml.model"] == "llama")
+    if adds and isinstance(bos, int) and 0 <= bos < len(tokens):
+        made["post_processor"] = _leading(tokens, bos)
+    try:
+        return Tokenizer.from_str(json.dumps({"version": "1.0", **made}, ensure_ascii=False)).to_str()
+    except Exception as error:  # the library raises Exception itself
+        raise CheckpointError(f"{file.path}: the tokenizer is not whole: {error}") from error
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> JSON:
+    name = file.settings.get("tokenizer.ggml.pre", "default")
+    split = PRE_TOKENIZERS.get(str(name))
+    if split is None:
+        served = ", ".join(PRE_TOKENIZERS)
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.pre {name!r} is not served; served: {served}")
+    merges = file.settings.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not all(" " in merge[1:] for merge in merges):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens")
+    pairs = [[merge[: (at := merge.index(" ", 1))], merge[at + 1 :]] for merge in merges]
+    return {
+        "model": _bpe(tokens, pairs, ignore_merges=name in WHOLE_FIRST),
+        "normalizer": {"type": "NFC"} if name in NORMALISED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split},
+        "decoder": _BYTES,
+    }
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> JSON:
+    scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
+    unknown = file.settings.get("tokenizer.ggml.unknown_token_id", 0)
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.unknown_token_id {unknown!r} is no token")
+    begins = bool(file.settings.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    normalizers = [{"type": "Prepend", "prepend": SPACE}, spaces] if begins else [spaces]
+    decoders: list[JSON] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if begins:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    merges = _merges(tokens, types, scores)
+    return {
+        "model": _bpe(tokens, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True),
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
+def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[list[str]]:
+    """Return the merges of a SentencePiece model: any two pieces that are a piece together, best score first."""
+    rank = {text: number for number, text in enumerate(tokens)}
+    pieces = [number for number, kind in enumerate(types) if kind == NORMAL and len(tokens[number]) > 1]
+    merges: list[list[str]] = []
+    for number in sorted(pieces, key=lambda one: (-scores[one], one)):
+        text = tokens[number]
+        halves = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        known = [pair for pair in halves if pair[0] in rank and pair[1] in rank]
+        merges += [list(pair) for pair in sorted(known, key=lambda pair: (rank[pair[0]], rank[pair[1]]))]
+    return merges
+
+
+def _bpe(tokens: Sequence[str], merges: list[list[str]], **settings: Any) -> JSON:
+    plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}  # fmt: skip
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    return {"type": "BPE", **plain, **settings, "vocab": vocabulary, "merges": merges}
+
+
+def _leading(tokens: Sequence[str], bos: int) -> JSON:
+    """Return the step that puts a token before a text."""
+    begin, text = {"SpecialToken": {"id": tokens[bos], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    named = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+    return {
+        "type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, second], "special_tokens": named,
+    }  # fmt: skip
+
+
+def _numbers(file: GgufFile, name: str, count: int) -> Sequence[float]:
+    found = file.settings.get(name)
+    if found is None or isinstance(found, str | int | float) or len(found) != count:
+        raise CheckpointError(f"{file.path}: {name} must be {count} numbers")
+    return list(found)
+
+
+def _by(pattern: str) -> list[JSON]:
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, whole]
+
+
+_BYTES: JSON = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_GPT2, _DIGITS = [_BYTES], [{"type": "Digits", "individual_digits": True}, _BYTES]
+_LLAMA3, _QWEN2 = _by(WORDS + r"\p{N}{1,3}" + MARKS), _by(WORDS + r"\p{N}" + MARKS)
+PRE_TOKENIZERS: Mapping[str, list[JSON]] = {
+    name: steps
+    for names, steps in (
+        ("default gpt-2 phi-2 mpt olmo jais", _GPT2),
+        ("smollm refact command-r starcoder codeshell", _DIGITS),
+        ("llama-bpe llama3 llama-v3 smaug-bpe dbrx", _LLAMA3),
+        ("qwen2 deepseek-r1-qwen stablelm2 hunyuan", _QWEN2),
+    )
+    for name in names.split()
+}
+"""By llama.cpp's names: how text is divided before its bytes are merged."""
+WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3")
+"""A word that is a token is taken whole, without merges."""
+NORMALISED = ("qwen2", "deepseek-r1-qwen")
