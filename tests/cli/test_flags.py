@@ -100,6 +100,7 @@ def test_every_setting_has_a_flag_and_a_variable_and_the_flag_wins(
         "fabric": "shm",
         "checksum": "always",
         "placement": "round-robin",
+        "encode_cache_disk": "/srv/rows,2GiB",
         "restart": "never",
         "mooncake_protocol": "rdma",
         "mooncake_devices": "mlx5_0",

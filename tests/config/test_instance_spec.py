@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.config import (
+    CacheFolder,
     ClusterConfig,
     CpuSet,
     EncodeConfig,
@@ -32,7 +33,7 @@ CONFIG = ServeConfig(
         kv_cache_memory=MemorySize.parse("30%"),
         enable_prefix_caching=False,
     ),
-    encode=EncodeConfig(decode_timeout=1.5),
+    encode=EncodeConfig(decode_timeout=1.5, encode_cache_disk=CacheFolder.parse("/var/rows,1GiB")),
     transfer=TransferConfig(inject_faults="drop=0.5"),
     cluster=ClusterConfig(cluster_host="fd00::1", cluster_secret_file="/run/secrets/cluster"),
     frontend=FrontendConfig.of(api_key=("hidden",)),

@@ -1,12 +1,37 @@
 """Value types of settings: what they read, what they refuse, and what they compute."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from triptych.config import CpuSet, ItemLimits, MemorySize, RankSizes
+from triptych.config import CacheFolder, CpuSet, ItemLimits, MemorySize, RankSizes
 from triptych.errors import ConfigError, TriptychError
 from triptych.topology import Role
+
+# ── folders ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("/var/rows,20GiB", CacheFolder("/var/rows", 20 * 2**30)),
+        ("/var/a,b, 500 MB", CacheFolder("/var/a,b", 500_000_000)),
+        (f"{Path.cwd()}/rows,1TiB", CacheFolder(f"{Path.cwd()}/rows", 2**40)),
+        ("", CacheFolder()),
+    ],
+)
+def test_a_folder_has_an_amount(text: str, folder: CacheFolder) -> None:
+    assert CacheFolder.parse(text) == folder
+    assert CacheFolder.parse(str(folder)) == folder
+    assert CacheFolder.parse(text.replace(f"{Path.cwd()}/", "")) == folder
+
+
+@pytest.mark.parametrize("text", ["/var/rows", ",1GiB", "/var/rows,", "/var/rows,10%", "/var/rows,lots"])
+def test_a_folder_without_an_amount_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        CacheFolder.parse(text)
+
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
 

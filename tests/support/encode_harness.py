@@ -142,6 +142,10 @@ class EncodeHarness:
         self.until(lambda: self.loop.idle)
         return [(to, message.transfer, message.cached) for to, message in self.of(Encoded)]
 
+    def settle(self) -> None:
+        """Advance until nothing is to be done, or a file is to be fetched."""
+        self.until(lambda: self.loop.idle or len(self.loop.fetcher))
+
     def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():

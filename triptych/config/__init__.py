@@ -4,6 +4,7 @@ them onto the field."""
 
 from triptych.config.addresses import host_and_port, is_loopback, is_unspecified, split_addresses
 from triptych.config.admission import AdmissionConfig
+from triptych.config.cache_folder import CacheFolder
 from triptych.config.changes import changed
 from triptych.config.cluster import ClusterConfig
 from triptych.config.cpu_set import CpuSet
@@ -57,6 +58,7 @@ __all__ = [
     "QUANTIZATIONS",
     "AdmissionConfig",
     "AuthConfig",
+    "CacheFolder",
     "ClusterConfig",
     "CorsConfig",
     "CpuSet",

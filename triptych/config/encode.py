@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from triptych.config.cache_folder import CacheFolder
 from triptych.config.settings import Settings, setting
 
 
@@ -18,3 +19,14 @@ class EncodeConfig(Settings):
     decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB", ge=1)
     decode_timeout: float = setting(30.0, "seconds that decoding one media item may take", gt=0)
     encode_cache_mb: int = setting(256, "cache of one encode instance for embeddings, in MiB", ge=0)
+    encode_cache_shm_mb: int = setting(
+        0,
+        "cache in shared memory, which outlives instances and is common to those of a user on a machine, in MiB",
+        ge=0,
+    )
+    encode_cache_disk: CacheFolder = setting(
+        CacheFolder(),
+        "cache on a disk, for embeddings that the others lack: a folder that several encode instances may have in "
+        "common, and how much it may take, such as /var/cache/triptych,20GiB; default: none",
+        parse=CacheFolder.parse,
+    )

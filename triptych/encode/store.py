@@ -55,7 +55,7 @@ class EmbeddingStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows that it keeps."""
+        """Size of what it keeps."""
 
     @property
     def max_bytes(self) -> int: ...

@@ -1,11 +1,14 @@
 """Builds what an instance encodes with."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from triptych.config import EncodeConfig
+from triptych.encode.file_store import FileStore
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
-from triptych.encode.store import MemoryStore
+from triptych.encode.store import EmbeddingStore, MemoryStore, TieredStore
 from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
 from triptych.layers.encoder import Encoder
@@ -13,6 +16,9 @@ from triptych.sandbox.protocol import Limits
 from triptych.server.instance import Instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.transfer.sender import Sender
+
+SHARED_FOLDER = f"/dev/shm/triptych-rows-{os.getuid()}"
+"""Rows in shared memory of all encode instances that this user runs on the machine."""
 
 
 def encode_loop_factory(
@@ -25,7 +31,7 @@ def encode_loop_factory(
     start_workers: Callable[[], PreprocessWorkers],
 ) -> Callable[[], EncodeLoop]:
     """Return a function that builds encode loops, one after another, which share one store."""
-    store = MemoryStore(encode.encode_cache_mb * 2**20)
+    store = _make_store(encode)
     return lambda: EncodeLoop(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
@@ -37,6 +43,19 @@ def encode_loop_factory(
         address=instance.channel.address,
         send=instance.send,
     )
+
+
+def _make_store(encode: EncodeConfig) -> EmbeddingStore:
+    """Return the encoder cache in its tiers. Raises StartError for a folder that can't be used."""
+    tiers: list[EmbeddingStore] = [MemoryStore(encode.encode_cache_mb * 2**20)]
+    disk = encode.encode_cache_disk
+    for folder, num_bytes in ((SHARED_FOLDER, encode.encode_cache_shm_mb * 2**20), (disk.path, disk.num_bytes)):
+        if num_bytes:
+            try:
+                tiers.append(FileStore(Path(folder), num_bytes))
+            except OSError as error:
+                raise StartError(f"the encoder cache can't use {folder}: {error}") from error
+    return TieredStore(tiers) if len(tiers) > 1 else tiers[0]
 
 
 class WorkerStarter:
