@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import Running, running
+from triptych.engine.cache_rows import HostCacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.errors import InternalError, TransferError
 from triptych.messages.work import Prefill, SamplingParams
@@ -63,5 +64,23 @@ def test_a_prefill_that_cannot_be_offered_fails_its_request_at_once(
                 with pytest.raises(InternalError, match="under way already"):
                     await service.answer(MESSAGES)
             assert len(await service.answer(MESSAGES)) == 32
+
+    asyncio.run(run())
+
+
+def test_no_memory_to_copy_rows_is_not_the_requests_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with running(folder, "1E1P1D") as service:
+            right = await service.answer(MESSAGES)
+            copy = HostCacheRows.write
+
+            def fail_once(*_: object) -> None:
+                monkeypatch.setattr(HostCacheRows, "write", copy)
+                raise MemoryError("no pinned memory")
+
+            monkeypatch.setattr(HostCacheRows, "write", fail_once)
+            async with asyncio.timeout(20):
+                assert await service.answer(MESSAGES, cache_salt="another") == right
+            assert HostCacheRows.write is copy, "it failed once"
 
     asyncio.run(run())

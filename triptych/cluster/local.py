@@ -13,7 +13,7 @@ from triptych import exit_codes
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.launcher import Launcher, RunningProcess
 from triptych.cluster.rollout import Replacing
-from triptych.cluster.supervision import FIRST_DELAY, Decision, Ended, EndService, Restart, StayDown, Supervision
+from triptych.cluster.supervision import FIRST_DELAY, Decision, Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState, SparePlace
 from triptych.running_time import running_time
@@ -334,11 +334,15 @@ class LocalCluster:
         while not process.stopping:
             ended, who, last_line = await self._run(process)
             last_words = f": {last_line}" if ended.code > 0 and last_line else ""
-            if not process.restarts or (self.ending and ended.code == 0):
+            is_current = self._is_current(process)
+            is_refused = not is_current and ended.code in exit_codes.PERMANENT  # its frontend has ended
+            if not process.restarts or is_refused or (self.ending and ended.code == 0):
                 process.why_ended = "" if process.stopping else f"{who} {ended}{last_words}"
                 self.changed.set()
                 return
-            decision = self._decide(process, ended)
+            decision: Decision = Restart(FIRST_DELAY, 1)  # one that was replaced is only needed for a while
+            if is_current:
+                decision = self.supervision.ended(process.spec.name, ended, self._clock())
             process.waits = isinstance(decision, Restart)
             self.changed.set()
             match decision:
@@ -353,13 +357,6 @@ class LocalCluster:
                 case _:
                     log.error("%s %s%s; not starting it again", who, ended, last_words)
                     return
-
-    def _decide(self, process: SupervisedProcess, ended: Ended) -> Decision:
-        """Decide what follows from the end of a process that may be started again. One that was replaced is only needed
-        until requests have ended."""
-        if self._is_current(process):
-            return self.supervision.ended(process.spec.name, ended, self._clock())
-        return StayDown() if ended.code in exit_codes.PERMANENT else Restart(FIRST_DELAY, 1)
 
     async def _run(self, process: SupervisedProcess) -> tuple[Ended, str, str]:
         """Run a process once. Return how it ended, its description and its last line."""

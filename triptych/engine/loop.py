@@ -381,7 +381,7 @@ class EngineLoop:
                 self.scheduler.preempt(active.request)
                 self._expect_rows(active)
                 return
-        self._fail(active, failure.error.error(failure.reason))
+        self._fail(active, failure.error.error(failure.reason), failure.culprit)
 
     def _on_prefilled(self, message: Prefilled) -> None:
         assert self._kv_source is not None

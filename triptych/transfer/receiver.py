@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triptych.errors import ErrorKind, Unavailable
+from triptych.job_faults import Culprit
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
@@ -51,6 +52,12 @@ class TransferFailure:
     reason: str
     suspect: bool = True
     """Whether the transfer may be the cause (``Abort.suspect``)."""
+
+    @property
+    def culprit(self) -> Culprit | None:
+        """Whose fault it is; None for what the error says. What fails inside, as for lack of memory, may not be the
+        request's."""
+        return Culprit.UNCLEAR if self.error is ErrorKind.INTERNAL_ERROR else None
 
 
 class Cause(NamedTuple):
