@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from scripts.generated import DOCS, table, with_region
-from triptych.cli.other_projects import INSTEAD
+from triptych.cli.other_projects import COMMANDS_INSTEAD, INSTEAD
 from triptych.config import CONFIG_GROUPS, flag, spellings
 
 PAGE = DOCS / "coming-from-vllm.md"
@@ -16,7 +16,10 @@ PAGE = DOCS / "coming-from-vllm.md"
 
 def page() -> str:
     """The page with its table as the code has it."""
-    return with_region(PAGE.read_text(), "flags", table(["flag there", "here"], [*_names(), *_sentences()]))
+    groups = groupby(COMMANDS_INSTEAD, key=lambda name: COMMANDS_INSTEAD[name])
+    commands = [[", ".join(f"`{name}`" for name in names), sentence] for sentence, names in groups]
+    tables = table(["flag there", "here"], [*_names(), *_sentences()]), table(["command there", "here"], commands)
+    return with_region(PAGE.read_text(), "flags", "\n\n".join(tables))
 
 
 def _names() -> list[list[str]]:

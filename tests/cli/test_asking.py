@@ -15,6 +15,9 @@ import pytest
 
 from triptych.cli import demo, main, run
 from triptych.cli.asking import request_body
+from triptych.cli.demo import is_free
+from triptych.config import ServeConfig
+from triptych.errors import StartError
 
 Start = Callable[[str], None]
 """Makes the commands ask a service of this URL instead of one of their own."""
@@ -191,3 +194,23 @@ def test_the_question_is_asked_with_a_key_of_the_service(
     with pytest.raises(SystemExit):
         main([*commands(command), "--api-key", "first,second"])
     assert set(_Service.authorized) == {"Bearer first"}
+
+
+def test_the_demo_takes_another_port_than_one_in_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = []
+
+    def started(config: ServeConfig, *_: Any) -> None:
+        chosen.append(config.frontend.http.port)
+        raise StartError("enough")
+
+    monkeypatch.setattr(demo, "started", started)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(demo, "is_free", lambda host, _: is_free(host, port))
+        for arguments in ([], ["--port", "8000"]):
+            with pytest.raises(SystemExit):
+                main(["demo", *arguments])
+    assert chosen == [0, 8000]
+    assert "enough" in capsys.readouterr().err

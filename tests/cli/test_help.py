@@ -90,6 +90,7 @@ def test_numbers_have_units() -> None:
     [
         ([], "triptych: the COMMAND is missing: one of serve, chat, run"),
         (["fly"], "triptych: argument COMMAND: invalid choice: 'fly'"),
+        (["ps"], "triptych: there is no command 'ps': use status --control HOST:PORT, or top"),
         (["--no-such-flag"], "triptych: there is no --no-such-flag"),
         (["run"], "triptych run: the following arguments are required: MODEL, FILE|QUESTION"),
         (["run", "demo"], "triptych run: the following arguments are required: FILE|QUESTION"),

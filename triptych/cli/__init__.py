@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from triptych import __version__, exit_codes
 from triptych.cli import flags
+from triptych.cli.other_projects import COMMANDS_INSTEAD
 from triptych.cli.parser import Parser
 from triptych.config import LOG_FORMATS, ObserveConfig
 from triptych.errors import StartError
@@ -61,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     # no flag before the command takes a value, so that the first of these words is the command
     parser = make_parser([word for word in words if word in COMMANDS][:1])
+    if words and words[0] in COMMANDS_INSTEAD:
+        parser.error(f"there is no command {words[0]!r}: {COMMANDS_INSTEAD[words[0]]}")
     try:
         parsed, unknown = parser.parse_known_args(words)
         if unknown:

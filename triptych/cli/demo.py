@@ -21,7 +21,8 @@ from triptych.cli.starting import started
 from triptych.cluster.service import LocalService, unless_lost
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, StartError
+from triptych.server.http_socket import reserve
 from triptych.topology import Topology
 
 QUESTIONS = 5
@@ -73,12 +74,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open is not None and not shows_page:
         raise ConfigError("--open is for --ui")
     config = flags.serve_config(arguments)
-    config = dataclasses.replace(config, frontend=config.frontend.having({"served_model_name": flags.DEMO}))
+    port = config.frontend.http.port
+    if not flags.is_given("port", arguments) and not is_free(config.frontend.http.host, port):
+        port = 0
+    config = dataclasses.replace(
+        config, frontend=config.frontend.having({"served_model_name": flags.DEMO, "port": port})
+    )
     topology = Topology.parse(arguments.topology)
     if shows_page:
         opens = is_on_desktop() if arguments.open is None else arguments.open
         return running_time.run(_show_page(config, topology, arguments.verbose, opens=opens))
     return running_time.run(_run(config, topology, count, arguments.verbose))
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return whether a service can listen there, as far as that is known before it does."""
+    try:
+        reserve(host, port).close()
+    except StartError:
+        return False
+    return True
 
 
 async def _show_page(config: ServeConfig, topology: Topology, verbose: bool, *, opens: bool) -> int:

@@ -158,6 +158,11 @@ def settings(group: type[G], arguments: argparse.Namespace) -> G:
     return group(**values)
 
 
+def is_given(name: str, arguments: argparse.Namespace) -> bool:
+    """Return whether a setting was given by a flag, a variable or the file. Raises ConfigError as ``settings`` does."""
+    return next(_given(_SETTINGS[name], arguments), None) is not None
+
+
 def frontend_settings(arguments: argparse.Namespace) -> FrontendConfig:
     """Return all groups of a frontend. Raises ConfigError as ``settings`` does."""
     groups = {

@@ -20,7 +20,7 @@ _TABLE = {
     "revision tokenizer_revision code_revision": "it follows the model's name: ORG/NAME@REVISION",
     "download_dir": "set HF_HOME, whose folder hub has the downloaded models",
     "hf_token token hft": "set HF_TOKEN: other users can read command lines",
-    "load_format model_loader_extra_config": "weights are read from safetensors: leave it out",
+    "load_format model_loader_extra_config": "the format of the weights follows from their files: leave it out",
     "trust_remote_code": "no code of a checkpoint is ever run: leave it out",
     "generation_config override_generation_config sampling_defaults": "defaults are those of the checkpoint's "
     "generation_config.json, and requests override them",
@@ -92,3 +92,16 @@ _TABLE = {
 
 INSTEAD = {name: sentence for names, sentence in _TABLE.items() for name in names.split()}
 """Flag of vLLM, SGLang, llama.cpp or Ollama, with underscores → what to do here."""
+
+_COMMANDS = {
+    "list ls rm": "downloaded models are in the Hugging Face Hub's cache: hf cache ls, hf cache rm",
+    "ps": "use status --control HOST:PORT, or top --url URL",
+    "show collect-env": "use doctor MODEL",
+    "create convert": "use quantize MODEL OUT for a copy in 4 bits",
+    "complete": "use run MODEL QUESTION, or a request to /v1/completions",
+    "run-batch": "use serve MODEL, and send requests to it",
+    "launch_server server": "use serve MODEL",
+}
+
+COMMANDS_INSTEAD = {name: sentence for names, sentence in _COMMANDS.items() for name in names.split()}
+"""Command of another project → what to do here."""
