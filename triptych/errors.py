@@ -120,11 +120,15 @@ class PromptTooLong(RequestError, code="context_length_exceeded"):
 
         Clients shorten a conversation, or turn to another model, when they find these words. LangChain looks for the
         code in the text of openai's exceptions, which is the message alone since openai 3."""
-        alone = " and the input is longer than the model's context length" if num_prompt > context_length else ""
+        reason = ""
+        if num_prompt > context_length:
+            reason = " and the input is longer than the model's context length"
+        elif param in ("max_tokens", "max_completion_tokens"):
+            reason = ", so max_tokens or max_completion_tokens is too large"
         made = cls(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{'at least ' if is_least else ''}{num_prompt + num_new} tokens ({num_prompt} in the input, {num_new} in "
-            f"the completion){alone}. Please reduce the length of the messages or completion ({cls.code}).",
+            f"the completion){reason}. Please reduce the length of the messages or completion ({cls.code}).",
             param,
         )
         made.sizes = (context_length, num_prompt, num_new)
