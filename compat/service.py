@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-START_SECONDS = 120
+START_SECONDS = 600
 
 
 @contextmanager

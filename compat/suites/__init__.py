@@ -1,1 +1,1 @@
-"""Runs the tests that vLLM publishes of its API against Triptych: ``scripts/suites``."""
+"""Runs the tests that peers publish of their APIs against Triptych: ``scripts/suites``."""

@@ -33,13 +33,29 @@ EXTENSIONS = {
     "`--root-path`": r"root_path",
     "`--skip-tokenizer-init`": r"test_token_in_token_out",
     "`--watermark-config`": r"watermark",
+    # SGLang's
+    "`matched_stop`": r"matched_stop'|TestMatchedStop::test_finish_length",
+    "`stop_regex`": r"stop_regex",
+    "`custom_logit_processor`": r"CustomLogitProcessor",
+    "`/v1/rerank`": r"Rerank",
+    "`/v1/score`": r"OpenAIV1Score",
+    "`/v1/audio/transcriptions`": r"Transcription",
+    "`return_hidden_states`": r"HiddenStates",
+    "`/generate`": r"TestCacheReport::test_generate|generate_exact_count",
+    "any name as `model`": r"404 - model '.*' is not served here",
+    "`reasoning_content: null`": r"object has no attribute 'reasoning_content'",
+    "`stream_reasoning`": r"stream_reasoning",
+    "`usage.reasoning_tokens`": r"KeyError: 'reasoning_tokens'",
+    "chats' names of usage in responses": r"attribute 'prompt_tokens'|'prompt_tokens' not found",
 }
 """By a text of docs/api.md."""
 OTHERS = (
     (MISSING, "a GPU, to write a checkpoint with", r"test_tensorizer"),
     (MISSING, "the package `lm_eval`, and a real model's answers", r"test_lmeval"),
     (MISSING, "Schemathesis for pytest 9", r"test_openapi_stateless"),
-    (MISSING, "vLLM's own modules, within a test of a service", r"test_system_message_with_tools"),
+    (MISSING, "the peer's own modules, within a test of a service", r"test_system_message_with_tools|_image_content_"),
+    (MISSING, "the log of the peer's service", r"TestLargeMaxNewTokens"),
+    (MODEL, "a model that calls in Python's form", r"TestOpenAIPythonic"),
     (MODEL, "Mistral's template and call ids", r"test_mistral_tool_calls"),
     (
         MODEL,
@@ -50,7 +66,15 @@ OTHERS = (
     (MODEL, "a tokenizer with one token that ends reasoning", r"no single token ends this model's reasoning"),
     (MODEL, "Qwen's template", r"test_chat_completion_with_tool_use"),
     (MODEL, "a model that continues a prompt as it is", r"test_more_than_one_prompt_logprobs"),
-    (LEFT, "vLLM's words of an error", r"greater_than_equal|Either prompt or prompt_embeds|multiple_non_integer_keys"),
+    (LEFT, "a tool result's `id`, which is `tool_use_id` in Anthropic's API", r"tool_use_id: Field required"),
+    (LEFT, "log probabilities in the chunk of the end, too", r"TestOpenAIServer::test_completion_stream"),
+    (LEFT, "schemas of the same name are refused", r"test_conflicting_defs"),
+    (
+        LEFT,
+        "the peer's words of an error",
+        r"invalid 'parameters' schema|greater_than_equal|"
+        r"Either prompt or prompt_embeds|multiple_non_integer_keys",
+    ),
 )
 
 

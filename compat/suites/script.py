@@ -1,4 +1,4 @@
-"""What the scripted model answers to the questions of vLLM's tests, where a test checks the answer."""
+"""What the scripted model answers to the questions of the peers' tests, where a test checks the answer."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def _employee(name: str, age: int) -> dict[str, Any]:
 ANN, BOB = _employee("Ann", 30), _employee("Bob", 41)
 FORECAST = {"country": "Germany", "days": 5, "unit": "fahrenheit"}
 BERLIN = {"unit": "fahrenheit", "country": "Germany", "city": "Berlin"}
-SCRIPT = (
+VLLM = (
     # results of tools
     call("Paris", ("get_weather", {"latitude": 48.85, "longitude": 2.35}), result=True),
     Answer(("98 degrees in Dallas", " and 78 in Orlando."), "78 degrees", result=True),
@@ -62,4 +62,25 @@ SCRIPT = (
     Answer(("John",), "my name again"),
     Answer(("4",), "2+2"),
     Answer(("56088",), "123 * 456"),
+)
+
+SGLANG = (
+    Answer(("The sum", " is 8."), result=True),
+    call("(3+5)", ("add", {"a": 3, "b": 5})),
+    call("sum 5 and 7", ("add", {"a": 5, "b": 7})),
+    call("5 - 7", ("sub", {"int_a": 5, "int_b": 7})),
+    call("in Paris", ("get_current_weather", {"city": "Paris", "unit": "celsius"})),
+    call("Los Angeles", ("get_current_weather", {"location": "Los Angeles, CA"})),
+    call("capital of France", ("get_current_weather", {"city": "Lyon", "unit": "celsius"})),
+    call("France", ("get_weather", {"city": "Nice"})),
+    call("about Paris", ("get_weather", {"city": "Paris"})),
+    call("top 5", ("get_weather", {"city": "New York", "unit": "celsius"})),
+    call("sights", ("get_weather", {"location": "Tokyo"}), ("get_tourist_attractions", {"city": "Osaka"})),
+    call("metrics", ("analyze_data", {"data": {"metrics": ["one"]}})),
+    Answer(('{\n   "name": "Paris",\n   "population": ', "2100000\n}"), "Introduce"),
+    Answer(("Hey",), "a greeting"),
+    Answer(('{"name":', '"Alice"}'), "only letters"),
+    Answer(("{", '"capital": "Sofia"}'), "Bulgaria"),
+    Answer(("2 + 2", " is 4.\n", "Done."), "2 + 2"),
+    Answer(('"name": "SmartHome Mini",', ' "size": "5 inches"}'), "SmartHome Mini"),
 )

@@ -1,4 +1,4 @@
-"""Stand-ins for the package ``vllm`` in its own tests, which import it for types, helpers and classes.
+"""Stand-ins for a peer's packages in its own tests, which import them for types, helpers and classes.
 
 A test of the API needs little of that: what it needs has its real value here. Everything else is a ``StandIn``, which
 takes any use and means nothing.
@@ -9,12 +9,14 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from compat.suites.peers import Peer
 
 
 class StandIn:
-    """Something of vLLM's that no test of the API depends on."""
+    """Something of a peer's that no test of the API depends on."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,6 +67,13 @@ class _ModelConfig:
         return len(_tokenizer())
 
 
+class _ReasoningParser:
+    """Ends reasoning with a token that the served model has."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.detector = SimpleNamespace(think_end_token="<|im_end|>")
+
+
 class _Hub:
     """Knows a name for every model, adapter and data set, and has none."""
 
@@ -72,12 +81,13 @@ class _Hub:
         return repo_id
 
 
-PACKAGES = ("vllm", "gpt_oss")
 REAL: dict[str, Any] = {
     "get_tokenizer": _tokenizer,
     "cached_tokenizer_from_config": _tokenizer,
     "hf_api": _Hub,
     "ModelConfig": _ModelConfig,
+    "ReasoningParser": _ReasoningParser,
+    "retry": lambda function, **_: function(),
 }
 """Names whose values the tests of the API use."""
 
@@ -90,12 +100,19 @@ class _Module(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        package = fullname.partition(".")[0]
+        own = self._peer.own and f"{fullname}.".startswith(f"{self._peer.own}.")
+        if own or package not in self._peer.packages:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        spec.submodule_search_locations = [f"{self._peer.folder}/{fullname.replace('.', '/')}"]
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -104,6 +121,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install() -> None:
-    """Make every import of ``vllm`` and of its modules give a stand-in."""
-    sys.meta_path.insert(0, _Finder())
+def install(peer: Peer) -> None:
+    """Make every import of a peer's packages and of their modules give a stand-in, but of its own ones."""
+    sys.meta_path.insert(0, _Finder(peer))

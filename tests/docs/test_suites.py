@@ -1,4 +1,4 @@
-"""The table of vLLM's tests that don't pass counts as extensions only what the documentation names."""
+"""The tables of peers' tests that don't pass count as extensions only what the documentation names."""
 
 from compat.suites.reasons import EXTENSIONS
 from scripts.generated import DOCS
