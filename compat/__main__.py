@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compat.model import build
+from compat.model import CONTEXT, build
 from compat.service import ROOT, serve
 from triptych.load_test.pictures import picture
 
@@ -32,9 +32,9 @@ CLIENTS = ROOT / "compat" / "clients"
 INSTALLED = ROOT / ".compat"
 DOC = ROOT / "docs" / "clients.md"
 CHECKS = ("text", "image", "stream", "turns", "tool", "context")
-SECONDS = 420
+SECONDS = 900
 """For all checks of a client."""
-LONG = "1" * 150_000
+LONG = "1" * 60_000
 """A text of as many tokens, more than the model's context."""
 _LINE = re.compile(rf"({'|'.join(CHECKS)}): (ok|failed|n/a)\b[ ]?(.*)")
 _ROW = re.compile(r"^\| (\w[\w-]*) \|.*\|$", re.MULTILINE)
@@ -158,6 +158,7 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
         yield shown | {
             "COMPAT_URL": url,
             "COMPAT_MODEL": "scripted",
+            "COMPAT_CONTEXT": str(CONTEXT),
             "COMPAT_CHECKPOINT": str(folder / "scripted"),
             "COMPAT_IMAGE": str(folder / "picture.png"),
             "COMPAT_LONG": str(folder / "long.txt"),

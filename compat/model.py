@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "triptych" / "demo" / "model"
-CONTEXT = 131072
+CONTEXT = 49152
 """Tokens; coding agents send up to 30,000 of instructions and tools."""
 
 

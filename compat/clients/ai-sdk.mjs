@@ -4,7 +4,7 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { expect, failure, image, long, model, run } from "../shared/checks.mjs";
+import { context, expect, failure, image, long, model, run } from "../shared/checks.mjs";
 
 const settings = { baseURL: process.env.OPENAI_BASE_URL, apiKey: process.env.OPENAI_API_KEY };
 const openai = createOpenAI(settings);
@@ -46,7 +46,7 @@ await run({
   }),
   context: each(async (model) => {
     const error = await failure(ask(model, { prompt: long }));
-    expect(error.message, "maximum context length is 131072 tokens");
+    expect(error.message, `maximum context length is ${context} tokens`);
     expect(error.responseBody, "context_length_exceeded");
   }),
 });

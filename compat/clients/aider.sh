@@ -4,7 +4,7 @@ source "$(dirname "$0")/../shared/checks.sh"
 export OPENAI_API_BASE="$OPENAI_BASE_URL"
 cat > metadata.json <<END
 {"openai/$COMPAT_MODEL": {
-  "max_input_tokens": 131072, "max_output_tokens": 4096, "input_cost_per_token": 0, "output_cost_per_token": 0,
+  "max_input_tokens": $COMPAT_CONTEXT, "max_output_tokens": 4096, "input_cost_per_token": 0, "output_cost_per_token": 0,
   "litellm_provider": "openai", "mode": "chat", "supports_vision": true
 }}
 END

@@ -5,7 +5,7 @@ mkdir -p "$HOME/.codex"
 cat > "$HOME/.codex/config.toml" <<END
 model = "$COMPAT_MODEL"
 model_provider = "triptych"
-model_context_window = 131072
+model_context_window = $COMPAT_CONTEXT
 [model_providers.triptych]
 name = "Triptych"
 base_url = "$OPENAI_BASE_URL"

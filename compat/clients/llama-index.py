@@ -3,13 +3,13 @@
 
 from typing import Any
 
-from checks import IMAGE, LONG, MODEL, URL, WEATHER, expect, failure, run
+from checks import CONTEXT, IMAGE, LONG, MODEL, URL, WEATHER, expect, failure, run
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from openai import BadRequestError
 
-SETTINGS: Any = {"model": MODEL, "api_base": f"{URL}/v1", "context_window": 131072, "max_retries": 0}
+SETTINGS: Any = {"model": MODEL, "api_base": f"{URL}/v1", "context_window": CONTEXT, "max_retries": 0}
 model = OpenAILike(is_chat_model=True, is_function_calling_model=True, **SETTINGS)
 
 

@@ -22,4 +22,4 @@ check image 'I see a picture.' ask 'What is it?' --attachment "$COMPAT_IMAGE" </
 check stream 'Hello from Triptych.' ask Hi </dev/null
 check turns 'Hello again.' ask --continue 'And now?' </dev/null
 check tool 'The tool answered.' ask --functions tools.py 'What is the weather?' </dev/null
-check context 'maximum context length is 131072 tokens' ask <"$COMPAT_LONG"
+check context "maximum context length is $COMPAT_CONTEXT tokens" ask <"$COMPAT_LONG"

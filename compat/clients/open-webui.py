@@ -1,4 +1,5 @@
-# needs: pip open-webui>=0.6,<1
+# needs: own torch
+# needs: pip open-webui>=0.12,<1
 """Open WebUI's own server with the service as its connection: the first user signs up and chats through its API.
 
 When the context is full it passes the service's error on, which names the context's length.
@@ -16,7 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-MODEL, FOLDER = os.environ["COMPAT_MODEL"], Path(os.environ["COMPAT_FOLDER"])
+MODEL, CONTEXT, FOLDER = os.environ["COMPAT_MODEL"], os.environ["COMPAT_CONTEXT"], Path(os.environ["COMPAT_FOLDER"])
 TOOL = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -70,7 +71,8 @@ def checks(url: str, key: str) -> None:
         report("tool", ask(asked, message, result, tools=[TOOL]), "The tool answered.")
     except (KeyError, ValueError):
         report("tool", called, "get_weather")
-    report("context", ask(user(Path(os.environ["COMPAT_LONG"]).read_text())), "maximum context length is 131072 tokens")
+    long = Path(os.environ["COMPAT_LONG"]).read_text()
+    report("context", ask(user(long)), f"maximum context length is {CONTEXT} tokens")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 // needs: npm openai@^7
 // OpenAI's SDK for Node, over chat completions and responses.
 import OpenAI from "openai";
-import { expect, failure, image, long, model, run } from "../shared/checks.mjs";
+import { context, expect, failure, image, long, model, run } from "../shared/checks.mjs";
 
 const client = new OpenAI({ maxRetries: 0 });
 const chat = (messages, more = {}) => client.chat.completions.create({ model, messages, ...more });
@@ -49,7 +49,7 @@ await run({
   context: async () => {
     const error = await failure(chat([user(long)], { tools }));
     expect(error.code, "context_length_exceeded");
-    expect(error.message, "maximum context length is 131072 tokens");
+    expect(error.message, `maximum context length is ${context} tokens`);
     expect((await failure(client.responses.create({ model, input: long }))).code, "context_length_exceeded");
   },
 });

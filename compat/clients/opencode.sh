@@ -12,16 +12,16 @@ cat > opencode.json <<END
       "attachment": true,
       "tool_call": true,
       "modalities": {"input": ["text", "image"], "output": ["text"]},
-      "limit": {"context": 131072, "output": 1024}
+      "limit": {"context": $COMPAT_CONTEXT, "output": 1024}
     }}
   }}
 }
 END
-ask() { timeout 150 opencode run --model "triptych/$COMPAT_MODEL" "$@"; }
-# The text has a token per character: each message fits into the context of 131072 tokens, both don't.
+ask() { timeout -k 5 400 opencode run --model "triptych/$COMPAT_MODEL" "$@"; }
+# The text has a token per character: each message fits into the context, both don't.
 overflow() {
-    head -c 80000 "$COMPAT_LONG" | ask
-    head -c 45000 "$COMPAT_LONG" | ask --continue --format json | tr -d '\n'
+    head -c 30000 "$COMPAT_LONG" | ask
+    head -c 20000 "$COMPAT_LONG" | ask --continue --format json | tr -d '\n'
 }
 
 check text 'Hello from Triptych.' ask Hi </dev/null

@@ -3,6 +3,7 @@ import { readFileSync } from "node:fs";
 
 export const model = process.env.COMPAT_MODEL;
 export const image = `data:image/png;base64,${readFileSync(process.env.COMPAT_IMAGE, "base64")}`;
+export const context = process.env.COMPAT_CONTEXT; // tokens
 export const long = readFileSync(process.env.COMPAT_LONG, "utf8");
 
 /** Throws an error that shows `answer` unless it contains `expected`. */

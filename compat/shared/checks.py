@@ -11,6 +11,8 @@ E = TypeVar("E", bound=Exception)
 
 URL = os.environ["COMPAT_URL"]
 MODEL = os.environ["COMPAT_MODEL"]
+CONTEXT = int(os.environ["COMPAT_CONTEXT"])
+"""Tokens."""
 CHECKPOINT = os.environ["COMPAT_CHECKPOINT"]
 """The model's folder, for clients that count tokens."""
 FOLDER = Path(os.environ["COMPAT_FOLDER"])
