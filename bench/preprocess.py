@@ -163,7 +163,7 @@ def reference(folder: Path, repeats: int, seconds: int) -> dict[str, list[float]
         return {name: milliseconds(work, repeats) for name, work in works.items()}
 
     def video() -> object:
-        frames, metadata = read_video_pyav(str(folder / FILES["video"]), videos.sample_frames)  # type: ignore[arg-type]
+        frames, metadata = read_video_pyav(str(folder / FILES["video"]), videos.sample_frames)
         return videos(videos=[frames], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt")
 
     works["video"] = video

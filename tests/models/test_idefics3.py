@@ -212,7 +212,7 @@ def test_places(side: int) -> None:
     module = Idefics3VisionEmbeddings(config)
     with torch.inference_mode():
         module.patch_embedding.weight.zero_()
-        module.patch_embedding.bias.zero_()  # type: ignore[union-attr]
+        module.patch_embedding.bias.zero_()
         module.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
         found = module(torch.zeros(1, 3, side, side), torch.ones(1, side, side, dtype=torch.bool))
     assert torch.equal(found.flatten().long(), places(side))

@@ -9,7 +9,6 @@ from typing import Any
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.identity import model_identity
 from triptych.errors import CheckpointError
-from triptych.heap import gc_paused
 from triptych.messages.identity import ModelIdentity
 from triptych.models.backbones.base import Backbone
 from triptych.models.base import ModelConfig
@@ -371,5 +370,4 @@ def identity_of(folder: Path) -> ModelIdentity:
 def resolve(import_string: str) -> Any:
     """Import and return the object that ``module:attribute`` names."""
     module, _, attribute = import_string.partition(":")
-    with gc_paused():  # towers import transformers
-        return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(module), attribute)
