@@ -3,6 +3,7 @@
 source "$(dirname "$0")/../shared/checks.sh"
 export ANTHROPIC_MODEL="$COMPAT_MODEL" ANTHROPIC_SMALL_FAST_MODEL="$COMPAT_MODEL"
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 CLAUDE_CODE_MAX_RETRIES=0 DISABLE_AUTO_COMPACT=1
+export CLAUDE_CODE_MAX_OUTPUT_TOKENS=4096 # beside its instructions in the context
 ask() { claude -p --allowed-tools=Bash "$@"; }
 message() {
     printf '{"type": "user", "message": {"role": "user", "content": [{"type": "image", "source":
