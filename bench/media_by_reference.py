@@ -48,7 +48,7 @@ from triptych.models.base import VISION, EncoderInput, Parts, Positions, chosen
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
 from triptych.router.router import Router
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.sender_loop import SenderLoop
 from triptych.topology import Role
 from triptych.transfer.fabrics.local import LocalFabric
@@ -116,7 +116,7 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
     """Run an encode instance until the pipe is closed. Each message there is answered with the
     counters, which then start at 0 again."""
     channel = CountingChannel()
-    instance = Instance(
+    instance = InstanceProcess(
         name="e",
         role=Role.E,
         model=ModelIdentity(),

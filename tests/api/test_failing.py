@@ -19,7 +19,7 @@ from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.messages.work import Deregister, RegisterAgain
 from triptych.router.request_state import MAX_FAILURES
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_ending_the_service_ends_streams_with_an_error_event(folder: Path) -> No
 
 
 @contextmanager
-def _not_registering_again(instance: Instance) -> Iterator[None]:
+def _not_registering_again(instance: InstanceProcess) -> Iterator[None]:
     """An instance ignores that the frontend asks it to register again."""
     again = (RegisterAgain, None)
     handler, instance.handlers[again] = instance.handlers[again], lambda _: None

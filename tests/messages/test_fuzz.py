@@ -52,7 +52,7 @@ from triptych.messages.work import (
     WorkMessage,
 )
 from triptych.router.router import Router
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.sender_loop import SenderLoop
 from triptych.stage_loop import StageLoop
 from triptych.topology import Role
@@ -293,8 +293,8 @@ def test_a_service_answers_as_before(target: str, num_frames: int, folder: Path)
 async def _flooded(target: str, num_frames: int, folder: Path) -> None:
     seen: deque[Message] = deque(maxlen=1000)
 
-    def record(part: Instance | Router) -> None:
-        name = "_handle" if isinstance(part, Instance) else "handle"
+    def record(part: InstanceProcess | Router) -> None:
+        name = "_handle" if isinstance(part, InstanceProcess) else "handle"
         handle = getattr(part, name)
 
         def handle_and_record(message: Message) -> None:

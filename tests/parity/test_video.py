@@ -20,7 +20,7 @@ from triptych.config import EncodeConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.store import EmbeddingRows
 from triptych.models.base import EncoderInput
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 
 CASES: dict[str, Messages] = {
     "mp4": user(video_part(clip("mp4", frames=50)), "What happens?"),
@@ -111,7 +111,7 @@ def test_prefill_begins_before_the_last_frame_is_encoded(model: Model) -> None:
     stood = threading.Event()
     parts = 0
 
-    def stop_midway(instance: Instance) -> None:
+    def stop_midway(instance: InstanceProcess) -> None:
         for host in instance.loops:
             if isinstance(host, EncodeLoop):
                 encode = host.runner.encode

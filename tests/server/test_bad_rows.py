@@ -19,7 +19,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.engine.runner import StepOutput
 from triptych.engine.sampler import SampledToken
 from triptych.errors import InternalError, NonFiniteLogits, NoTokenAllowed, TriptychError
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 
 TOPOLOGIES = ["1EPD", "1E1P1D", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1E1PD", "1E1P2D"))]
 CULPRIT = 666
@@ -56,7 +56,7 @@ def served(
     topology: str,
     *culprits: dict[str, Any],
     engine: EngineConfig = FLOAT32,
-    prepare: Callable[[Instance], None] = lambda _: None,
+    prepare: Callable[[InstanceProcess], None] = lambda _: None,
 ) -> tuple[list[list[int]], list[BaseException | list[int]]]:
     """As ``with_bystanders``, by a service that answers one more request afterwards."""
 
@@ -165,10 +165,10 @@ def test_min_tokens_hold_against_a_grammar_that_may_end(folder: Path) -> None:
 # ── steps that raise ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def trip_over(seeds: set[int]) -> Callable[[Instance], None]:
+def trip_over(seeds: set[int]) -> Callable[[InstanceProcess], None]:
     """For ``running``: a step raises after it was computed, as long as one of its tokens is sampled by such a seed."""
 
-    def prepare(instance: Instance) -> None:
+    def prepare(instance: InstanceProcess) -> None:
         for host in instance.loops:
             if isinstance(host, EngineLoop):
                 host.runner.run = tripping(host.runner.run)  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ def test_a_step_that_raises_is_split(folder: Path, expected: list[list[int]], to
 def test_an_instance_whose_steps_all_raise_costs_no_request(folder: Path) -> None:
     """Its device answers. It looks idle, because it fails fast, and gets little more work all the same."""
 
-    def prepare(instance: Instance) -> None:
+    def prepare(instance: InstanceProcess) -> None:
         if instance.name == "epd0":
             trip_over(set(range(len(BYSTANDERS))))(instance)
 
@@ -220,7 +220,7 @@ def test_an_instance_whose_steps_all_raise_costs_no_request(folder: Path) -> Non
 def test_a_token_that_is_not_in_the_vocabulary_fails_its_request_at_once(folder: Path) -> None:
     """However a prefill instance comes to say so."""
 
-    def prepare(instance: Instance) -> None:
+    def prepare(instance: InstanceProcess) -> None:
         for host in instance.loops:
             if isinstance(host, EngineLoop) and not host.decodes:
                 run = host.runner.run

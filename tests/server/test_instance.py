@@ -43,7 +43,7 @@ from triptych.messages.work import (
     Stop,
 )
 from triptych.server import instance as instances
-from triptych.server.instance import Instance, RoleLoops
+from triptych.server.instance import InstanceProcess, RoleLoops
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
 from triptych.types import Address, RequestId, TransferId
@@ -122,7 +122,7 @@ class InstanceHarness:
     def __init__(self, lease: LeaseConfig, loop: Recorder, others: Sequence[Channel] = ()) -> None:
         """``others`` are further frontends, which the test answers for."""
         self.channel, self.loop = Channel(), loop
-        self.instance = Instance(
+        self.instance = InstanceProcess(
             name="pd0",
             role=Role.PD,
             model=ModelIdentity(),

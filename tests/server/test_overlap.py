@@ -19,7 +19,7 @@ from triptych.messages.work import SamplingParams, Tokens
 from triptych.models.base import EncoderInput
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.types import Address
 
 IMAGES = 4
@@ -35,7 +35,7 @@ class SlowEncoder:
         return self._encode(inputs)
 
 
-def slow_down(instance: Instance) -> None:
+def slow_down(instance: InstanceProcess) -> None:
     for host in instance.loops:
         if isinstance(host, EncodeLoop):
             host.runner.encode = SlowEncoder(host.runner.encode)  # type: ignore[method-assign]
@@ -72,7 +72,7 @@ def test_a_steps_tokens_are_sent_while_the_next_step_runs_or_before_it(tmp_path:
     sent: list[tuple[bool, bool]] = []
     """For each token, whether it is the last one, and whether a step was running."""
 
-    def watch(instance: Instance) -> None:
+    def watch(instance: InstanceProcess) -> None:
         [loop] = [host for host in instance.loops if isinstance(host, EngineLoop)]
         loop.runner.shares_cores = shares_cores
         send = instance.channel.send

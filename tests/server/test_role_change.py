@@ -19,7 +19,7 @@ from triptych.engine.loop import EngineLoop
 from triptych.errors import StartError
 from triptych.messages.operations import InstanceStatus
 from triptych.server.components import Components
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.topology import Role
 
 REQUESTS = [case.messages for case in CASES if case.name != "large image"]
@@ -56,7 +56,7 @@ async def status(service: Running) -> dict[str, InstanceStatus]:
     return {one.name: one for one in await asyncio.to_thread(ask)}
 
 
-def instance(service: Running, name: str) -> Instance:
+def instance(service: Running, name: str) -> InstanceProcess:
     return next(one for one in service.instances if one.name == name)
 
 
@@ -200,7 +200,7 @@ def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -
     """And what it works on ends as it should."""
     opened = threading.Event()
 
-    def slow(instance: Instance) -> None:
+    def slow(instance: InstanceProcess) -> None:
         one = next(host for host in instance.loops if isinstance(host, EngineLoop))
         run = one.runner.run
         one.runner.run = lambda *arguments: (opened.wait(20), run(*arguments))[1]  # type: ignore[method-assign]

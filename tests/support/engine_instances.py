@@ -21,7 +21,7 @@ from triptych.messages.rows import Abort, Done, Grant, RowLayout, TransferSide
 from triptych.messages.work import EncodeNeeded, Generate, MissingItem, PlacedItem, Prefill, SamplingParams, Tokens
 from triptych.server.build import build_instance
 from triptych.server.components import Components
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.sender_loop import SenderLoop
 from triptych.topology import Role
@@ -76,7 +76,7 @@ class EngineInstances:
         self._queue: deque[tuple[Address, Message]] = deque()
         self.changed: Callable[[Message], Message] = lambda message: message
         """What becomes of a message on its way."""
-        self.instances: dict[str, Instance] = {}
+        self.instances: dict[str, InstanceProcess] = {}
         for name, role in roles.items():
             model = ModelBundle(Checkpoint(folder), config.engine)
             channel = _TestChannel(self._send)
@@ -181,7 +181,7 @@ class EngineInstances:
             fabric.close()
 
     @staticmethod
-    def _handle(instance: Instance, message: Message) -> None:
+    def _handle(instance: InstanceProcess, message: Message) -> None:
         by = message.by if isinstance(message, Done | Abort) else None
         for loop in instance.loops:
             of_sender = isinstance(loop, SenderLoop)

@@ -29,7 +29,7 @@ from triptych.messages.work import SamplingParams
 from triptych.observe.requests import RequestRecord
 from triptych.server.build import build_instance
 from triptych.server.frontend import Frontend
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role, Topology
 
@@ -44,11 +44,11 @@ class Running:
 
     frontend: Frontend
     config: ServeConfig
-    instances: list[Instance] = field(default_factory=list)
+    instances: list[InstanceProcess] = field(default_factory=list)
     threads: dict[str, threading.Thread] = field(default_factory=dict)
     """The loops that haven't been ended, by their instances' names."""
 
-    def start(self, instance: Instance) -> None:
+    def start(self, instance: InstanceProcess) -> None:
         """Runs an instance, which joins soon."""
         self.instances.append(instance)
         self.threads[instance.name] = threading.Thread(target=run_instance, args=[instance], daemon=True)
@@ -89,7 +89,7 @@ async def running(
     encode: EncodeConfig | None = None,
     transfer: TransferConfig | None = None,
     observe: ObserveConfig | None = None,
-    prepare: Callable[[Instance], None] = lambda _: None,
+    prepare: Callable[[InstanceProcess], None] = lambda _: None,
 ) -> AsyncIterator[Running]:
     """Starts a service and stops it; on the way out every instance checks that blocks and pages are back.
     ``prepare`` may change an instance before it runs."""
@@ -122,12 +122,12 @@ async def running(
                 host.check_idle()
 
 
-def together(number: int, *, with_rows: bool = False) -> Callable[[Instance], None]:
+def together(number: int, *, with_rows: bool = False) -> Callable[[InstanceProcess], None]:
     """For ``prepare``, where one instance decodes: it begins once ``number`` requests have come, however slowly, so
     that they compete for its pages. ``with_rows``: with all rows of those that it prefills, which its receive pool has
     to hold; otherwise a request may end before the next one's rows come."""
 
-    def prepare(instance: Instance) -> None:
+    def prepare(instance: InstanceProcess) -> None:
         for host in instance.loops:
             if isinstance(host, EngineLoop) and host.decodes:
                 hold(host.scheduler)
@@ -147,14 +147,14 @@ def together(number: int, *, with_rows: bool = False) -> Callable[[Instance], No
     return prepare
 
 
-def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> Instance:
+def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> InstanceProcess:
     """An instance that joins the frontend at ``control`` once it runs."""
     torch.set_num_threads(1)
     model = ModelBundle(Checkpoint(config.model), config.engine)
     return build_instance(config.instance(role, name, control), model=model, channel=Channel())
 
 
-def run_instance(instance: Instance) -> None:
+def run_instance(instance: InstanceProcess) -> None:
     """Until it is stopped, or the frontend refuses it: raises StartError."""
     try:
         instance.run()

@@ -35,7 +35,7 @@ from triptych.router.request_state import RequestState
 from triptych.router.router import Router
 from triptych.server import instance as instances
 from triptych.server.frontends import Frontends
-from triptych.server.instance import Instance, RoleLoops
+from triptych.server.instance import InstanceProcess, RoleLoops
 from triptych.server.life import LifeState
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
@@ -128,7 +128,7 @@ class Process:
         self.is_foreseen = False
         """Whether it ended by what may end it."""
         self._accepted_by = NO_OWNER
-        self.instance = Instance(
+        self.instance = InstanceProcess(
             name=name,
             role=Role.PD,
             model=IDENTITY,

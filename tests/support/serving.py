@@ -18,7 +18,7 @@ from triptych.config import EngineConfig, FrontendConfig, ObserveConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
 from triptych.running_time import RunningLoop
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 
 CHAT = "/v1/chat/completions"
 SOON = 1.0
@@ -131,7 +131,7 @@ def served(
 ) -> Iterator[Served]:
     steps, encoder, preprocessor = Gate(), Gate(), Gate()
 
-    def prepare(instance: Instance) -> None:
+    def prepare(instance: InstanceProcess) -> None:
         for host in instance.loops:
             if isinstance(host, EngineLoop):
                 host.runner.run = steps.guard(host.runner.run)  # type: ignore[method-assign]

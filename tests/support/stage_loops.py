@@ -18,10 +18,10 @@ from triptych.engine.loop import EngineLoop
 from triptych.engine.scheduler import CountReadyTokens, SchedulerOutput
 from triptych.layers.decoder import ForwardBatch
 from triptych.models.base import EncoderInput
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 
 
-def engine_loop(instance: Instance) -> EngineLoop:
+def engine_loop(instance: InstanceProcess) -> EngineLoop:
     return next(host for host in instance.loops if isinstance(host, EngineLoop))
 
 
@@ -42,7 +42,7 @@ def first_logits(folder: Path, conversations: Iterable[Messages], topology: str 
     """The logits of each conversation's first token, in float32, asked one at a time."""
     recorded: list[Tensor] = []
 
-    def record(instance: Instance) -> None:
+    def record(instance: InstanceProcess) -> None:
         if instance.role.has_decoder:
             runner = engine_loop(instance).runner
             runner.decoder = Recording(runner.decoder, recorded)
@@ -63,7 +63,7 @@ def encode_loops(service: Running) -> list[EncodeLoop]:
     return [host for instance in service.instances for host in instance.loops if isinstance(host, EncodeLoop)]
 
 
-def count_parts(instance: Instance, seen: list[int]) -> None:
+def count_parts(instance: InstanceProcess, seen: list[int]) -> None:
     """Notes how many parts go through the tower."""
     for host in instance.loops:
         if isinstance(host, EncodeLoop):
@@ -88,12 +88,12 @@ def kv_rows(service: Running) -> int:
     return sum(host.incoming.stats().counters.rows for host in hosts)
 
 
-def _wake_when(event: Event, instance: Instance) -> None:
+def _wake_when(event: Event, instance: InstanceProcess) -> None:
     event.wait()
     instance.channel.wake()
 
 
-def hold_steps(instance: Instance, until: Event) -> None:
+def hold_steps(instance: InstanceProcess, until: Event) -> None:
     """For ``prepare``: an instance with a decoder computes nothing until then."""
     for host in instance.loops:
         if not isinstance(host, EngineLoop):

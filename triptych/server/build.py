@@ -21,7 +21,7 @@ from triptych.server.build_encoder import WorkerStarter, encode_loop_factory
 from triptych.server.build_engine import build_engine
 from triptych.server.components import Components, layouts
 from triptych.server.faulty_device import FaultyDevice
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.load_progress import LoadProgress
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import ChildRanks, NoChildRanks, Ranks
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) -> Instance:
+def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) -> InstanceProcess:
     """Load what the role needs, and nothing else, and return an instance that can be run.
 
     Takes as long as reading the weights takes. Call it on the process's main thread when an instance has several ranks.
@@ -43,7 +43,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) 
     role = spec.role
     if role.encodes and not model.family.takes_media:
         raise StartError(f"{role.value} instances encode, and {model.checkpoint.folder} is a text-only model")
-    instance = Instance(
+    instance = InstanceProcess(
         name=spec.name,
         role=role,
         model=model.identity,
@@ -66,7 +66,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) 
     return instance
 
 
-def _load(spec: InstanceSpec, instance: Instance, model: ModelBundle, ranks: Ranks) -> Components:
+def _load(spec: InstanceSpec, instance: InstanceProcess, model: ModelBundle, ranks: Ranks) -> Components:
     role = spec.role
     fabrics = open_fabrics(spec.transfer, spec.cluster.cluster_host)
     for fabric in fabrics:
@@ -138,7 +138,7 @@ def check_device(model: ModelBundle, role: Role, num_ranks: int) -> None:
         )
 
 
-def _start_ranks(spec: InstanceSpec, model: ModelBundle, instance: Instance) -> Ranks:
+def _start_ranks(spec: InstanceSpec, model: ModelBundle, instance: InstanceProcess) -> Ranks:
     """Start the processes that share the decoder with this one, after checking that it can be sharded so."""
     check_device(model, spec.role, spec.num_ranks)
     if (size := spec.num_ranks) == 1:

@@ -13,7 +13,7 @@ from triptych.encode.workers import PreprocessWorkers
 from triptych.errors import StartError
 from triptych.layers.encoder import Encoder
 from triptych.sandbox.protocol import Limits
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
 from triptych.transfer.sender import Sender
 
@@ -24,7 +24,7 @@ SHARED_FOLDER = f"/dev/shm/triptych-rows-{os.getuid()}"
 def encode_loop_factory(
     model: ModelBundle,
     encoder: Encoder,
-    instance: Instance,
+    instance: InstanceProcess,
     encode: EncodeConfig,
     sender: Sender,
     *,

@@ -24,7 +24,7 @@ from triptych.layers.devices import dtype_name, widens_kv
 from triptych.layers.parallel import Group, rank_device
 from triptych.messages.rows import RowKind
 from triptych.server.components import EngineComponents, PoolSize
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.server.model_bundle import ModelBundle
 from triptych.server.ranks import Ranks
 from triptych.topology import Role
@@ -39,7 +39,7 @@ def build_engine(
     *,
     model: ModelBundle,
     decoder: Decoder,
-    instance: Instance,
+    instance: InstanceProcess,
     role: Role,
     engine: EngineConfig,
     ranks: Ranks,

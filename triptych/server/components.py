@@ -17,7 +17,7 @@ from triptych.engine.pinned_memory import PinnedSharedMemory
 from triptych.errors import StartError
 from triptych.layers.attention.base import KVTensors
 from triptych.messages.rows import RowKind, RowLayout, TransferSide
-from triptych.server.instance import Instance, RoleLoops
+from triptych.server.instance import InstanceProcess, RoleLoops
 from triptych.server.sender_loop import SenderLoop
 from triptych.stage_loop import StageLoop
 from triptych.topology import Role
@@ -62,7 +62,7 @@ class EngineComponents:
 class Components:
     """All that an instance has loaded."""
 
-    instance: Instance
+    instance: InstanceProcess
     check_device: Callable[[Role], None]
     """Raises StartError for a role that the device doesn't support."""
     embedding_layout: RowLayout

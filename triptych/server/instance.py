@@ -58,7 +58,7 @@ class RoleLoops(NamedTuple):
     """The stage loops of a role."""
 
     loops: list[tuple[StageLoop, TransferSide | None]]
-    """Each loop with its peer in transfers, as ``Instance.add_loop`` takes them."""
+    """Each loop with its peer in transfers, as ``InstanceProcess.add_loop`` takes them."""
     layouts: list[RowLayout]
     """Layouts of the rows that the instance produces or consumes."""
 
@@ -93,7 +93,7 @@ class _PendingRole:
     deadline: float
 
 
-class Instance:
+class InstanceProcess:
     """Runs a role's stage loops until it is stopped. With a ``loop_builder`` it can change its role."""
 
     loop_builder: LoopBuilder | None = None

@@ -25,7 +25,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, Grant, Offer, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, PeerLost, Register, Registered
-from triptych.server.instance import Instance
+from triptych.server.instance import InstanceProcess
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
 from triptych.transfer.buffers import RowBuffer
@@ -152,7 +152,7 @@ class _BenchLoop:
     context_length = 0
     idle = True
 
-    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+    def __init__(self, instance: InstanceProcess, fabrics: list[Fabric], pipe: Connection) -> None:
         self.sent = 0
         self.instance = instance
         self.fabrics = fabrics
@@ -201,7 +201,7 @@ class _BenchLoop:
 class ProducerLoop(_BenchLoop):
     """The producer: offers rows that exist."""
 
-    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+    def __init__(self, instance: InstanceProcess, fabrics: list[Fabric], pipe: Connection) -> None:
         super().__init__(instance, fabrics, pipe)
         self._configure(Payload(1, 1))
 
@@ -269,7 +269,7 @@ class ProducerLoop(_BenchLoop):
 class ConsumerLoop(_BenchLoop):
     """The consumer: grants blocks, records when rows have landed, and consumes them."""
 
-    def __init__(self, instance: Instance, fabrics: list[Fabric], pipe: Connection) -> None:
+    def __init__(self, instance: InstanceProcess, fabrics: list[Fabric], pipe: Connection) -> None:
         super().__init__(instance, fabrics, pipe)
         self._buffer: RowBuffer | None = None
         self._by_default = {fabric.name: fabric.checksums for fabric in fabrics}
@@ -374,7 +374,7 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, which closes the pipes
     channel = Channel()
     try:
-        instance = Instance(
+        instance = InstanceProcess(
             name=role.value,
             role=role,
             model=ModelIdentity(),
