@@ -5,7 +5,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.messages.work import Capacity, Heartbeat, Register
-from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.instance import Assignment, Instance, WorkKind
 from triptych.router.membership import Membership, is_before
 from triptych.router.placement import Work, least_loaded
 from triptych.topology import Role
@@ -20,8 +20,8 @@ def register(name: str, role: Role = Role.PD, pid: int = 1) -> Register:
     return Register(name, role, Address(name), [LAYOUT], pid, pid, Capacity(32, 1024), 100, model=MODEL)
 
 
-def lease(outstanding: int) -> InstanceLease:
-    found = InstanceLease("x", Role.E, Address("x"), 1, 1, [LAYOUT], Capacity(), 100, 0.0)
+def lease(outstanding: int) -> Instance:
+    found = Instance("x", Role.E, Address("x"), 1, 1, [LAYOUT], Capacity(), 100, 0.0)
     kind, request = WorkKind.ITEM, RequestId("r")
     found.account.charge(Assignment(instance=found, request=request, client="", kind=kind, cost=outstanding))
     return found

@@ -17,7 +17,7 @@ from triptych.messages.work import Capacity, EncodeNeeded, Heartbeat, MissingIte
 from triptych.models.base import Positions
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import PlannedItem, PlannedPrompt
-from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.instance import Assignment, Instance, WorkKind
 from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -135,7 +135,7 @@ class RouterHarness:
         work = Assignment(instance=instance, request=request, client="", kind=kind, cost=cost, patches=patches)
         instance.account.charge(work)
 
-    def lease(self, address: Address) -> InstanceLease:
+    def lease(self, address: Address) -> Instance:
         lease = self.router.membership.get(address)
         assert lease is not None
         return lease

@@ -11,7 +11,7 @@ from triptych.router.encode_dispatcher import (
     EncodeTask,
     ItemKind,
 )
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.quarantine import MAX_LOSSES
 from triptych.router.request_state import RequestState
 from triptych.router.router import Router
@@ -71,12 +71,12 @@ def _heads(queued: list[RequestState]) -> Iterator[RequestState]:
         yield next(states)
 
 
-def _has_room(state: RequestState, instance: InstanceLease) -> bool:
+def _has_room(state: RequestState, instance: Instance) -> bool:
     kinds = (WorkKind.READY, WorkKind.MAY_STALL) if state.may_stall else (WorkKind.READY,)
     return all(instance.account.num(kind) < instance.credit.requests for kind in kinds)
 
 
-def _may_be(router: Router, state: RequestState, instance: InstanceLease) -> bool:
+def _may_be(router: Router, state: RequestState, instance: Instance) -> bool:
     """Return whether a request that may end its instances would be alone with that at an instance."""
     if state.losses < MAX_LOSSES - 1:
         return True
@@ -95,7 +95,7 @@ def _is_on_trial(state: RequestState) -> bool:
 class _Encoder:
     """An encode instance, and what it has not finished."""
 
-    def __init__(self, encode: EncodeDispatcherState, instance: InstanceLease) -> None:
+    def __init__(self, encode: EncodeDispatcherState, instance: Instance) -> None:
         self.instance = instance
         self.credit = instance.credit
         items = [one for one in encode.unfinished if one.instance is instance]

@@ -87,7 +87,7 @@ class Admission:
 
         Dispatched requests that still wait for media do not count as ahead: they occupy encode instances only. Queued
         requests with media are not ahead of a text request, which has slots of its own
-        (``InstanceLease.has_stalling_room``)."""
+        (``Instance.has_stalling_room``)."""
         self.check_capacity(client, now)
         if priority == PROBE_PRIORITY:
             return 0.0

@@ -15,7 +15,7 @@ from triptych.messages.codec import Message
 from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
 from triptych.prompt.prompt import PlannedItem
 from triptych.router.forecast import Rate
-from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.instance import Assignment, Instance, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy, Work, least_loaded
 from triptych.router.quarantine import Quarantine
@@ -235,7 +235,7 @@ class EncodeDispatcher:
             else:
                 self._dispatch_to(task, self._choose(task, instances))
 
-    def _choose(self, task: EncodeTask, instances: Sequence[InstanceLease]) -> InstanceLease:
+    def _choose(self, task: EncodeTask, instances: Sequence[Instance]) -> Instance:
         """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
         even if it is busy: a copy is less work than encoding it again elsewhere."""
         fitting = [one for one in instances if self._fits(task, one)]
@@ -245,7 +245,7 @@ class EncodeDispatcher:
         assert instance is not None, "the item was dequeued because it fits"
         return instance
 
-    def _startable(self, instance: InstanceLease) -> Iterator[ItemKind]:
+    def _startable(self, instance: Instance) -> Iterator[ItemKind]:
         """Yield the kinds of items that an encode instance may have capacity for."""
         if self._has_patches(instance):
             yield ItemKind.SHORT
@@ -255,18 +255,18 @@ class EncodeDispatcher:
             yield ItemKind.CACHED
 
     @staticmethod
-    def _has_patches(instance: InstanceLease, credits: int = 1) -> bool:
+    def _has_patches(instance: Instance, credits: int = 1) -> bool:
         return instance.account.patches < credits * instance.credit.patches
 
     @staticmethod
-    def _has_cached(task: EncodeTask, instance: InstanceLease) -> bool:
+    def _has_cached(task: EncodeTask, instance: Instance) -> bool:
         """Return whether an encode instance probably has an item's rows, or is encoding them."""
         return task.cache_name in instance.encoded
 
-    def _fits_any(self, instances: Sequence[InstanceLease], task: EncodeTask) -> bool:
+    def _fits_any(self, instances: Sequence[Instance], task: EncodeTask) -> bool:
         return any(self._fits(task, one) for one in instances)
 
-    def _fits(self, task: EncodeTask, instance: InstanceLease) -> bool:
+    def _fits(self, task: EncodeTask, instance: Instance) -> bool:
         """Return whether an encode instance has capacity for an item, and its request may be there."""
         if not self._quarantine.allows(self._state(task), instance):
             return False
@@ -278,7 +278,7 @@ class EncodeDispatcher:
         own, num_long = account.num_long_of(task.client), account.num(WorkKind.LONG_ITEM)
         return num_long < instance.credit.long_items and own < LONG_ITEMS_PER_CLIENT
 
-    def _dispatch_to(self, task: EncodeTask, instance: InstanceLease) -> None:
+    def _dispatch_to(self, task: EncodeTask, instance: Instance) -> None:
         item, plan, batch_patches = task.item, task.item.plan, instance.capacity.encode_batch_patches
         long = plan.is_time_sliced(batch_patches) and not self._has_cached(task, instance)
         items = self._requests[task.request]
@@ -375,7 +375,7 @@ class EncodeDispatcher:
             if ticket.work.consumer == consumer:
                 self._dequeue(self._requests[ticket.work.request], ticket.work.index)
 
-    def instance_lost(self, instance: InstanceLease) -> tuple[list[TransferId], list[RequestId]]:
+    def instance_lost(self, instance: Instance) -> tuple[list[TransferId], list[RequestId]]:
         """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the
         rows that they lack, and the requests of those that it hadn't finished, each once."""
         assigned = self._at.pop(instance.address, {})
@@ -387,7 +387,7 @@ class EncodeDispatcher:
             self._table.changes.note(encode.task.request)
         return list(assigned), list(requests)
 
-    def hand_back(self, instance: InstanceLease, transfers: Sequence[TransferId]) -> list[RequestId]:
+    def hand_back(self, instance: Instance, transfers: Sequence[TransferId]) -> list[RequestId]:
         """Forget what an instance was assigned and hasn't begun, at no cost to the clients. Returns the
         requests concerned, whose consumers ask for the items again."""
         held = self._at.get(instance.address, {})
@@ -421,7 +421,7 @@ class EncodeDispatcher:
         items = self._requests.get(request)
         return list(dict.fromkeys(one.instance.name for one in items.in_flight.values())) if items else []
 
-    def num_at(self, instance: InstanceLease) -> int:
+    def num_at(self, instance: Instance) -> int:
         """Return the number of items that an encode instance was assigned."""
         return len(self._at.get(instance.address, ()))
 

@@ -34,7 +34,7 @@ class WorkKind(enum.IntEnum):
 class Assignment:
     """A piece of work that an instance was given for a request."""
 
-    instance: "InstanceLease"
+    instance: "Instance"
     request: RequestId
     client: str
     kind: WorkKind
@@ -108,7 +108,7 @@ NO_CREDIT = Credit(0, 0, 0)
 
 
 @dataclass(eq=False)
-class InstanceLease:
+class Instance:
     """A registered instance, as the router sees it."""
 
     name: str

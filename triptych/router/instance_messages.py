@@ -29,7 +29,7 @@ from triptych.messages.work import (
 from triptych.observe.events import EventLog
 from triptych.observe.metrics import Metrics
 from triptych.router.availability import Availability
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import Membership, has_new_role, is_before, is_same
 from triptych.router.request_state import RequestPhase
@@ -226,7 +226,7 @@ class InstanceMessages:
         self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
 
     def _remove_instance(
-        self, lease: InstanceLease, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
+        self, lease: Instance, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
     ) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 

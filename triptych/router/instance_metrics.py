@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.launcher_view import LauncherView
 from triptych.router.membership import Membership
 
@@ -26,38 +26,38 @@ class Series:
     meaning: str
     counts: bool
     """Whether it is a counter; otherwise it is a gauge."""
-    values: Callable[[InstanceLease], Iterable[Value]]
+    values: Callable[[Instance], Iterable[Value]]
     label: str = ""
     """Its label besides the instance's name and role; empty if it has none."""
 
 
-def _encode(of: Callable[[EncodeStats], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _encode(of: Callable[[EncodeStats], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: [("", of(lease.stats.encode))] if lease.stats.encode else []
 
 
-def _language(of: Callable[[LanguageStats], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _language(of: Callable[[LanguageStats], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: [("", of(lease.stats.language))] if lease.stats.language else []
 
 
-def _pages(of: Callable[[PageUsage], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _pages(of: Callable[[PageUsage], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: (
         [(one.layers, of(one)) for one in lease.stats.language.kv_cache] if lease.stats.language else []
     )
 
 
-def _received(of: Callable[[ReceivePool], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _received(of: Callable[[ReceivePool], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: [(pool.kind, of(pool))] if (pool := lease.stats.received) else []
 
 
-def _sent(of: Callable[[SenderCounters], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _sent(of: Callable[[SenderCounters], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: [("", of(lease.stats.sent))] if lease.stats.sent else []
 
 
-def _of_all(of: Callable[[InstanceStats], float]) -> Callable[[InstanceLease], Iterable[Value]]:
+def _of_all(of: Callable[[InstanceStats], float]) -> Callable[[Instance], Iterable[Value]]:
     return lambda lease: [("", of(lease.stats))]
 
 
-def _running(lease: InstanceLease) -> Iterator[Value]:
+def _running(lease: Instance) -> Iterator[Value]:
     if encode := lease.stats.encode:
         yield "encode", encode.running
     if language := lease.stats.language:
@@ -67,7 +67,7 @@ def _running(lease: InstanceLease) -> Iterator[Value]:
             yield "decode", language.decoding + (0 if lease.role.prefills else language.prefilling)
 
 
-def _waiting(lease: InstanceLease) -> Iterator[Value]:
+def _waiting(lease: Instance) -> Iterator[Value]:
     if encode := lease.stats.encode:
         yield "encode", encode.waiting
     if language := lease.stats.language:
@@ -141,7 +141,7 @@ SERIES = [
 class InstanceCollector(Collector):
     """Collects the samples of all registered instances."""
 
-    def __init__(self, membership: Iterable[InstanceLease]) -> None:
+    def __init__(self, membership: Iterable[Instance]) -> None:
         self._membership = membership
 
     def collect(self) -> Iterator[Metric]:

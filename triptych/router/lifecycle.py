@@ -21,7 +21,7 @@ from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import POLICIES
 from triptych.router.pump import Pump
@@ -195,7 +195,7 @@ class RequestLifecycle:
             self._metrics.rejected(error)
             raise
 
-    def demand(self, instance: InstanceLease) -> Demand:
+    def demand(self, instance: Instance) -> Demand:
         """Return what there is for an instance: what it has, and all that waits."""
         account = instance.account
         requests = account.num(WorkKind.READY) + account.num(WorkKind.MAY_STALL) + len(self.admission)

@@ -4,7 +4,7 @@ from collections import deque
 
 from triptych.messages.stats import InstanceStats
 from triptych.observe.request_history import client_name
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_sample import PREEMPTION_SECONDS, InstanceSample, LoadSample, StageQueue
 from triptych.router.membership import Membership
@@ -53,12 +53,12 @@ def queued_stage(membership: Membership) -> Stage:
     return Stage.DECODE if apart else Stage.PREFILL
 
 
-def busy_share(lease: InstanceLease) -> float:
+def busy_share(lease: Instance) -> float:
     """Return the share of the last seconds in which an instance's compute thread worked, 0 to 1."""
     return min(1.0, lease.history.rate(lambda stats: stats.busy_seconds))
 
 
-def step_seconds(lease: InstanceLease) -> float:
+def step_seconds(lease: Instance) -> float:
     """Return the mean time of an instance's steps or items in the last seconds; 0 without one."""
     return lease.history.ratio(lambda stats: stats.busy_seconds, _steps) or 0.0
 
@@ -87,7 +87,7 @@ class LoadWindow:
         return list(self._samples)
 
 
-def _instance(lease: InstanceLease) -> InstanceSample:
+def _instance(lease: Instance) -> InstanceSample:
     encode, language = lease.stats.encode, lease.stats.language
     return InstanceSample(
         name=lease.name,

@@ -7,7 +7,7 @@ from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import LaunchedInstance, LaunchState
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.messages.work import Heartbeat, Register
-from triptych.router.instance import Account, InstanceLease
+from triptych.router.instance import Account, Instance
 from triptych.router.launcher_view import LauncherView
 from triptych.topology import Role, Stage
 from triptych.types import Address
@@ -34,7 +34,7 @@ class Membership:
     """Seconds without a heartbeat after which a lease is lost."""
     hold: float = 0.0
     """Seconds that a stage may lack an instance before it counts as gone."""
-    _leases: dict[Address, InstanceLease] = field(default_factory=dict)
+    _leases: dict[Address, Instance] = field(default_factory=dict)
     launched: LauncherView = field(default_factory=LauncherView)
     """What supervisors say of the processes that they keep running."""
     _last_served: dict[Stage, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Membership:
     number: int = 0
     """Changes of the leases so far, but for the work that they have."""
 
-    def add(self, message: Register, now: float) -> InstanceLease:
+    def add(self, message: Register, now: float) -> Instance:
         """Add a lease and return it. A process that registers again while it holds one keeps it, with its work."""
         held = self._leases.get(message.address)
         if held is not None and is_same(held, message):
@@ -50,7 +50,7 @@ class Membership:
             held.credit = message.credit or message.capacity.whole
             self.number += 1
             return held
-        lease = InstanceLease(
+        lease = Instance(
             name=message.name,
             role=message.role,
             address=message.address,
@@ -73,7 +73,7 @@ class Membership:
         self.number += 1
         return lease
 
-    def refresh(self, message: Heartbeat, now: float) -> InstanceLease | None:
+    def refresh(self, message: Heartbeat, now: float) -> Instance | None:
         """Record a heartbeat. Return the instance's lease; None if it isn't registered."""
         if lease := self._leases.get(message.address):
             lease.last_seen, lease.stats = now, message.stats
@@ -82,19 +82,19 @@ class Membership:
             self.number += 1
         return lease
 
-    def remove(self, lease: InstanceLease, now: float) -> None:
+    def remove(self, lease: Instance, now: float) -> None:
         """Remove an instance that is gone."""
         for stage in lease.role.stages:
             self.serves(stage, now)  # it did, until now
         del self._leases[lease.address]
         self.number += 1
 
-    def drain(self, lease: InstanceLease) -> None:
+    def drain(self, lease: Instance) -> None:
         """Give an instance no new work any more: it is about to leave."""
         lease.draining = True
         self.number += 1
 
-    def avoid(self, lease: InstanceLease, now: float) -> None:
+    def avoid(self, lease: Instance, now: float) -> None:
         """Prefer others for a while: an instance has failed, perhaps by its own fault."""
         lease.avoided_until = now + AVOIDED_SECONDS
         self.number += 1
@@ -106,7 +106,7 @@ class Membership:
                 lease.avoided_until = None
                 self.number += 1
 
-    def set_next_role(self, lease: InstanceLease, role: Role | None) -> None:
+    def set_next_role(self, lease: Instance, role: Role | None) -> None:
         """Note the role that an instance is about to take; None if it keeps its own."""
         lease.next_role = role
         self.number += 1
@@ -158,30 +158,30 @@ class Membership:
                     return f"{lease.name}: {difference}"
         return ""
 
-    def expired(self, now: float) -> list[InstanceLease]:
+    def expired(self, now: float) -> list[Instance]:
         """Return the leases without a heartbeat for longer than ``expiry``."""
         return [lease for lease in self._leases.values() if now - lease.last_seen > self.expiry]
 
-    def get(self, address: Address) -> InstanceLease | None:
+    def get(self, address: Address) -> Instance | None:
         return self._leases.get(address)
 
-    def named(self, name: str) -> list[InstanceLease]:
+    def named(self, name: str) -> list[Instance]:
         """Return the instances of that name. Operators may give it to several."""
         return [lease for lease in self if lease.name == name]
 
-    def encode_instances(self, *, begun: bool = False) -> list[InstanceLease]:
+    def encode_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that items are dispatched to. ``begun`` is True for items of requests in flight."""
         return _taking_work([lease for lease in self if lease.role.encodes], begun=begun)
 
-    def decode_instances(self) -> list[InstanceLease]:
+    def decode_instances(self) -> list[Instance]:
         """Return the language instances that requests are dispatched to: those that decode."""
         return _taking_work([lease for lease in self if lease.role.decodes], begun=False)
 
-    def prefill_instances(self, *, begun: bool = False) -> list[InstanceLease]:
+    def prefill_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that prefill for others. ``begun`` is True for requests in flight."""
         return _taking_work([lease for lease in self if lease.role.sends_kv], begun=begun)
 
-    def serving_instances(self) -> list[InstanceLease]:
+    def serving_instances(self) -> list[Instance]:
         """Return the language instances that can take requests now. Decode-only ones need a prefill instance."""
         prefilled = bool(self.prefill_instances())
         return [lease for lease in self.decode_instances() if prefilled or not lease.role.takes_kv]
@@ -195,14 +195,14 @@ class Membership:
         """Return the longest request, in tokens, that every language instance can hold; None if there is none."""
         return min((lease.context_length for lease in self if lease.role.has_decoder), default=None)
 
-    def __iter__(self) -> Iterator[InstanceLease]:
+    def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._leases.values()))
 
     def __len__(self) -> int:
         return len(self._leases)
 
 
-def is_same(lease: InstanceLease, message: Register) -> bool:
+def is_same(lease: Instance, message: Register) -> bool:
     """Return whether a registration is for a lease that is held: from the same process, in the same role, which still
     has the work that it was given."""
     return (lease.name, lease.pid, lease.incarnation, lease.role, lease.resets) == (
@@ -214,19 +214,19 @@ def is_same(lease: InstanceLease, message: Register) -> bool:
     )
 
 
-def has_new_role(lease: InstanceLease, message: Register) -> bool:
+def has_new_role(lease: Instance, message: Register) -> bool:
     """Return whether a registration is from the process of the lease that is held, in another role."""
     same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
     return same_process and lease.role is not message.role
 
 
-def is_before(lease: InstanceLease, message: Register) -> bool:
+def is_before(lease: Instance, message: Register) -> bool:
     """Return whether a registration is older than the lease that is held, from the same process."""
     same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
     return same_process and message.resets < lease.resets
 
 
-def _taking_work(leases: list[InstanceLease], *, begun: bool) -> list[InstanceLease]:
+def _taking_work(leases: list[Instance], *, begun: bool) -> list[Instance]:
     """Return the instances that aren't draining; of these, those that haven't failed lately, if there are any. For
     requests in flight, falls back to draining ones: a longer drain is better than a lost request."""
     staying = [lease for lease in leases if lease.takes_work]

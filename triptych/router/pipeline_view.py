@@ -20,7 +20,7 @@ from triptych.observe.pipeline import (
     Verdict,
 )
 from triptych.observe.timeline import Interval
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.launcher_view import STAGE_NAMES
 from triptych.router.load_window import busy_share, stage_queue, step_seconds
 from triptych.router.request_marks import RequestMarks, instances_of
@@ -80,7 +80,7 @@ class PipelineView:
         """When it began, by the monotonic clock: times don't change when the system's clock is set."""
         self._epoch = self._began - router.clock()
         """When the router's clock was 0, or would have been without the pauses that it doesn't count."""
-        self._views: dict[InstanceLease, tuple[_Made, InstanceView]] = {}
+        self._views: dict[Instance, tuple[_Made, InstanceView]] = {}
         """What is shown of the instances that have joined."""
         self._marks = RequestMarks(router.membership, router.lifecycle, lambda: self._epoch)
         self._instances = _Part[list[InstanceView]]()
@@ -194,7 +194,7 @@ class PipelineView:
         return [*(view for _, view in self._views.values()), *map(_expected, membership.expected(now))]
 
 
-def _joined(lease: InstanceLease, restarts: int, node: str) -> InstanceView:
+def _joined(lease: Instance, restarts: int, node: str) -> InstanceView:
     history, load = lease.history, lease.stats.load
     hits = (_prefix_hits, _prefix_queries) if lease.role.has_decoder else (_item_hits, _item_queries)
     return InstanceView(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from triptych.router.caches import PrefixIndex
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.placement import PlacementPolicy, Work
 from triptych.router.request_state import RequestState
 
@@ -13,9 +13,9 @@ class PrefixPlacement:
 
     def __init__(self, policy: PlacementPolicy) -> None:
         self._policy = policy
-        self._index: PrefixIndex[InstanceLease] = PrefixIndex()
+        self._index: PrefixIndex[Instance] = PrefixIndex()
 
-    def place(self, state: RequestState, instances: Sequence[InstanceLease], cost: int) -> InstanceLease | None:
+    def place(self, state: RequestState, instances: Sequence[Instance], cost: int) -> Instance | None:
         """Return the instance that gets a request, None if there are no instances. ``cost`` is in tokens."""
         if not self._policy.uses_caches:
             return self._policy.choose(instances, Work(cost))

@@ -10,7 +10,7 @@ from triptych.errors import InstanceLost
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.placement import PlacementPolicy
 from triptych.router.prefix_placement import PrefixPlacement
@@ -124,10 +124,10 @@ class Pump:
             assert instance is not None
             self._transitions.dispatch(request, instance)
 
-    def _has_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> bool:
+    def _has_room(self, rooms: dict[bool, list[Instance]], state: RequestState) -> bool:
         """``rooms`` are the instances that have room for a request that may stall, and for any other one."""
         return bool(self._with_room(rooms, state))
 
-    def _with_room(self, rooms: dict[bool, list[InstanceLease]], state: RequestState) -> Sequence[InstanceLease]:
+    def _with_room(self, rooms: dict[bool, list[Instance]], state: RequestState) -> Sequence[Instance]:
         """Return the instances that have room for a request."""
         return self._quarantine.allowed(state, rooms[state.may_stall])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.request_state import RequestState
 from triptych.types import RequestId
 
@@ -31,7 +31,7 @@ class Quarantine:
         """Return whether a suspect is being tried."""
         return state.id in self._suspects and state.decode is not None and not state.has_answered
 
-    def allows(self, state: RequestState, instance: InstanceLease) -> bool:
+    def allows(self, state: RequestState, instance: Instance) -> bool:
         """Return whether an instance may be given work of a request.
 
         Where two suspects are at one instance already, each may have its items encoded there, one at a time: otherwise
@@ -46,7 +46,7 @@ class Quarantine:
             for work in other.work
         )
 
-    def allowed(self, state: RequestState, instances: Sequence[InstanceLease]) -> Sequence[InstanceLease]:
+    def allowed(self, state: RequestState, instances: Sequence[Instance]) -> Sequence[Instance]:
         """Return the instances that may be given work of a request."""
         if state.id not in self._suspects:
             return instances

@@ -7,7 +7,7 @@ from functools import cached_property
 from triptych.messages.work import Generate, PrefillNeeded
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.router.caches import prefix_hashes
-from triptych.router.instance import Assignment, InstanceLease, WorkKind
+from triptych.router.instance import Assignment, Instance, WorkKind
 from triptych.router.stream import TokenStream
 from triptych.types import Address, RequestId, TransferId
 
@@ -129,7 +129,7 @@ class RequestState:
         """Whether its decode instance has asked for a prefill that no instance was given."""
         return self.prefill_needed is not None and self.prefill is None
 
-    def works_on(self, instance: InstanceLease) -> bool:
+    def works_on(self, instance: Instance) -> bool:
         """Return whether a language instance works on the request."""
         return any(one is not None and one.instance is instance for one in (self.decode, self.prefill))
 

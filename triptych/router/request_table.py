@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from triptych.messages.work import PrefillNeeded
-from triptych.router.instance import Assignment, InstanceLease
+from triptych.router.instance import Assignment, Instance
 from triptych.router.recent_changes import RecentChanges
 from triptych.router.request_state import (
     BEFORE_ANSWER,
@@ -89,7 +89,7 @@ class RequestTable:
         self.changes.note(state.id)
         return True
 
-    def assign(self, state: RequestState, instance: InstanceLease) -> None:
+    def assign(self, state: RequestState, instance: Instance) -> None:
         """Give a request to the language instance that will answer it."""
         kind, cost = state.work_kind, state.token_cost
         work = Assignment(instance=instance, request=state.id, client=state.client, kind=kind, cost=cost)
@@ -149,7 +149,7 @@ class RequestTable:
         state = self._requests.get(RequestId(dispatch.partition(".")[0]))
         return state if state is not None and state.generate.request == dispatch else None
 
-    def at(self, instance: InstanceLease) -> list[RequestState]:
+    def at(self, instance: Instance) -> list[RequestState]:
         """Return the requests that an instance works on, the first that it was given first."""
         return [self._requests[one] for one in dict.fromkeys(work.request for work in instance.account)]
 

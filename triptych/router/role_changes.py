@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from triptych.messages.codec import Message
 from triptych.messages.operations import RoleRefused, RoleSet, SetRole
 from triptych.messages.work import ChangeRole, ChangingRole, Register, RoleKept
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.membership import Membership
 from triptych.topology import Role
 from triptych.types import Address
@@ -101,12 +101,12 @@ class RoleChanges:
         if pending := self._pending.pop(message.address, None):
             self._refuse(pending, message.reason)
 
-    def lost(self, lease: InstanceLease, why: str) -> None:
+    def lost(self, lease: Instance, why: str) -> None:
         """An instance is gone."""
         if pending := self._pending.pop(lease.address, None):
             self._refuse(pending, f"it {why}")
 
-    def _refusal(self, message: SetRole, named: list[InstanceLease]) -> str:
+    def _refusal(self, message: SetRole, named: list[Instance]) -> str:
         if len(named) != 1:
             return f"{len(named) or 'no'} instance{'s' * (len(named) > 1)} of that name"
         (lease,) = named

@@ -6,7 +6,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from triptych.observe.metrics import PREFIX
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.launcher_view import STAGE_NAMES
 from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.membership import Membership
@@ -31,18 +31,18 @@ def saturation(membership: Membership, stage: Stage) -> float:
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def _share(lease: InstanceLease, stage: Stage) -> float:
+def _share(lease: Instance, stage: Stage) -> float:
     limits = _encode_limits(lease) if stage is Stage.ENCODE else _language_limits(lease)
     return min(1.0, max((used / most for used, most in limits if most), default=0.0))
 
 
-def _encode_limits(lease: InstanceLease) -> Iterator[tuple[int, int]]:
+def _encode_limits(lease: Instance) -> Iterator[tuple[int, int]]:
     """Yield what an instance has of each kind of work, and the most that it may have."""
     yield lease.account.patches, lease.credit.patches
     yield lease.account.num(WorkKind.LONG_ITEM), lease.credit.long_items
 
 
-def _language_limits(lease: InstanceLease) -> Iterator[tuple[int, int]]:
+def _language_limits(lease: Instance) -> Iterator[tuple[int, int]]:
     language = lease.stats.language
     if lease.role.sends_kv:  # prompts go to one whatever it has
         yield (language.prefilling + language.waiting if language else 0), lease.capacity.max_num_seqs

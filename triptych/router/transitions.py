@@ -17,7 +17,7 @@ from triptych.observe.timeline import Interval
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
 from triptych.router.encode_dispatcher import EncodeDispatcher
-from triptych.router.instance import InstanceLease, WorkKind
+from triptych.router.instance import Instance, WorkKind
 from triptych.router.membership import Membership
 from triptych.router.quarantine import MAX_LOSSES, Quarantine
 from triptych.router.request_state import MAX_FAILURES, RemotePrefill, RequestPhase, RequestState
@@ -66,7 +66,7 @@ class Transitions:
 
     # ── dispatch ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def dispatch(self, state: RequestState, instance: InstanceLease) -> None:
+    def dispatch(self, state: RequestState, instance: Instance) -> None:
         """Send a request that was dequeued to a language instance."""
         again = state.num_dispatches > 0
         state.generate = msgspec.structs.replace(
@@ -118,7 +118,7 @@ class Transitions:
         self.update_phase(state)
         self._requests.needs_prefill(state, needed)
 
-    def prefill(self, state: RequestState, needed: PrefillNeeded, instance: InstanceLease) -> None:
+    def prefill(self, state: RequestState, needed: PrefillNeeded, instance: Instance) -> None:
         """Send a waiting prompt to a prefill instance."""
         work = RemotePrefill(
             instance=instance,
@@ -153,7 +153,7 @@ class Transitions:
         self._enter(state, RequestPhase.QUEUED)
         self._admission.add(state)
 
-    def failed_at(self, instance: InstanceLease, state: RequestState, error: TriptychError, culprit: Culprit) -> None:
+    def failed_at(self, instance: Instance, state: RequestState, error: TriptychError, culprit: Culprit) -> None:
         """Handle an instance's failure to do its part of a request: the request ends with the error if it is at fault,
         or has failed too often; else it continues elsewhere, or there again."""
         if not culprit.ends_request:

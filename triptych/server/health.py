@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from triptych.errors import StartError
 from triptych.messages.work import Capacity
-from triptych.router.instance import InstanceLease
+from triptych.router.instance import Instance
 from triptych.router.instance_metrics import InstanceCollector
 from triptych.running_time import RunningLoop
 from triptych.server.pulse import Pulse
@@ -109,9 +109,9 @@ class _Self:
     def __init__(self, server: HealthServer) -> None:
         self._server = server
 
-    def __iter__(self) -> Iterator[InstanceLease]:
+    def __iter__(self) -> Iterator[Instance]:
         pulse = self._server.pulse
-        yield InstanceLease(
+        yield Instance(
             name=pulse.name,
             role=pulse.role,
             address=Address(""),
