@@ -75,7 +75,7 @@ def test_readiness_for_long_enough_resets_the_delay_and_being_alive_does_not() -
 
 def test_a_lost_machine_is_no_failure_of_a_process_that_was_ready() -> None:
     made = supervision(2)
-    lost = Ended(-9, lost=True)
+    lost = Ended(-9, lost=True, machine_lost=True)
     for number in range(4):
         assert end(made, "e0", float(number), lost).delay == 0, "another machine need not wait"
         made.set_ready(GROUPS, number + 0.5)
@@ -86,6 +86,14 @@ def test_a_lost_machine_is_no_failure_of_a_process_that_was_ready() -> None:
     assert end(made, "e0", 6.6, lost).delay == 0, "the limit is reached, but this is no failure"
     made.set_ready(GROUPS, 6.7)
     assert isinstance(made.ended("e0", KILLED, 7.0), EndService)
+
+
+def test_one_that_ends_with_its_fork_server_again_and_again_waits() -> None:
+    made = supervision()
+    lost = Ended(-9, lost=True)
+    assert end(made, "e0", 0.0, lost).delay == FIRST_DELAY
+    made.set_ready(GROUPS, 1.0)
+    assert end(made, "e0", 1.5, lost).delay == 2 * FIRST_DELAY
 
 
 def test_ends_are_counted_within_ten_minutes() -> None:

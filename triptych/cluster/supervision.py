@@ -35,6 +35,8 @@ class Ended:
     """Whether the kernel killed it because its control group had no memory left."""
     lost: bool = False
     """Whether it is unknown how it ended: its machine, or what started it there, is gone."""
+    machine_lost: bool = False
+    """Whether its machine may be gone, so that another one needn't wait."""
 
     @property
     def reason(self) -> str:
@@ -173,7 +175,7 @@ class Supervision:
         if not self.was_complete:
             return EndService("", ended.code if ended.code > 0 else exit_codes.FAILED)
         # a ready process whose machine is lost hasn't failed: neither delays nor the limit depend on machines' ends
-        has_failed = not (ended.lost and process.was_ready)
+        has_failed = not (ended.machine_lost and process.was_ready)
         if process.num_restarts >= self._max_restarts and (has_failed or not self._max_restarts):
             times = process.num_restarts
             often = f"{times} time{'s' * (times > 1)}"

@@ -98,7 +98,7 @@ class RemoteProcess:
         self._signal = number
         self._send(Signal(self.place.key, number))
         if number == signal.SIGKILL:
-            asyncio.get_running_loop().call_later(KILL_TIMEOUT, self._end, Ended(-number, lost=True))
+            asyncio.get_running_loop().call_later(KILL_TIMEOUT, self._end, Ended(-number, lost=True, machine_lost=True))
 
     async def wait(self) -> Ended:
         """Return how it ended, once it has and its output is shown."""
@@ -129,7 +129,7 @@ class RemoteProcess:
                 elif failed:
                     self._end(Ended(exit_codes.FAILED))
                 else:
-                    self._end(Ended(-signal.SIGKILL, lost=True))
+                    self._end(Ended(-signal.SIGKILL, lost=True, machine_lost=True))
 
     def _take_news(self, news: News) -> None:
         if self.pending:
