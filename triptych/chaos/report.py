@@ -22,7 +22,8 @@ HEADINGS = (
 def write(results: Sequence[FaultResult], page: Path, command: str) -> None:
     """Write the page and, with matplotlib, the drawings into a folder beside it. Raises OSError."""
     folder = page.with_suffix("")
-    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.parent.exists():
+        page.parent.mkdir(parents=True)
     for result in results if can_draw() else ():
         folder.mkdir(exist_ok=True)
         title = f"{result.fault.title} ({result.fault.topology})"

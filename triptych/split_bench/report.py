@@ -32,7 +32,8 @@ def write(results: Results, plan: SplitPlan, about: About, page: Path, data: Pat
     """Write the page, with matplotlib its drawings into a folder of the same name, and the JSON if a path is given.
     Raises OSError."""
     folder = page.with_suffix("")
-    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.parent.exists():
+        page.parent.mkdir(parents=True)
     shown = []
     for plot in plots(results, plan) if can_draw() else ():
         folder.mkdir(exist_ok=True)
