@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.commands import walked
+from tests.support.commands import actions, walked
 from triptych import __version__
 from triptych.cli import COMMANDS, main, make_parser
 from triptych.config import CONFIG_GROUPS
@@ -31,7 +31,7 @@ EVERY_PARSER = pytest.mark.parametrize("parser", PARSERS, ids=[parser.prog for p
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """What --help lists, but for itself and for commands."""
-    listed = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
+    listed = (one for one in actions(parser) if not isinstance(one, argparse._SubParsersAction))
     return [one for one in listed if one.help != argparse.SUPPRESS and one.dest not in ("help", "version")]
 
 

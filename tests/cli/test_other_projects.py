@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from tests.support.commands import walked
+from tests.support.commands import flag_names, walked
 from triptych.cli import flags, make_parser
 from triptych.cli.other_projects import INSTEAD
 from triptych.config import CONFIG_GROUPS, Settings
@@ -130,11 +130,11 @@ def test_a_sentence_names_flags_that_exist(serve: argparse.ArgumentParser) -> No
     for sentence in INSTEAD.values():
         for word in sentence.replace(",", " ").replace(":", " ").replace(";", " ").split():
             if word.startswith("--"):
-                assert word in serve._option_string_actions, sentence
+                assert word in flag_names(serve), sentence
 
 
 def test_a_flag_that_exists_has_no_sentence(serve: argparse.ArgumentParser) -> None:
-    known = {option.lstrip("-").replace("-", "_") for option in serve._option_string_actions}
+    known = {option.lstrip("-").replace("-", "_") for option in flag_names(serve)}
     assert not known & INSTEAD.keys()
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.encode.test_store import name
-from tests.support.encode_harness import A, EncodeHarness
+from tests.support.encode_harness import A, EncodeHarness, stored_name
 from tests.support.plans import plan_of
 from triptych.encode import file_store
 from triptych.encode.file_store import FileStore
@@ -28,7 +27,7 @@ def rows(value: int, number: int = 4) -> EmbeddingRows:
 
 
 def found(store: FileStore, *texts: str) -> list[int | None]:
-    result = store.lookup([name(text) for text in texts]).result(20)
+    result = store.lookup([stored_name(text) for text in texts]).result(20)
     return [None if one is None else int(one[0, 0]) for one in result]
 
 
@@ -41,21 +40,21 @@ def size_of(folder: Path) -> int:
 def filled(folder: Path, number: int = 4) -> FileStore:
     store = FileStore(folder, MAX_BYTES)
     for value in range(number):
-        store.put([name(f"{value}"), name(f"content {value}")], rows(value))
+        store.put([stored_name(f"{value}"), stored_name(f"content {value}")], rows(value))
     store.flush()
     return store
 
 
 def test_rows_outlive_the_process_under_all_names(tmp_path: Path) -> None:
     first = filled(tmp_path / "rows")
-    first.put([name("again"), name("content 2")], rows(2))
+    first.put([stored_name("again"), stored_name("content 2")], rows(2))
     first.close()
     assert len(list((tmp_path / "rows").glob("?" * 64))) == 9
     second = FileStore(tmp_path / "rows", MAX_BYTES)
     assert found(second, "0", "content 1", "again", "never") == [0, 1, 2, None]
     second.flush()
     assert second.num_bytes == size_of(tmp_path / "rows")
-    (one,) = second.lookup([name("3")]).result(20)
+    (one,) = second.lookup([stored_name("3")]).result(20)
     assert one is not None
     assert np.array_equal(one, rows(3))
     second.close()
@@ -77,12 +76,12 @@ def test_damaged_rows_are_as_good_as_none(
     source = random.Random(1)
     store = filled(tmp_path, 40)
     for value in range(40):
-        path = tmp_path / name(f"{value}")
+        path = tmp_path / stored_name(f"{value}")
         path.write_bytes(spoil(bytearray(path.read_bytes()), source))
     assert found(store, *map(str, range(40))) == [None] * 40
     store.flush()
     assert size_of(tmp_path) == 0
-    store.put([name("1")], rows(9))
+    store.put([stored_name("1")], rows(9))
     store.flush()
     assert found(store, "1", "content 1") == [9, None]
     store.close()
@@ -99,10 +98,10 @@ def test_rows_of_another_version_are_as_good_as_none(tmp_path: Path, monkeypatch
 def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
     store = FileStore(tmp_path, MAX_BYTES)
     for value in range(300):
-        store.put([name(f"{value}")], rows(value, 16))
+        store.put([stored_name(f"{value}")], rows(value, 16))
         if value == 30:
             store.flush()
-            used = tmp_path / name("0")
+            used = tmp_path / stored_name("0")
             os.utime(used, (time.time() + 100, time.time() + 100))
     store.flush()
     assert MAX_BYTES // 2 < size_of(tmp_path) == store.num_bytes <= MAX_BYTES
@@ -115,7 +114,7 @@ def test_a_smaller_limit_is_kept_from_the_start(tmp_path: Path) -> None:
     store = FileStore(tmp_path, 2000)
     store.flush()
     assert 0 < size_of(tmp_path) <= 2000
-    store.put([name("huge")], rows(1, 100))
+    store.put([stored_name("huge")], rows(1, 100))
     store.flush()
     assert found(store, "huge") == [None]
     store.close()
@@ -153,11 +152,11 @@ def test_what_cannot_be_written_is_not_kept(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full)
         for value in range(10, 20):
-            store.put([name(f"{value}")], rows(value))
+            store.put([stored_name(f"{value}")], rows(value))
         store.flush()
     assert found(store, "3", "10") == [3, None]
     assert caplog.text.count("No space left on device") == 1
-    store.put([name("20")], rows(20))
+    store.put([stored_name("20")], rows(20))
     store.flush()
     assert found(store, "20") == [20]
     store.close()
@@ -166,9 +165,9 @@ def test_what_cannot_be_written_is_not_kept(
 def test_too_much_at_once_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_store, "MAX_QUEUED_BYTES", rows(1).nbytes)
     store = FileStore(tmp_path, MAX_BYTES)
-    with store._lock():
+    with store.exclusive():
         for value in range(5):
-            store.put([name(f"{value}")], rows(value))
+            store.put([stored_name(f"{value}")], rows(value))
     store.flush()
     assert sum(one is not None for one in found(store, *map(str, range(5)))) == 1
     store.close()
@@ -180,12 +179,12 @@ WRITE = """
 import itertools
 import sys
 from pathlib import Path
-from tests.encode.test_file_store import MAX_BYTES, VALUES, FileStore, name, rows
+from tests.encode.test_file_store import MAX_BYTES, VALUES, FileStore, stored_name, rows
 store = FileStore(Path(sys.argv[1]), MAX_BYTES)
 print("ready", flush=True)
 for number in itertools.count(int(sys.argv[2]), 2):
     value = number % VALUES
-    store.put([name(f"{value}"), name(f"content {value}")], rows(value, 16))
+    store.put([stored_name(f"{value}"), stored_name(f"content {value}")], rows(value, 16))
     store.flush()
     print(value, flush=True)
 """

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.encode_harness import stored_name
 from triptych.encode import store as stores
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, EmbeddingStore, Found, MemoryStore, TieredStore, part_name, row_name
@@ -20,18 +21,14 @@ def rows(number: int, value: int = 0) -> EmbeddingRows:
     return np.full((number, WIDTH), value, dtype=np.uint8)
 
 
-def name(text: str) -> str:
-    return row_name("layout", text, "")
-
-
 def found(store: EmbeddingStore, *names: str) -> list[int | None]:
     """The first byte of what is stored under each name."""
-    result = store.lookup([name(one) for one in names]).result(20)
+    result = store.lookup([stored_name(one) for one in names]).result(20)
     return [None if one is None else int(one[0, 0]) for one in result]
 
 
 def put(store: EmbeddingStore, *names: str, number: int = 1, value: int = 1) -> None:
-    store.put([name(one) for one in names], rows(number, value))
+    store.put([stored_name(one) for one in names], rows(number, value))
 
 
 class Written(FileStore):
@@ -62,7 +59,7 @@ def test_rows_are_found_under_each_of_their_names_and_counted_once(store: Embedd
     put(store, "b", "content", number=2, value=7)
     assert store.num_bytes == before
     assert found(store, "b", "a", "content", "c", "a") == [7, 7, 7, None, 7]
-    (one,) = store.lookup([name("a")]).result(20)
+    (one,) = store.lookup([stored_name("a")]).result(20)
     assert one is not None
     assert one.shape == (2, WIDTH)
     assert one.dtype == np.uint8
@@ -94,7 +91,7 @@ def test_what_is_put_again_stays_as_it_is(store: EmbeddingStore) -> None:
 def test_what_is_evicted_is_gone_under_all_names(store: EmbeddingStore) -> None:
     put(store, "a", "b")
     put(store, "c")
-    store.evict([name("b"), name("never")])
+    store.evict([stored_name("b"), stored_name("never")])
     assert found(store, "a", "b", "c") == [None, None, 1]
     put(store, "b", value=3)
     assert found(store, "a", "b") == [None, 3]
@@ -113,12 +110,13 @@ def test_names_and_bytes_are_accounted_for(steps: list[tuple[str, list[int]]]) -
     store = MemoryStore(5 * WIDTH)
     for step, numbers in steps:
         content = numbers[0] % 3
-        names = [name(f"{number}/{content}") for number in numbers]
+        names = [stored_name(f"{number}/{content}") for number in numbers]
         if step == "put":
             store.put(names, rows(content + 1, content))
         elif step == "evict":
             store.evict(names)
-        kept = store.lookup([name(f"{number}/{content}") for number in range(10) for content in range(3)]).result()
+        every = [stored_name(f"{number}/{content}") for number in range(10) for content in range(3)]
+        kept = store.lookup(every).result()
         assert store.num_bytes == sum(one.nbytes for one in {id(one): one for one in kept if one is not None}.values())
         assert store.num_bytes <= store.max_bytes
         for number, one in enumerate(kept):
@@ -163,10 +161,10 @@ def test_a_later_tier_is_asked_for_what_the_first_lacks_and_fills_it() -> None:
     memory, slow = MemoryStore(9 * WIDTH), Slow()
     store = TieredStore([memory, slow])
     put(memory, "here")
-    looked_up = store.lookup([name("here"), name("there"), name("nowhere")])
+    looked_up = store.lookup([stored_name("here"), stored_name("there"), stored_name("nowhere")])
     assert not looked_up.done()
     ((names, answer),) = slow.asked
-    assert names == [name("there"), name("nowhere")]
+    assert names == [stored_name("there"), stored_name("nowhere")]
     answer.set_result([rows(1, 5), None])
     assert [one is not None for one in looked_up.result(0)] == [True, True, False]
     assert found(store, "here", "there") == [1, 5]
@@ -177,7 +175,7 @@ def test_a_later_tier_is_asked_for_what_the_first_lacks_and_fills_it() -> None:
 def test_a_tier_that_fails_has_nothing(caplog: pytest.LogCaptureFixture) -> None:
     slow, last = Slow(), MemoryStore(9 * WIDTH)
     put(last, "a")
-    looked_up = TieredStore([slow, last]).lookup([name("a"), name("b")])
+    looked_up = TieredStore([slow, last]).lookup([stored_name("a"), stored_name("b")])
     slow.asked[0][1].set_exception(OSError("no disk"))
     assert [one is not None for one in looked_up.result(0)] == [True, False]
     assert "a tier of the encoder cache has failed" in caplog.text

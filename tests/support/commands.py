@@ -26,10 +26,20 @@ KEPT = {name: value for name, value in os.environ.items() if name.startswith("CO
 GPU's driver is."""
 
 
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """All arguments of a parser."""
+    return parser._actions
+
+
+def flag_names(parser: argparse.ArgumentParser) -> set[str]:
+    """What its flags may be called."""
+    return {name for action in actions(parser) for name in action.option_strings}
+
+
 def walked(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """The parser and all below it."""
     yield parser
-    for action in parser._actions:
+    for action in actions(parser):
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 yield from walked(below)

@@ -13,7 +13,7 @@ from tests.support.plans import plan_of
 from triptych.compute_thread import ComputeThread
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
-from triptych.encode.store import EmbeddingStore, MemoryStore
+from triptych.encode.store import EmbeddingStore, MemoryStore, row_name
 from triptych.errors import DecodeFailed
 from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.codec import Message
@@ -152,3 +152,8 @@ class EncodeHarness:
             assert time.monotonic() < deadline, self.sent
             self.loop.advance()
             time.sleep(0.0005)
+
+
+def stored_name(text: str) -> str:
+    """The name of rows whose content has that digest."""
+    return row_name("layout", text, "")

@@ -25,6 +25,7 @@ from triptych.models.registry import identity_of
 from triptych.observe import logs, sd_notify
 from triptych.observe.machine import pin_to_cores
 from triptych.server import instance_main
+from triptych.server.worker_extra import check_installed
 from triptych.topology import Role, Topology
 
 FRONTEND = "frontend"
@@ -105,9 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.role is None:
         topology = flags.topology(arguments, config, DEFAULT_TOPOLOGY)
         config.engine.tensor_parallel_size.check(topology.roles)
-        for line in () if arguments.on else choices(config, topology):  # Ray divides the work otherwise
+        if arguments.on:
+            return running_time.run(_serve(config, topology, arguments))
+        check_installed("an instance")
+        for line in choices(config, topology):
             log.info("%s", line)
-        return running_time.run(_serve(config, topology, arguments) if arguments.on else _supervise(config, topology))
+        return running_time.run(_supervise(config, topology))
     return _run_instance(config, _role(arguments.role), arguments.join, arguments.name)
 
 

@@ -209,7 +209,7 @@ class FileStore:
         return found
 
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Hold the folder's lock. Raises TimeoutError if another process doesn't release it."""
         descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -228,7 +228,7 @@ class FileStore:
 
     def _locked(self, change: Callable[[int], int]) -> None:
         """Change the files, given their size in all; ``change`` returns the new one."""
-        with self._lock():
+        with self.exclusive():
             text = (self._folder / LOCK).read_bytes()[:20]
             before = int(text) if text.isdigit() else self._evict()
             after = before
