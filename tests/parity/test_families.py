@@ -80,7 +80,9 @@ def test_text_alone(models: dict[str, Model], family: str, topology: str, chunk:
     assert answered(models[family], topology, engine) == models[family].answers
 
 
-@pytest.mark.parametrize("topology", ["1EPD", "1E1PD", "1E1P1D"])
+@pytest.mark.parametrize(
+    "topology", ["1E1P1D", *(pytest.param(topology, marks=pytest.mark.slow) for topology in ("1EPD", "1E1PD"))]
+)
 @pytest.mark.parametrize("family", ANSWERED_IMAGES)
 def test_images(models: dict[str, Model], family: str, topology: str) -> None:
     """Twice: the second answers, with rows of a warm encoder cache, are the same, and no part is encoded again."""
