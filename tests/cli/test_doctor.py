@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.backbones import BACKBONES
+from tests.support.backbones import BACKBONES, MORE_BACKBONES
 from tests.support.checkpoints import load_adapter, make_checkpoint
 from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
@@ -83,6 +83,14 @@ def test_the_last_line_is_the_verdict_with_the_command(
     monkeypatch.setattr("triptych.cli.doctor.available_bytes", lambda: 2**10)
     refused = verdict(capsys, *given, "--max-model-len", "99999999")
     assert refused == "This machine can't serve it so: see memory, tokenizer, chat template above."
+
+
+def test_a_model_without_a_chat_template_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = make_tiny(tmp_path / "base", MORE_BACKBONES["qwen3"])
+    (base / "chat_template.jinja").unlink()
+    code, checks = examined(capsys, base, "--device", "cpu", "--port", "0", "--fabric", "shm")
+    assert code == 0, checks
+    assert "only /v1/completions" in checks["tokenizer, chat template"]
 
 
 def test_what_a_token_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,11 +249,14 @@ def _prompts(config: ServeConfig) -> str:
     asked = config.engine.max_model_len
     if asked > builder.context_length:
         raise ConfigError(f"--max-model-len {asked} exceeds the {builder.context_length} tokens of the model")
-    prompt = builder.build([{"role": "user", "content": "?"}])
+    shortest = "there is no chat template: only /v1/completions is served"
+    if builder.template.names:
+        prompt = builder.build([{"role": "user", "content": "?"}])
+        shortest = f"the shortest prompt has {len(prompt.tokens)} tokens"
     formats = builder.formats
     parsers = f"reasoning {formats.reasoning_parser or 'none'}, tool calls {formats.tool_call_parser or 'unknown'}"
     fit = asked or builder.context_length
-    return f"the shortest prompt has {len(prompt.tokens)} tokens; at most {fit:,} fit; {parsers}"
+    return f"{shortest}; at most {fit:,} fit; {parsers}"
 
 
 def _cores(config: ServeConfig) -> str:
