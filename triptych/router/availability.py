@@ -37,7 +37,7 @@ class Availability:
     def missing_stages(self) -> str:
         """Return which stages have no instance, and when one is started again."""
         needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
-        served = {stage for lease in self._membership if lease.takes_work for stage in lease.role.stages}
+        served = {stage for instance in self._membership if instance.takes_work for stage in instance.role.stages}
         now, launched = self._clock(), self._membership.launched
         return "; ".join(launched.why_missing(stage, now) for stage in needed if stage not in served)
 

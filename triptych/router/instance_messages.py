@@ -100,10 +100,10 @@ class InstanceMessages:
         """Remove instances whose leases have expired, and have those register again of which messages were lost. Call a
         few times a second."""
         self._membership.end_avoidance(now)
-        for lease in self._membership.expired(now):
+        for instance in self._membership.expired(now):
             why = f"sent no heartbeat for {self._config.lease_expiry:g} s"
-            log.warning("%s %s", lease.name, why)
-            self._remove_instance(lease, why)
+            log.warning("%s %s", instance.name, why)
+            self._remove_instance(instance, why)
         self._reset_where_messages_were_lost(now)
 
     def report(self) -> None:
@@ -136,29 +136,29 @@ class InstanceMessages:
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
-        lease = self._membership.add(message, self._clock())
-        log.info("%s joined as %s", lease.name, lease.role)
-        if lease is not held:
-            self._events.add("changed" if changed else "joined", f"{lease.name} joined as {lease.role}")
+        instance = self._membership.add(message, self._clock())
+        log.info("%s joined as %s", instance.name, instance.role)
+        if instance is not held:
+            self._events.add("changed" if changed else "joined", f"{instance.name} joined as {instance.role}")
         registered = Registered(self._config.lease_expiry, self._address, message.join, message.resets)
-        self._notify(lease.address, registered)
+        self._notify(instance.address, registered)
 
     def _is_outdated(self, message: Register) -> bool:
         """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
         supervisor has both run: it replaces one by the other, and ends the older one itself."""
         now = self._clock()
-        others = [lease for lease in self._membership.named(message.name) if lease.address != message.address]
-        for older in [lease for lease in others if lease.incarnation < message.incarnation]:
+        others = [instance for instance in self._membership.named(message.name) if instance.address != message.address]
+        for older in [instance for instance in others if instance.incarnation < message.incarnation]:
             if not self._launched.keeps(older.name, older.incarnation, now):
                 self._notify(older.address, Stop())
                 self._remove_instance(older, "was replaced by a newer process of its name")
-        is_newest = all(lease.incarnation <= message.incarnation for lease in others)
+        is_newest = all(instance.incarnation <= message.incarnation for instance in others)
         return not is_newest and not self._launched.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if (lease := self._membership.refresh(message, self._clock())) is not None:
-            self._notify(lease.address, HeartbeatReceived(self._address, self._lifecycle.demand(lease)))
-            self._name_finishing(lease.address)
+        if (instance := self._membership.refresh(message, self._clock())) is not None:
+            self._notify(instance.address, HeartbeatReceived(self._address, self._lifecycle.demand(instance)))
+            self._name_finishing(instance.address)
         else:
             self._notify(message.address, RegisterAgain(self._address))
             self._disconnect(message.address)  # it may have been refused, and be gone by now
@@ -169,47 +169,47 @@ class InstanceMessages:
             self._notify(instance, HandingOver(one))
 
     def _on_draining(self, message: Draining) -> None:
-        if lease := self._membership.get(message.address):
-            log.info("%s is draining", lease.name)
-            self._membership.drain(lease)
+        if instance := self._membership.get(message.address):
+            log.info("%s is draining", instance.name)
+            self._membership.drain(instance)
 
     def _on_hand_back(self, message: HandBack) -> None:
         """A draining instance returns work that it hasn't begun: give it to others."""
-        if (lease := self._membership.get(message.address)) is None:
+        if (instance := self._membership.get(message.address)) is None:
             return
         for dispatch in message.requests:
             if (state := self._requests.current(dispatch)) is None:
                 continue
-            if state.decode is not None and state.decode.instance is lease:
+            if state.decode is not None and state.decode.instance is instance:
                 self._transitions.requeue(state)
-            elif state.prefill is not None and state.prefill.instance is lease and state.prefill_needed:
+            elif state.prefill is not None and state.prefill.instance is instance and state.prefill_needed:
                 self._transitions.needs_prefill(state, state.prefill_needed)
-        for request in self._encodes.hand_back(lease, message.transfers):
+        for request in self._encodes.hand_back(instance, message.transfers):
             if state := self._requests.get(request):
                 self._transitions.update_phase(state)
 
     def _on_deregister(self, message: Deregister) -> None:
-        lease = self._membership.get(message.address)
-        if lease is not None and lease.resets <= message.resets:
-            log.info("%s is leaving", lease.name)
+        instance = self._membership.get(message.address)
+        if instance is not None and instance.resets <= message.resets:
+            log.info("%s is leaving", instance.name)
             kind = "lost" if message.suspect else "left"
-            self._remove_instance(lease, "has left", kind=kind, suspect=message.suspect)
+            self._remove_instance(instance, "has left", kind=kind, suspect=message.suspect)
 
     def _on_messages_lost(self, message: MessagesLost) -> None:
         """Messages from an instance were lost on their way here or to another one."""
-        if lease := self._membership.get(message.sender):
-            lease.lost_messages = True
+        if instance := self._membership.get(message.sender):
+            instance.lost_messages = True
             self._reset_where_messages_were_lost(self._clock())
 
     def _reset_where_messages_were_lost(self, now: float) -> None:
         """Have the senders of lost messages register again. What these said can't be known, so all of their work is
         done again. Instances that have just registered have a moment to hear of all that one fault has lost."""
-        for lease in self._membership:
-            if lease.lost_messages and now - lease.since >= RESET_PAUSE:
+        for instance in self._membership:
+            if instance.lost_messages and now - instance.since >= RESET_PAUSE:
                 why = "has sent messages that were lost"
-                log.warning("%s %s", lease.name, why)
-                self._remove_instance(lease, why, suspect=False, is_alive=True)
-                self._notify(lease.address, RegisterAgain(self._address))
+                log.warning("%s %s", instance.name, why)
+                self._remove_instance(instance, why, suspect=False, is_alive=True)
+                self._notify(instance.address, RegisterAgain(self._address))
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
         now = self._clock()
@@ -218,42 +218,42 @@ class InstanceMessages:
                 self._events.add("failed", f"{one.name} has ended, and isn't started again")
             else:
                 self._events.add("restarting", f"{one.name} has ended, and is started again in {one.restart_in:.1f} s")
-        for lease in self._membership:
-            if ended := self._launched.ended(lease.name, lease.incarnation, now):
-                log.warning("%s has ended", lease.name)
-                self._remove_instance(lease, "has ended", suspect=not ended.lost)
-        joined = [JoinedInstance(lease.name, lease.incarnation) for lease in self._membership]
+        for instance in self._membership:
+            if ended := self._launched.ended(instance.name, instance.incarnation, now):
+                log.warning("%s has ended", instance.name)
+                self._remove_instance(instance, "has ended", suspect=not ended.lost)
+        joined = [JoinedInstance(instance.name, instance.incarnation) for instance in self._membership]
         self._notify(message.launcher, LauncherStatus(os.getpid(), joined))
 
     def _remove_instance(
-        self, lease: Instance, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
+        self, instance: Instance, why: str, *, kind: str = "lost", suspect: bool = True, is_alive: bool = False
     ) -> None:
         """Remove an instance that is gone, report that to the others, and recover its requests.
 
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
         event. ``suspect`` is as in Deregister, ``is_alive`` as in PeerLost."""
-        self._membership.remove(lease, self._clock())
-        self._role_changes.lost(lease, why)
-        self._encodes.consumer_lost(lease.address)
-        transfers, encoding = self._encodes.instance_lost(lease)
-        affected = {state.id: state for state in self._requests.at(lease)}
+        self._membership.remove(instance, self._clock())
+        self._role_changes.lost(instance, why)
+        self._encodes.consumer_lost(instance.address)
+        transfers, encoding = self._encodes.instance_lost(instance)
+        affected = {state.id: state for state in self._requests.at(instance)}
         affected |= {one: state for one in encoding if (state := self._requests.get(one))}
         for state in affected.values():
-            if state.prefill is not None and state.prefill.instance is lease:
+            if state.prefill is not None and state.prefill.instance is instance:
                 transfers.append(state.prefill.transfer)
                 self._requests.prefilled(state)
                 self._metrics.recovered("prefill")
         for other in self._membership:
-            self._notify(other.address, PeerLost(lease.address, transfers, self._address, is_alive, suspect))
+            self._notify(other.address, PeerLost(instance.address, transfers, self._address, is_alive, suspect))
         if kind != "changed":  # it is back at once, which is the event
-            self._events.add(kind, f"{lease.name} {why}")
+            self._events.add(kind, f"{instance.name} {why}")
         for state in affected.values():
             state.interrupted = True
         if suspect:
             self._transitions.blame(affected.values(), why)
         for state in filter(self._requests.has, affected.values()):
-            if state.decode is not None and state.decode.instance is lease:
+            if state.decode is not None and state.decode.instance is instance:
                 self._metrics.recovered("decode")
                 self._transitions.requeue(state)
             elif state.id in encoding and not self._availability.can_encode:
@@ -261,8 +261,8 @@ class InstanceMessages:
             elif state.id in encoding:
                 self._metrics.recovered("encode")
                 self._transitions.update_phase(state)
-        self._recovering.append((lease.name, list(affected)))
-        self._disconnect(lease.address)
+        self._recovering.append((instance.name, list(affected)))
+        self._disconnect(instance.address)
 
     def _report_recovery(self, lost: str, affected: list[RequestId]) -> None:
         """Add events of what has become of the requests that an instance worked on when it was lost."""

@@ -32,46 +32,46 @@ class Series:
 
 
 def _encode(of: Callable[[EncodeStats], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: [("", of(lease.stats.encode))] if lease.stats.encode else []
+    return lambda instance: [("", of(instance.stats.encode))] if instance.stats.encode else []
 
 
 def _language(of: Callable[[LanguageStats], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: [("", of(lease.stats.language))] if lease.stats.language else []
+    return lambda instance: [("", of(instance.stats.language))] if instance.stats.language else []
 
 
 def _pages(of: Callable[[PageUsage], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: (
-        [(one.layers, of(one)) for one in lease.stats.language.kv_cache] if lease.stats.language else []
+    return lambda instance: (
+        [(one.layers, of(one)) for one in instance.stats.language.kv_cache] if instance.stats.language else []
     )
 
 
 def _received(of: Callable[[ReceivePool], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: [(pool.kind, of(pool))] if (pool := lease.stats.received) else []
+    return lambda instance: [(pool.kind, of(pool))] if (pool := instance.stats.received) else []
 
 
 def _sent(of: Callable[[SenderCounters], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: [("", of(lease.stats.sent))] if lease.stats.sent else []
+    return lambda instance: [("", of(instance.stats.sent))] if instance.stats.sent else []
 
 
 def _of_all(of: Callable[[InstanceStats], float]) -> Callable[[Instance], Iterable[Value]]:
-    return lambda lease: [("", of(lease.stats))]
+    return lambda instance: [("", of(instance.stats))]
 
 
-def _running(lease: Instance) -> Iterator[Value]:
-    if encode := lease.stats.encode:
+def _running(instance: Instance) -> Iterator[Value]:
+    if encode := instance.stats.encode:
         yield "encode", encode.running
-    if language := lease.stats.language:
-        if lease.role.prefills:
+    if language := instance.stats.language:
+        if instance.role.prefills:
             yield "prefill", language.prefilling
-        if lease.role.decodes:
-            yield "decode", language.decoding + (0 if lease.role.prefills else language.prefilling)
+        if instance.role.decodes:
+            yield "decode", language.decoding + (0 if instance.role.prefills else language.prefilling)
 
 
-def _waiting(lease: Instance) -> Iterator[Value]:
-    if encode := lease.stats.encode:
+def _waiting(instance: Instance) -> Iterator[Value]:
+    if encode := instance.stats.encode:
         yield "encode", encode.waiting
-    if language := lease.stats.language:
-        yield "prefill" if lease.role.prefills else "decode", language.waiting
+    if language := instance.stats.language:
+        yield "prefill" if instance.role.prefills else "decode", language.waiting
 
 
 SERIES = [
@@ -134,7 +134,7 @@ SERIES = [
     Series("engine_busy_seconds", "time spent computing and loading", True, _of_all(lambda one: one.busy_seconds)),
     Series("engine_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
     Series("engine_outstanding", "cost of assigned, unfinished work: tokens, or the plans' cost of items", False,
-           lambda lease: [("", lease.outstanding)]),
+           lambda instance: [("", instance.outstanding)]),
 ]  # fmt: skip
 
 
@@ -146,16 +146,17 @@ class InstanceCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         # while an instance is replaced, two have its name: a series may have one sample
-        leases = {lease.name: lease for lease in sorted(self._membership, key=lambda lease: lease.incarnation)}.values()
+        by_age = sorted(self._membership, key=lambda one: one.incarnation)
+        instances = {one.name: one for one in by_age}.values()
         for series in SERIES:
             labels = ["engine", "role", *([series.label] if series.label else [])]
             family: type[CounterMetricFamily | GaugeMetricFamily] = (
                 CounterMetricFamily if series.counts else GaugeMetricFamily
             )
             metric = family(PREFIX + series.name, series.meaning, labels=labels)
-            for lease in leases:
-                for value, sample in series.values(lease):
-                    metric.add_metric([lease.name, lease.role.value, *([value] if series.label else [])], sample)
+            for instance in instances:
+                for value, sample in series.values(instance):
+                    metric.add_metric([instance.name, instance.role.value, *([value] if series.label else [])], sample)
             yield metric
 
 
@@ -176,7 +177,7 @@ class TopologyCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metric = GaugeMetricFamily(PREFIX + NUM_INSTANCES, NUM_INSTANCES_MEANING, labels=NUM_INSTANCES_LABELS)
-        counts = Counter((str(lease.role), lease.state) for lease in self._membership)
+        counts = Counter((str(instance.role), instance.state) for instance in self._membership)
         counts.update((str(one.role), str(one.state)) for one in self._membership.expected(self._clock()))
         for (role, state), count in counts.items():
             metric.add_metric([role, state], count)

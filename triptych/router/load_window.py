@@ -22,7 +22,7 @@ def take_sample(membership: Membership, lifecycle: RequestLifecycle, now: float)
     requests = lifecycle.requests
     client, num_of_client = requests.largest_client()
     return LoadSample(
-        instances=tuple(_instance(lease) for lease in membership if lease.takes_work),
+        instances=tuple(_instance(instance) for instance in membership if instance.takes_work),
         queues={stage: stage_queue(membership, lifecycle, stage, now) for stage in Stage},
         num_in={phase: requests.num_in(phase) for phase in RequestPhase},
         num_clients=requests.num_clients,
@@ -49,18 +49,18 @@ def stage_queue(membership: Membership, lifecycle: RequestLifecycle, stage: Stag
 def queued_stage(membership: Membership) -> Stage:
     """Return the stage that queued requests wait for: decode if all that they lack is an instance which decodes what
     others have prefilled, else prefill."""
-    apart = membership.prefill_instances() and not any(lease.role.prefills for lease in membership.decode_instances())
+    apart = membership.prefill_instances() and not any(one.role.prefills for one in membership.decode_instances())
     return Stage.DECODE if apart else Stage.PREFILL
 
 
-def busy_share(lease: Instance) -> float:
+def busy_share(instance: Instance) -> float:
     """Return the share of the last seconds in which an instance's compute thread worked, 0 to 1."""
-    return min(1.0, lease.history.rate(lambda stats: stats.busy_seconds))
+    return min(1.0, instance.history.rate(lambda stats: stats.busy_seconds))
 
 
-def step_seconds(lease: Instance) -> float:
+def step_seconds(instance: Instance) -> float:
     """Return the mean time of an instance's steps or items in the last seconds; 0 without one."""
-    return lease.history.ratio(lambda stats: stats.busy_seconds, _steps) or 0.0
+    return instance.history.ratio(lambda stats: stats.busy_seconds, _steps) or 0.0
 
 
 class LoadWindow:
@@ -87,21 +87,21 @@ class LoadWindow:
         return list(self._samples)
 
 
-def _instance(lease: Instance) -> InstanceSample:
-    encode, language = lease.stats.encode, lease.stats.language
+def _instance(instance: Instance) -> InstanceSample:
+    encode, language = instance.stats.encode, instance.stats.language
     return InstanceSample(
-        name=lease.name,
-        role=lease.role,
-        busy=busy_share(lease),
+        name=instance.name,
+        role=instance.role,
+        busy=busy_share(instance),
         encode_waiting=encode.waiting if encode else 0,
         waiting=language.waiting if language else 0,
         running=language.prefilling + language.decoding if language else 0,
-        max_running=lease.capacity.max_num_seqs if lease.role.has_decoder else 0,
+        max_running=instance.capacity.max_num_seqs if instance.role.has_decoder else 0,
         kv_fill=max((pages.used / pages.pages for pages in language.kv_cache if pages.pages), default=0.0)
         if language
         else 0.0,
-        preemptions=round(lease.history.growth(_preemptions, PREEMPTION_SECONDS)[0]),
-        step_seconds=step_seconds(lease),
+        preemptions=round(instance.history.growth(_preemptions, PREEMPTION_SECONDS)[0]),
+        step_seconds=step_seconds(instance),
     )
 
 

@@ -43,14 +43,15 @@ class Membership:
     """Changes of the leases so far, but for the work that they have."""
 
     def add(self, message: Register, now: float) -> Instance:
-        """Add a lease and return it. A process that registers again while it holds one keeps it, with its work."""
+        """Add an instance and return it. A process that registers again while it holds a lease keeps it, with its
+        work."""
         held = self._leases.get(message.address)
         if held is not None and is_same(held, message):
             held.last_seen = now
             held.credit = message.credit or message.capacity.whole
             self.number += 1
             return held
-        lease = Instance(
+        instance = Instance(
             name=message.name,
             role=message.role,
             address=message.address,
@@ -66,49 +67,49 @@ class Membership:
             join=message.join,
             num_frontends=message.num_frontends,
             stats=message.stats,
-            account=Account(max((lease.num_assigned for lease in self if lease.role is message.role), default=0)),
+            account=Account(max((one.num_assigned for one in self if one.role is message.role), default=0)),
         )
-        lease.history.add(message.stats, now)
-        self._leases[lease.address] = lease
+        instance.history.add(message.stats, now)
+        self._leases[instance.address] = instance
         self.number += 1
-        return lease
+        return instance
 
     def refresh(self, message: Heartbeat, now: float) -> Instance | None:
-        """Record a heartbeat. Return the instance's lease; None if it isn't registered."""
-        if lease := self._leases.get(message.address):
-            lease.last_seen, lease.stats = now, message.stats
-            lease.credit = message.credit or lease.capacity.whole
-            lease.history.add(message.stats, now)
+        """Record a heartbeat. Return the instance; None if it isn't registered."""
+        if instance := self._leases.get(message.address):
+            instance.last_seen, instance.stats = now, message.stats
+            instance.credit = message.credit or instance.capacity.whole
+            instance.history.add(message.stats, now)
             self.number += 1
-        return lease
+        return instance
 
-    def remove(self, lease: Instance, now: float) -> None:
+    def remove(self, instance: Instance, now: float) -> None:
         """Remove an instance that is gone."""
-        for stage in lease.role.stages:
+        for stage in instance.role.stages:
             self.serves(stage, now)  # it did, until now
-        del self._leases[lease.address]
+        del self._leases[instance.address]
         self.number += 1
 
-    def drain(self, lease: Instance) -> None:
+    def drain(self, instance: Instance) -> None:
         """Give an instance no new work any more: it is about to leave."""
-        lease.draining = True
+        instance.draining = True
         self.number += 1
 
-    def avoid(self, lease: Instance, now: float) -> None:
+    def avoid(self, instance: Instance, now: float) -> None:
         """Prefer others for a while: an instance has failed, perhaps by its own fault."""
-        lease.avoided_until = now + AVOIDED_SECONDS
+        instance.avoided_until = now + AVOIDED_SECONDS
         self.number += 1
 
     def end_avoidance(self, now: float) -> None:
         """Give instances work again that haven't failed for a while. Call a few times a second."""
-        for lease in self._leases.values():
-            if lease.avoided_until is not None and now >= lease.avoided_until:
-                lease.avoided_until = None
+        for instance in self._leases.values():
+            if instance.avoided_until is not None and now >= instance.avoided_until:
+                instance.avoided_until = None
                 self.number += 1
 
-    def set_next_role(self, lease: Instance, role: Role | None) -> None:
+    def set_next_role(self, instance: Instance, role: Role | None) -> None:
         """Note the role that an instance is about to take; None if it keeps its own."""
-        lease.next_role = role
+        instance.next_role = role
         self.number += 1
 
     def version(self, now: float) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ class Membership:
     def serves(self, stage: Stage, now: float) -> bool:
         """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being
         restarted. Call a few times a second."""
-        if any(stage in lease.role.stages and lease.takes_work for lease in self._leases.values()):
+        if any(stage in instance.role.stages and instance.takes_work for instance in self._leases.values()):
             self._last_served[stage] = now
             return True
         if (since := self._last_served.get(stage)) is None:  # but perhaps before this frontend was started
@@ -128,7 +129,7 @@ class Membership:
 
     def expected(self, now: float) -> Iterator[LaunchedInstance]:
         """Yield the instances that supervisors start, start again or have given up, and that haven't joined."""
-        joined = {(lease.name, lease.incarnation) for lease in self}
+        joined = {(instance.name, instance.incarnation) for instance in self}
         for one in self.launched.processes(now):
             has_joined = one.state in _JOINED or (one.name, one.incarnation) in joined
             if one.role is not None and not has_joined:
@@ -152,48 +153,48 @@ class Membership:
     def _difference(self, layout: RowLayout) -> str:
         """Return how a layout differs from a registered instance's of the same kind, with its name; empty if it
         doesn't."""
-        for lease in self:
-            for other in lease.layouts:
+        for instance in self:
+            for other in instance.layouts:
                 if other.kind is layout.kind and (difference := layout.difference(other)):
-                    return f"{lease.name}: {difference}"
+                    return f"{instance.name}: {difference}"
         return ""
 
     def expired(self, now: float) -> list[Instance]:
-        """Return the leases without a heartbeat for longer than ``expiry``."""
-        return [lease for lease in self._leases.values() if now - lease.last_seen > self.expiry]
+        """Return the instances without a heartbeat for longer than ``expiry``."""
+        return [instance for instance in self._leases.values() if now - instance.last_seen > self.expiry]
 
     def get(self, address: Address) -> Instance | None:
         return self._leases.get(address)
 
     def named(self, name: str) -> list[Instance]:
         """Return the instances of that name. Operators may give it to several."""
-        return [lease for lease in self if lease.name == name]
+        return [instance for instance in self if instance.name == name]
 
     def encode_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that items are dispatched to. ``begun`` is True for items of requests in flight."""
-        return _taking_work([lease for lease in self if lease.role.encodes], begun=begun)
+        return _taking_work([instance for instance in self if instance.role.encodes], begun=begun)
 
     def decode_instances(self) -> list[Instance]:
         """Return the language instances that requests are dispatched to: those that decode."""
-        return _taking_work([lease for lease in self if lease.role.decodes], begun=False)
+        return _taking_work([instance for instance in self if instance.role.decodes], begun=False)
 
     def prefill_instances(self, *, begun: bool = False) -> list[Instance]:
         """Return the instances that prefill for others. ``begun`` is True for requests in flight."""
-        return _taking_work([lease for lease in self if lease.role.sends_kv], begun=begun)
+        return _taking_work([instance for instance in self if instance.role.sends_kv], begun=begun)
 
     def serving_instances(self) -> list[Instance]:
         """Return the language instances that can take requests now. Decode-only ones need a prefill instance."""
         prefilled = bool(self.prefill_instances())
-        return [lease for lease in self.decode_instances() if prefilled or not lease.role.takes_kv]
+        return [instance for instance in self.decode_instances() if prefilled or not instance.role.takes_kv]
 
     @property
     def encode_batch_patches(self) -> int:
         """Patches in one batch of an encode instance: the most that any has; 0 if there is none."""
-        return max((lease.capacity.encode_batch_patches for lease in self._leases.values()), default=0)
+        return max((instance.capacity.encode_batch_patches for instance in self._leases.values()), default=0)
 
     def context_length(self) -> int | None:
         """Return the longest request, in tokens, that every language instance can hold; None if there is none."""
-        return min((lease.context_length for lease in self if lease.role.has_decoder), default=None)
+        return min((instance.context_length for instance in self if instance.role.has_decoder), default=None)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._leases.values()))
@@ -202,10 +203,10 @@ class Membership:
         return len(self._leases)
 
 
-def is_same(lease: Instance, message: Register) -> bool:
+def is_same(instance: Instance, message: Register) -> bool:
     """Return whether a registration is for a lease that is held: from the same process, in the same role, which still
     has the work that it was given."""
-    return (lease.name, lease.pid, lease.incarnation, lease.role, lease.resets) == (
+    return (instance.name, instance.pid, instance.incarnation, instance.role, instance.resets) == (
         message.name,
         message.pid,
         message.incarnation,
@@ -214,21 +215,21 @@ def is_same(lease: Instance, message: Register) -> bool:
     )
 
 
-def has_new_role(lease: Instance, message: Register) -> bool:
+def has_new_role(instance: Instance, message: Register) -> bool:
     """Return whether a registration is from the process of the lease that is held, in another role."""
-    same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
-    return same_process and lease.role is not message.role
+    same_process = (instance.pid, instance.incarnation) == (message.pid, message.incarnation)
+    return same_process and instance.role is not message.role
 
 
-def is_before(lease: Instance, message: Register) -> bool:
+def is_before(instance: Instance, message: Register) -> bool:
     """Return whether a registration is older than the lease that is held, from the same process."""
-    same_process = (lease.pid, lease.incarnation) == (message.pid, message.incarnation)
-    return same_process and message.resets < lease.resets
+    same_process = (instance.pid, instance.incarnation) == (message.pid, message.incarnation)
+    return same_process and message.resets < instance.resets
 
 
-def _taking_work(leases: list[Instance], *, begun: bool) -> list[Instance]:
+def _taking_work(instances: list[Instance], *, begun: bool) -> list[Instance]:
     """Return the instances that aren't draining; of these, those that haven't failed lately, if there are any. For
     requests in flight, falls back to draining ones: a longer drain is better than a lost request."""
-    staying = [lease for lease in leases if lease.takes_work]
-    reliable = [lease for lease in staying if lease.avoided_until is None]
-    return reliable or staying or (leases if begun else [])
+    staying = [instance for instance in instances if instance.takes_work]
+    reliable = [instance for instance in staying if instance.avoided_until is None]
+    return reliable or staying or (instances if begun else [])

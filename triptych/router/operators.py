@@ -65,7 +65,7 @@ class OperatorMessages:
             self._availability.can_serve and not self._lifecycle.draining,
             self._lifecycle.draining,
             len(self._lifecycle.requests),
-            [lease.status(now) for lease in self._membership],
+            [instance.status(now) for instance in self._membership],
             self._identity,
             self._launched.processes(now),
             self._launched.change(now),
@@ -96,7 +96,7 @@ class OperatorMessages:
         """Return which instances have another role than they were started in; empty if none has."""
         started = {one.name: one.role for one in self._launched.processes(self._clock())}
         return ", ".join(
-            f"{lease.name} has been changed to {lease.next_role or lease.role}"
-            for lease in self._membership
-            if started.get(lease.name) not in (None, lease.next_role or lease.role)
+            f"{instance.name} has been changed to {instance.next_role or instance.role}"
+            for instance in self._membership
+            if started.get(instance.name) not in (None, instance.next_role or instance.role)
         )

@@ -152,13 +152,13 @@ class PipelineView:
             why_not = "the service is shutting down"
         elif not router.availability.can_serve:
             why_not = router.availability.missing_stages() or "a stage has no instance"
-        leases = list(router.membership)
-        num_frontends = max([1, len(self._among.ports), *(lease.num_frontends for lease in leases)])
-        join = next((lease.join for lease in leases if lease.num_frontends > 1), "")
+        instances = list(router.membership)
+        num_frontends = max([1, len(self._among.ports), *(instance.num_frontends for instance in instances)])
+        join = next((instance.join for instance in instances if instance.num_frontends > 1), "")
         return ServiceView(
             model=self._model,
             version=__version__,
-            topology=str(Topology.of(lease.role for lease in leases)),
+            topology=str(Topology.of(instance.role for instance in instances)),
             ready=not why_not,
             why_not=why_not,
             began=self._began,
@@ -172,7 +172,7 @@ class PipelineView:
         return [self._stage(stage, now) for stage in Stage]
 
     def _stage(self, stage: Stage, now: float) -> StageView:
-        shares = [view.busy for lease, (_, view) in self._views.items() if stage in lease.role.stages]
+        shares = [view.busy for instance, (_, view) in self._views.items() if stage in instance.role.stages]
         queue = stage_queue(self._router.membership, self._lifecycle, stage, now)
         return StageView(
             name=STAGE_NAMES[stage],
@@ -185,33 +185,33 @@ class PipelineView:
     def _look_at_instances(self, now: float) -> list[InstanceView]:
         membership, known, self._views = self._router.membership, self._views, {}
         launched = {one.name: (one.restarts, one.node) for one in membership.launched.processes(now)}
-        for lease in membership:
-            of_process = launched.get(lease.name, (0, ""))
-            made_of = lease.last_seen, lease.stats, lease.state, lease.next_role, of_process
-            if (entry := known.get(lease)) is None or entry[0] != made_of:
-                entry = made_of, _joined(lease, *of_process)
-            self._views[lease] = entry
+        for instance in membership:
+            of_process = launched.get(instance.name, (0, ""))
+            made_of = instance.last_seen, instance.stats, instance.state, instance.next_role, of_process
+            if (entry := known.get(instance)) is None or entry[0] != made_of:
+                entry = made_of, _joined(instance, *of_process)
+            self._views[instance] = entry
         return [*(view for _, view in self._views.values()), *map(_expected, membership.expected(now))]
 
 
-def _joined(lease: Instance, restarts: int, node: str) -> InstanceView:
-    history, load = lease.history, lease.stats.load
-    hits = (_prefix_hits, _prefix_queries) if lease.role.has_decoder else (_item_hits, _item_queries)
+def _joined(instance: Instance, restarts: int, node: str) -> InstanceView:
+    history, load = instance.history, instance.stats.load
+    hits = (_prefix_hits, _prefix_queries) if instance.role.has_decoder else (_item_hits, _item_queries)
     return InstanceView(
-        name=lease.name,
-        role=lease.role,
-        state=lease.state,
-        busy=busy_share(lease),
+        name=instance.name,
+        role=instance.role,
+        state=instance.state,
+        busy=busy_share(instance),
         running=load.running,
         waiting=load.waiting,
-        step_seconds=step_seconds(lease),
+        step_seconds=step_seconds(instance),
         pools=[PoolView(pool.name, pool.size, pool.used, pool.cached) for pool in load.pools],
         received_rate=history.rate(_received),
         sent_rate=history.rate(_sent),
         cache_hit_rate=history.ratio(*hits, MEMORY),
         restarts=restarts,
         node=node,
-        next_role=lease.next_role or "",
+        next_role=instance.next_role or "",
     )
 
 

@@ -73,14 +73,14 @@ class RoleChanges:
         if reason := self._refusal(message, named):
             self._refuse(message, reason)
             return
-        (lease,) = named
-        if lease.role is message.role:
-            self._reply(message.reply_to, RoleSet(lease.name, lease.role))
+        (instance,) = named
+        if instance.role is message.role:
+            self._reply(message.reply_to, RoleSet(instance.name, instance.role))
             return
-        log.info("%s is changing its role to %s", lease.name, message.role)
-        self._membership.set_next_role(lease, message.role)
-        self._pending[lease.address] = message
-        self._send(lease.address, ChangeRole(message.role, message.timeout, self._address))
+        log.info("%s is changing its role to %s", instance.name, message.role)
+        self._membership.set_next_role(instance, message.role)
+        self._pending[instance.address] = message
+        self._send(instance.address, ChangeRole(message.role, message.timeout, self._address))
 
     def registered(self, message: Register) -> None:
         """An instance has registered again, perhaps with the role that was requested."""
@@ -91,31 +91,31 @@ class RoleChanges:
 
     def changing(self, message: ChangingRole) -> None:
         """An instance is changing its role, because this or another frontend has asked for it."""
-        if lease := self._membership.get(message.address):
-            self._membership.set_next_role(lease, message.role)
+        if instance := self._membership.get(message.address):
+            self._membership.set_next_role(instance, message.role)
 
     def kept(self, message: RoleKept) -> None:
         """An instance keeps its role."""
-        if lease := self._membership.get(message.address):
-            self._membership.set_next_role(lease, None)
+        if instance := self._membership.get(message.address):
+            self._membership.set_next_role(instance, None)
         if pending := self._pending.pop(message.address, None):
             self._refuse(pending, message.reason)
 
-    def lost(self, lease: Instance, why: str) -> None:
+    def lost(self, instance: Instance, why: str) -> None:
         """An instance is gone."""
-        if pending := self._pending.pop(lease.address, None):
+        if pending := self._pending.pop(instance.address, None):
             self._refuse(pending, f"it {why}")
 
     def _refusal(self, message: SetRole, named: list[Instance]) -> str:
         if len(named) != 1:
             return f"{len(named) or 'no'} instance{'s' * (len(named) > 1)} of that name"
-        (lease,) = named
-        if lease.next_role is not None:
-            return f"it is already changing to {lease.next_role}"
-        if lease.role is message.role or message.force:
+        (instance,) = named
+        if instance.next_role is not None:
+            return f"it is already changing to {instance.next_role}"
+        if instance.role is message.role or message.force:
             return ""
-        others = [other.role for other in self._membership if other is not lease and other.next_role is None]
-        impact = role_change_impact(others, lease.role, message.role)
+        others = [other.role for other in self._membership if other is not instance and other.next_role is None]
+        impact = role_change_impact(others, instance.role, message.role)
         return f"{impact}; use --force to change it anyway" if impact else ""
 
     def _refuse(self, message: SetRole, reason: str) -> None:

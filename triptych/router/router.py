@@ -167,7 +167,7 @@ class Router:
             requests={state.id: state for state in self._requests},
             admission=self.lifecycle.admission.debug_state(),
             encode=self._encodes.debug_state(),
-            serving=tuple(lease.name for lease in self.membership.serving_instances()),
+            serving=tuple(one.name for one in self.membership.serving_instances()),
             handled=frozenset(self._handlers),
             forecast=self.lifecycle.admission.forecast,
         )

@@ -31,24 +31,24 @@ def saturation(membership: Membership, stage: Stage) -> float:
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def _share(lease: Instance, stage: Stage) -> float:
-    limits = _encode_limits(lease) if stage is Stage.ENCODE else _language_limits(lease)
+def _share(instance: Instance, stage: Stage) -> float:
+    limits = _encode_limits(instance) if stage is Stage.ENCODE else _language_limits(instance)
     return min(1.0, max((used / most for used, most in limits if most), default=0.0))
 
 
-def _encode_limits(lease: Instance) -> Iterator[tuple[int, int]]:
+def _encode_limits(instance: Instance) -> Iterator[tuple[int, int]]:
     """Yield what an instance has of each kind of work, and the most that it may have."""
-    yield lease.account.patches, lease.credit.patches
-    yield lease.account.num(WorkKind.LONG_ITEM), lease.credit.long_items
+    yield instance.account.patches, instance.credit.patches
+    yield instance.account.num(WorkKind.LONG_ITEM), instance.credit.long_items
 
 
-def _language_limits(lease: Instance) -> Iterator[tuple[int, int]]:
-    language = lease.stats.language
-    if lease.role.sends_kv:  # prompts go to one whatever it has
-        yield (language.prefilling + language.waiting if language else 0), lease.capacity.max_num_seqs
+def _language_limits(instance: Instance) -> Iterator[tuple[int, int]]:
+    language = instance.stats.language
+    if instance.role.sends_kv:  # prompts go to one whatever it has
+        yield (language.prefilling + language.waiting if language else 0), instance.capacity.max_num_seqs
     else:
-        has = max(lease.account.num(WorkKind.READY), lease.account.num(WorkKind.MAY_STALL))
-        yield has, lease.credit.requests
+        has = max(instance.account.num(WorkKind.READY), instance.account.num(WorkKind.MAY_STALL))
+        yield has, instance.credit.requests
     for pages in language.kv_cache if language else ():
         yield pages.used, pages.pages
 
