@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from tokenizers import Tokenizer
 
 from tests.support.checkpoints import load_adapter
 from tests.support.gguf_files import SOURCES, write_gguf
 from tests.support.tiny import make_tiny
-from triptych.checkpoint.gguf import folder
-from triptych.checkpoint.gguf.file import MAX_COUNT, GgufFile, read_gguf
+from triptych.checkpoint.gguf import folder, values
+from triptych.checkpoint.gguf.architectures import config_of
+from triptych.checkpoint.gguf.file import MAX_COUNT, GgufFile, GgufTensor, is_served, read_gguf
 from triptych.checkpoint.gguf.folder import gguf_folder
+from triptych.checkpoint.gguf.index import Entry
 from triptych.checkpoint.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_json
 from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
@@ -69,6 +72,35 @@ def test_values_are_the_dequantized_ones(tmp_path: Path, architecture: str, kind
     ours, theirs = decoders(gguf_folder(tmp_path / "m.gguf"), dense)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name].float(), weight), name
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_types_that_no_test_can_write(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of any bits, read a few rows at a time, are what the library makes of all of them."""
+    monkeypatch.setattr(values, "AT_ONCE", 500)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    raw = np.random.default_rng(3).integers(0, 60, (7, 2 * size), np.uint8)  # such bytes are finite numbers as halves
+    (tmp_path / "0.gguf").write_bytes(b"\0" * 32 + raw.tobytes())
+    found = values.read_tensor(tmp_path / "0.gguf", Entry("0.gguf", kind, [7, 2 * block], 32, 2 * size))
+    assert np.array_equal(found.numpy(), dequantize(raw, GGMLQuantizationType[kind]))
+
+
+def file_with(tensors: dict[str, GgufTensor], **settings: Any) -> GgufFile:
+    known = {"llama.attention.head_count": 3, "llama.embedding_length": 6, "llama.block_count": 1}
+    return GgufFile(Path("x.gguf"), {"general.architecture": "llama", **known, **settings}, tensors)
+
+
+def test_what_is_refused_by_name() -> None:
+    embedding = {"token_embd.weight": GgufTensor("token_embd.weight", F32, (8, 6), 0)}
+    for settings, says in (
+        ({"llama.attention.head_count": np.array([3, 4])}, "head_count must be a number"),
+        ({"llama.embedding_length": np.nan}, "embedding_length must be a number"),
+        ({"general.architecture": "rwkv"}, "'rwkv' is not served"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            config_of(file_with(embedding, **settings))
+    assert is_served(Q8_0)
+    assert not is_served(GGMLQuantizationType.Q8_1)
 
 
 def test_a_file_is_named_in_place_of_a_folder(whole: Path) -> None:
@@ -155,6 +187,8 @@ def test_each_way_to_divide_text_loads(name: str) -> None:
         ({"tokenizer.ggml.model": "rwkv"}, "'rwkv' is not served"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "different texts"),
         ({"tokenizer.ggml.scores": np.ones(1)}, "must be 265 numbers"),
+        ({"tokenizer.ggml.scores": ["a"] * 265}, "must be 265 numbers"),
+        ({"tokenizer.ggml.token_type": np.full(265, np.inf)}, "must be 265 numbers"),
         ({"tokenizer.ggml.unknown_token_id": 10**6}, "is no token"),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from triptych.checkpoint.config_files import MISTRAL_CONFIG, load_config, quantization_section
+from triptych.checkpoint.gguf.index import SUFFIX
 from triptych.checkpoint.safetensors_header import has_weights, no_weights, read_folder
 from triptych.cli import sources
 from triptych.cli.fitting import check_device, check_memory
@@ -48,7 +49,6 @@ TEXT_ONLY = "1PD"
 """The default topology of a model that takes no media."""
 
 DEMO = "demo"
-GGUF = ".gguf"
 """Name of the bundled model, accepted wherever a command takes a MODEL."""
 
 G = TypeVar("G", bound=Settings)
@@ -257,7 +257,7 @@ def model_folder(name: str, *, needs_weights: bool = True, check: Check = no_che
     of a model, whose weights are in a format that isn't served, or that lacks a shard; with ``needs_weights``, also for
     one that has none."""
     folder = MODEL_DIR if name == DEMO else Path(name)
-    if folder.suffix == GGUF and folder.is_file():
+    if folder.suffix == SUFFIX and folder.is_file():
         folder = _of_gguf(folder)
     if folder.is_file():
         what = no_weights([folder.name]).partition(" is ")[2] or "a file"
@@ -297,7 +297,7 @@ def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:
     given, path = arguments.model, Path(arguments.model)
     if named := config.frontend.http.served_model_name:
         return named
-    if path.suffix == GGUF and path.is_file():
+    if path.suffix == SUFFIX and path.is_file():
         return path.stem
     return given if given == DEMO or (HubName.parse(given) and not path.is_dir()) else config.model.name
 

@@ -4,8 +4,9 @@ A file's ``general.architecture`` names an entry of ``ARCHITECTURES``. The names
 weights are those of its ``conversion`` folder.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,12 @@ class ModelSettings:
         self._architecture = architecture
 
     def number(self, name: str, default: float | None = None) -> Any:
-        """Return a number, the largest of several; ``default`` None: there must be one."""
+        """Return a finite number, the same for all layers; ``default`` None: there must be one."""
         key = f"{self._architecture}.{name}"
         found = self.file.settings.get(key, default)
-        if isinstance(found, np.ndarray) and found.size:
-            found = found.max().item()
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        if isinstance(found, np.ndarray) and len(set(found.tolist())) == 1:
+            found = found[0].item()
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
             raise CheckpointError(f"{self.file.path}: {key} must be a number, not {found!r}")
         return found
 
@@ -78,8 +79,8 @@ class Architecture:
     model_type: str
     names: Mapping[str, str]
     """By the part of a layer's name: what transformers calls it."""
-    more: Callable[[ModelSettings], Config] = field(default=lambda _: {})
-    """What its config has beyond ``common``."""
+    more: Callable[[ModelSettings], Config]
+    """What its config has beyond ``_common``."""
     rotated: bool = False
     """Whether rows of queries and keys are in the order of pairs, and transformers' in the order of halves."""
     norm_offset: int = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
@@ -76,6 +77,15 @@ def read_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
     except (struct.error, UnicodeDecodeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from error
+
+
+def is_served(kind: GGMLQuantizationType) -> bool:
+    """Return whether values of a type can be read."""
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class _Parser:

@@ -6,7 +6,6 @@ Folders are in the user's cache and named after the files' state, so that each i
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -19,13 +18,12 @@ from blake3 import blake3
 
 from triptych.checkpoint.config_files import GENERATION_CONFIG
 from triptych.checkpoint.gguf.architectures import WHOLE, Architecture, config_of
-from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
-from triptych.checkpoint.gguf.index import INDEX, Entry, written
+from triptych.checkpoint.gguf.file import GgufFile, GgufTensor, is_served, read_gguf
+from triptych.checkpoint.gguf.index import INDEX, SUFFIX, Entry, written
 from triptych.checkpoint.gguf.tokenizer import CONTROL, tokenizer_json
 from triptych.errors import CheckpointError
 from triptych.user_cache import user_cache
 
-SUFFIX = ".gguf"
 LAYOUT = "1"
 """Changes when folders are made otherwise."""
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -39,8 +37,8 @@ def gguf_folder(path: Path) -> Path:
     paths = _parts(path)
     try:
         home = user_cache()
-    except RuntimeError:
-        home = Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: there is no place for its settings: {error}; set XDG_CACHE_HOME") from error
     try:
         states = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in paths]
         name = f"{path.stem}-{blake3(json.dumps([LAYOUT, states]).encode()).hexdigest()[:16]}"
@@ -86,12 +84,17 @@ def _make(folder: Path, files: Sequence[GgufFile]) -> None:
 
 def _entries(files: Sequence[GgufFile], architecture: Architecture, config: dict[str, Any]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
+    served = {one.kind: is_served(one.kind) for file in files for one in file.tensors.values()}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for number, file in enumerate(files):
         for tensor in file.tensors.values():
             part, _, kind = tensor.name.rpartition(".")
             part = re.sub(r"blk\.\d+\.", "", part)
             rotated = heads.get(part, 0) if architecture.rotated else 0
+            if not served[tensor.kind]:
+                raise CheckpointError(f"{file.path}: tensor {tensor.name!r} is of type {tensor.kind.name}, not served")
+            if rotated and (tensor.shape[0] < 1 or tensor.shape[0] % (2 * rotated)):
+                raise CheckpointError(f"{file.path}: tensor {tensor.name!r} has no {rotated} heads")
             shift = -architecture.norm_offset if part.endswith("norm") and kind == "weight" else 0
             for key, offset, shape in _places(file, tensor, architecture):
                 where = (f"{number}{SUFFIX}", tensor.kind.name, list(shape), offset, tensor.row_bytes)

@@ -9,6 +9,7 @@ import msgspec
 from triptych.errors import CheckpointError
 
 INDEX = "gguf.json"
+SUFFIX = ".gguf"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,6 +57,6 @@ def read_index(folder: Path) -> dict[str, Entry]:
 
 
 def _checked(index: Path, name: str) -> Path:
-    if not name.endswith(".gguf") or any(character in name for character in "/\\\0"):
+    if not name.endswith(SUFFIX) or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"{index}: {name!r} is not the name of a GGUF file in this folder")
     return index.with_name(name)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from triptych.checkpoint.gguf.file import GgufFile
@@ -124,7 +125,7 @@ def _leading(tokens: Sequence[str], bos: int) -> JSON:
 
 def _numbers(file: GgufFile, name: str, count: int) -> Sequence[float]:
     found = file.settings.get(name)
-    if found is None or isinstance(found, str | int | float) or len(found) != count:
+    if not isinstance(found, np.ndarray) or len(found) != count or not np.isfinite(found).all():
         raise CheckpointError(f"{file.path}: {name} must be {count} numbers")
     return list(found)
 
