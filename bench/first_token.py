@@ -32,7 +32,7 @@ from bench.measuring import like_an_instance, median_seconds, report
 from bench.serve import Load, Sample, ask, random_jpeg, request_body
 from triptych.checkpoint.config_files import load_preprocessor_config, load_video_config
 from triptych.checkpoint.reader import Checkpoint
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.compiled import paged_attention
@@ -74,7 +74,7 @@ Table = dict[str, float]
 async def served(folder: Path, topology: str, engine: EngineConfig, requests: int) -> dict[str, Any]:
     """Return a service's times: of the first request after its start, of the second, and medians over later ones."""
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
-    async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
+    async with Service(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()
         async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=None) as client:
             samples = [await ask(client, request_body(MODEL, Load(), seed)) for seed in range(2 + requests)]

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
@@ -102,7 +102,7 @@ class Setup:
         topology, _, threads = name.partition(":")
         engine = EngineConfig(threads=int(threads or 1), kv_cache_tokens=32768)
         config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
-        self._service = LocalService(config, Topology.parse(topology), show=lambda _: None)
+        self._service = Service(config, Topology.parse(topology), show=lambda _: None)
 
     async def __aenter__(self) -> httpx.AsyncClient:
         await self._service.__aenter__()

@@ -19,7 +19,7 @@ import psutil
 
 from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 from triptych.transfer_bench.measure import machine
@@ -36,7 +36,7 @@ GROWTH_TOKENS = 24
 async def triptych(folder: Path, engine: EngineConfig) -> AsyncIterator[str]:
     """Run a service in one process. Yields its URL."""
     config = ServeConfig(model=folder, engine=engine, frontend=FrontendConfig.of(port=0, served_model_name=MODEL))
-    async with LocalService(config, Topology.parse("1EPD"), show=lambda _: None) as service:
+    async with Service(config, Topology.parse("1EPD"), show=lambda _: None) as service:
         await service.wait_until_ready()
         yield service.url
 

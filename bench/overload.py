@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from bench.serve import Load, request_body
 from triptych.cli import flags
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 
@@ -177,7 +177,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     deadline = ANSWER_TIMEOUT
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator:
         for share in (0.0, *options.shares):  # a new service for each, without backlog or learned estimates
-            async with LocalService(config(deadline), topology, show=lambda _: None) as service:
+            async with Service(config(deadline), topology, show=lambda _: None) as service:
                 await service.wait_until_ready()
                 in_generator = partial(asyncio.get_running_loop().run_in_executor, generator)
                 seconds = options.seconds / 2 if share else options.seconds

@@ -23,7 +23,7 @@ import httpx
 
 from bench.measuring import report
 from bench.serve import STREAMED, WORDS, Sample, closed_loop, random_jpeg
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EncodeConfig, EngineConfig, FrontendConfig, LeaseConfig, ServeConfig
 from triptych.config.admission import PLACEMENTS
 from triptych.demo import MODEL_DIR
@@ -166,7 +166,7 @@ async def measure(topology: str, placement: str, size: Size, caches: int) -> lis
         frontend=FrontendConfig.of(port=0, served_model_name=MODEL, placement=placement),
         lease=LeaseConfig(heartbeat=HEARTBEAT),
     )
-    async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
+    async with Service(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()
         async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=600) as client:
             before = await counters(client)

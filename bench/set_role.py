@@ -21,7 +21,7 @@ from typing import Any
 from bench.measuring import report
 from triptych.cli.flags import model_folder
 from triptych.cluster.control_client import ControlClient
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig
 from triptych.topology import Role, Topology
 from triptych.transfer_bench.measure import machine
@@ -94,7 +94,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         engine=EngineConfig(threads=1, kv_cache_memory=MemorySize.parse(options.kv_cache_memory)),
         frontend=FrontendConfig.of(port=0),
     )
-    async with LocalService(config, Topology.parse("2PD"), show=lambda line: print(line, file=sys.stderr)) as service:
+    async with Service(config, Topology.parse("2PD"), show=lambda line: print(line, file=sys.stderr)) as service:
         await service.wait_until_ready()
         return await asyncio.to_thread(measure, config, service.control, options.rounds)
 

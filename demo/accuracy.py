@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from demo.questions import Example
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
 from triptych.topology import Topology
 
@@ -72,7 +72,7 @@ async def answers_over_http(
         engine=engine,
         frontend=FrontendConfig.of(port=0, served_model_name="demo"),
     )
-    async with LocalService(config, Topology.parse(topology), show=lambda _: None) as service:
+    async with Service(config, Topology.parse(topology), show=lambda _: None) as service:
         await service.wait_until_ready()
         return await ask_all(service.url, examples)
 

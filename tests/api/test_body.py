@@ -245,7 +245,7 @@ def test_a_body_of_unknown_length_is_refused_at_the_limit(service: Served, monke
     monkeypatch.setattr(http_module, "HEAD_TIMEOUT", 0.5)
     with connected(service) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        for _ in range(service.running.frontend.service.frontend.http.max_body_mb + 8):
+        for _ in range(service.running.frontend.api.frontend.http.max_body_mb + 8):
             connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
         head = connection.recv(4096)
         assert head.startswith(b"HTTP/1.1 413")

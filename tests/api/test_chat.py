@@ -97,7 +97,7 @@ def test_half_a_stop_string_is_part_of_the_answer(service: Served) -> None:
 
 
 def test_stop_ids_end_the_answer(service: Served) -> None:
-    tokenizer = service.running.frontend.service.tokenizer
+    tokenizer = service.running.frontend.api.tokenizer
     whole = service.text(max_tokens=40)
     stop = next(letter for letter in whole if letter.isascii() and letter.isalpha())
     expected = whole[: whole.index(stop)]
@@ -238,7 +238,7 @@ def test_logprobs_are_those_of_greedy_sampling(service: Served) -> None:
 def test_a_bias_and_a_minimum_length_are_honoured(service: Served) -> None:
     plain = service.post("Hello", max_tokens=3, temperature=0, logprobs=True).json()
     first = plain["choices"][0]["logprobs"]["content"][0]["token"]
-    (token,) = service.running.frontend.service.tokenizer.encode(first)
+    (token,) = service.running.frontend.api.tokenizer.encode(first)
     ended = service.post("Hello", max_tokens=8, temperature=0, stop_token_ids=[token]).json()
     assert (ended["choices"][0]["message"]["content"], ended["choices"][0]["finish_reason"]) == ("", "stop")
     longer = service.post("Hello", max_tokens=8, temperature=0, stop_token_ids=[token], min_tokens=4).json()

@@ -83,7 +83,7 @@ def test_continuing_matches_transformers(moody: Served, folder: Path, last: str)
     expected = reference.apply_chat_template(
         messages, chat_template=TEMPLATE, continue_final_message=True, tokenize=False, add_generation_prompt=False
     )
-    made = moody.running.frontend.service.prompt_builder.template.render(messages, continue_final_message=True)
+    made = moody.running.frontend.api.prompt_builder.template.render(messages, continue_final_message=True)
     assert made == expected
 
 

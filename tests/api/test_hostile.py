@@ -143,7 +143,7 @@ def uploading(service: Served, client: str, num_bytes: int) -> Iterator[socket.s
 
 def test_bodies_share_a_memory_budget_with_a_limit_per_client(folder: Path) -> None:
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service:
-        budget = service.running.frontend.service.memory_budget
+        budget = service.running.frontend.api.memory_budget
 
         def ask(key: str, num_bytes: int = 0) -> httpx.Response:
             body = json.dumps(service.body()).encode() + b" " * num_bytes
@@ -171,7 +171,7 @@ def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
     data = png(Image.fromarray(noise))
     assert len(data) > 3 * FREE_BYTES
     with served(folder, topology="1EPD", max_body_mb=1, max_inflight_mb=4) as service, ThreadPoolExecutor(1) as pool:
-        budget = service.running.frontend.service.memory_budget
+        budget = service.running.frontend.api.memory_budget
         service.steps.close()
         asked = pool.submit(service.post, [image_part(data), text_part("?")])
         assert service.steps.entered.wait(10)
@@ -187,7 +187,7 @@ def test_media_are_charged_until_the_answer_is_complete(folder: Path) -> None:
 @pytest.fixture
 def slow(service: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Block the preparation of prompts that contain the word until the event is set."""
-    builder, done = service.running.frontend.service.prompt_builder, threading.Event()
+    builder, done = service.running.frontend.api.prompt_builder, threading.Event()
 
     def slowed(build: Callable[..., Any]) -> Callable[..., Any]:
         def built(prompt: Any, *args: Any, **settings: Any) -> Any:
@@ -246,7 +246,7 @@ def test_requests_being_prepared_count_as_admitted(folder: Path, monkeypatch: py
     """Otherwise the number of requests being fetched and planned would be unlimited."""
     done = threading.Event()
     with served(folder, topology="1EPD", max_queue=3, max_queue_per_client=2) as service, ThreadPoolExecutor(3) as pool:
-        builder = service.running.frontend.service.prompt_builder
+        builder = service.running.frontend.api.prompt_builder
         build = builder.build
         monkeypatch.setattr(builder, "build", lambda *args, **more: (done.wait(30), build(*args, **more))[1])
         router = service.running.frontend.router

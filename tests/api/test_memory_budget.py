@@ -78,4 +78,4 @@ def test_log_probabilities_are_charged_until_the_client_has_them(folder: Path) -
         assert events[-1] == "data: [DONE]"
         assert not [event for event in events if "error" in event]
         assert client.post(CHAT, json=service.body(**(many | {"n": 2}))).status_code == 200
-        wait_for(lambda: service.running.frontend.service.memory_budget.total == 0, SOON)
+        wait_for(lambda: service.running.frontend.api.memory_budget.total == 0, SOON)

@@ -136,7 +136,7 @@ def test_many_requests_from_the_document(short: Served, document: Any, method: s
 def test_every_endpoint_is_documented(short: Served) -> None:
     with short.client() as client:
         document = client.get("/openapi.json").json()
-    app = short.running.frontend.service
+    app = short.running.frontend.api
     assert app.model_name
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

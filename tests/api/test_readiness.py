@@ -83,7 +83,7 @@ def test_no_probe_is_needed_while_clients_requests_make_progress(
 
 
 def test_concurrent_polls_share_one_probe(alone: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = alone.running.frontend.service
+    service = alone.running.frontend.api
     monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
 
     async def crowd() -> tuple[int, set[str]]:

@@ -251,7 +251,7 @@ def test_what_is_not_stored_is_not_found(storing: Served, service: Served) -> No
 
 
 def test_an_answer_is_given_though_it_cannot_be_stored(storing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = storing.running.frontend.service.responses
+    store = storing.running.frontend.api.responses
     assert store is not None
 
     def fail(*_: Any) -> bool:

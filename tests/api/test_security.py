@@ -178,7 +178,7 @@ def test_a_client_without_a_valid_key_is_its_address(folder: Path, keyless: Alon
             body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
             with frontend.client() as client:
                 client.post(CHAT, json=body, headers={"X-Request-Timeout": "0.1"} | headers)
-        return {view.client for view in frontend.frontend.service.history}
+        return {view.client for view in frontend.frontend.api.history}
 
     assert len(clients_of(keyless)) == 1
     with alone(folder, client_header="X-Team") as frontend:

@@ -81,7 +81,7 @@ def test_usage_is_sent_in_every_chunk_on_request(service: Served) -> None:
 
 
 def test_a_client_sees_when_a_token_without_text_came(service: Served) -> None:
-    tokenizer = service.running.frontend.service.tokenizer
+    tokenizer = service.running.frontend.api.tokenizer
     hidden = min(tokenizer.special_ids - tokenizer.eos_token_ids)
     fields = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {str(hidden): 100}}
 

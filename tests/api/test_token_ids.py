@@ -35,7 +35,7 @@ def test_a_chats_token_ids_are_its_prompt_and_its_answer(service: Served) -> Non
     chunks = events(service, body)
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert [token for one in chunks for token in one["choices"][0]["token_ids"]] == choice["token_ids"]
-    text = service.running.frontend.service.tokenizer.decode(choice["token_ids"])
+    text = service.running.frontend.api.tokenizer.decode(choice["token_ids"])
     assert text == choice["message"]["content"] == streamed_text(chunks)
 
 
@@ -54,7 +54,7 @@ def test_a_completions_token_ids_are_its_prompt_and_its_answer(service: Served) 
 
 def test_a_completions_hidden_tokens_have_no_chunk(service: Served) -> None:
     """They come with the next one."""
-    tokenizer = service.running.frontend.service.tokenizer
+    tokenizer = service.running.frontend.api.tokenizer
     hidden = min(tokenizer.special_ids - tokenizer.eos_token_ids)
     fields = {**IDS, "prompt": "Hello", "max_tokens": 12, "temperature": 1.0, "seed": 2, "top_k": 20}
     chunks = [one["choices"][0] for one in chunks_of(service, **fields, logit_bias={str(hidden): 12})]
@@ -67,7 +67,7 @@ def test_a_completions_hidden_tokens_have_no_chunk(service: Served) -> None:
 @pytest.mark.parametrize("stop", [[], ["x"], "token"])
 def test_what_ended_an_answer_is_named(service: Served, stop: Any) -> None:
     fields: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-    token = service.running.frontend.service.tokenizer.encode("x")[0]
+    token = service.running.frontend.api.tokenizer.encode("x")[0]
     fields["logit_bias"] = {str(token): 100}
     fields |= {"stop_token_ids": [token]} if stop == "token" else {"stop": stop}
     expected = token if stop == "token" else (stop or [None])[0]

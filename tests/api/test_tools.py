@@ -207,7 +207,7 @@ def test_reasoning_is_separated_from_the_answer(thinker: Served) -> None:
 @pytest.mark.parametrize("form", [{}, {"structured_outputs": {"choice": ["yes", "no"]}}], ids=["free", "choice"])
 def test_reasoning_is_ended_by_its_budget(thinker: Served, budget: int, form: dict[str, Any]) -> None:
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 30, "seed": 1, **form}
-    ends = [IDS["</think>"], *thinker.running.frontend.service.tokenizer.eos_token_ids]
+    ends = [IDS["</think>"], *thinker.running.frontend.api.tokenizer.eos_token_ids]
     unlikely = {"logit_bias": {str(token): -100 for token in ends}}
     limited = thinker.post(**(FREE | thinks | unlikely | {"thinking_token_budget": budget})).json()
     rest = 3 if form else 0  # bytes of a character, which a grammar takes whole

@@ -46,7 +46,7 @@ def changing(frontend: Alone) -> Iterator[None]:
 
     def run() -> None:
         while not ended.wait(0.02):
-            frontend.frontend.service.router.events.add("joined", "e7 joined as E")
+            frontend.frontend.api.router.events.add("joined", "e7 joined as E")
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -129,7 +129,7 @@ def test_the_verdict_of_a_service_whose_encoder_is_slow(service: Served) -> None
 
 
 def test_without_viewers_nothing_is_made_and_all_see_the_same(frontend: Alone) -> None:
-    viewers = frontend.frontend.service.viewers
+    viewers = frontend.frontend.api.viewers
     wait_for(lambda: not len(viewers))
     sent = viewers.num_sent
     time.sleep(0.3)
@@ -149,7 +149,7 @@ def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
             times = [next(stream).time for _ in range(5)]
             stream.close()
             assert 4 * least <= times[-1] - times[0] <= 4 * most
-            wait_for(lambda: not len(frontend.frontend.service.viewers))
+            wait_for(lambda: not len(frontend.frontend.api.viewers))
             time.sleep(2 / MAX_RATE)  # until the look that was due for it is over
         for wrong in ("0", "-1", "nan", "inf", "x", "1e400"):
             assert client.get(f"/ui/events?rate={wrong}").status_code == 400
@@ -157,7 +157,7 @@ def test_the_rate_is_what_the_viewer_asks_for(frontend: Alone) -> None:
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_viewers_that_come_again_and_again_cost_no_more_snapshots(frontend: Alone, others: int) -> None:
-    viewers = frontend.frontend.service.viewers
+    viewers = frontend.frontend.api.viewers
     wait_for(lambda: not len(viewers))
     with ExitStack() as stack:
         stack.enter_context(changing(frontend))
@@ -194,14 +194,14 @@ def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:
 def test_a_change_is_sent_soon(frontend: Alone) -> None:
     with frontend.client() as client, closing(events(client)) as news:
         next(news)
-        frontend.frontend.service.router.events.add("joined", "e7 joined as E")
+        frontend.frontend.api.router.events.add("joined", "e7 joined as E")
         began = time.monotonic()
         assert next(one for one in news if isinstance(one, PipelineChanges) and one.events)
         assert time.monotonic() - began < SILENCE / 2
 
 
 def test_a_viewer_that_asks_for_fewer_gets_the_last_change_in_its_time(frontend: Alone) -> None:
-    router = frontend.frontend.service.router
+    router = frontend.frontend.api.router
     with frontend.client() as eager, frontend.client() as calm, closing(events(eager)) as more:
         next(more)
         with closing(snapshots(calm, "/ui/events?rate=1")) as fewer:
@@ -229,7 +229,7 @@ def test_a_viewer_that_misses_changes_gets_whole_snapshots(frontend: Alone) -> N
 def test_there_are_limits_to_viewers_and_those_that_leave_make_room(folder: Path) -> None:
     keys = [f"key-{number}" for number in range(3)]
     with alone(folder, api_key=tuple(keys)) as frontend, ExitStack() as stack:
-        viewers = frontend.frontend.service.viewers
+        viewers = frontend.frontend.api.viewers
         assert MAX_VIEWERS == 2 * MAX_PER_CLIENT
         clients = [stack.enter_context(frontend.client(headers={"Authorization": f"Bearer {key}"})) for key in keys]
 
@@ -252,7 +252,7 @@ def test_there_are_limits_to_viewers_and_those_that_leave_make_room(folder: Path
 
 
 def test_a_viewer_that_pipelines_makes_room_when_it_leaves(frontend: Alone) -> None:
-    viewers = frontend.frontend.service.viewers
+    viewers = frontend.frontend.api.viewers
     with open_stream(frontend) as one:
         one.sendall(HELLO * 2)
         wait_for(lambda: len(viewers) == 1)
@@ -271,7 +271,7 @@ def open_stream(frontend: Alone, key: str = "") -> socket.socket:
 
 def test_a_viewer_that_reads_nothing_delays_no_other_and_no_end(folder: Path) -> None:
     with alone(folder) as frontend:
-        service = frontend.frontend.service
+        service = frontend.frontend.api
         for number in range(200):  # so that a snapshot is larger than what sockets hold
             service.router.events.add("joined", f"e{number} " + "x" * 20_000)
         with open_stream(frontend) as stuck, frontend.client() as client:

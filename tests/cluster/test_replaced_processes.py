@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from triptych import exit_codes
 from triptych.cluster.child import ChildSpec
-from triptych.cluster.local import LocalCluster
 from triptych.cluster.supervision import Ended
+from triptych.cluster.supervisor import Supervisor
 from triptych.messages.operations import JoinedInstance, LaunchState, SparePlace
 from triptych.topology import Role
 
@@ -58,24 +58,24 @@ def spec_of(written: bytes, name: str = "p0", role: Role | None = Role.P) -> Chi
     return ChildSpec(name, role, "", lambda _: written)
 
 
-def run(test: Callable[[LocalCluster, Launcher], Awaitable[None]]) -> None:
+def run(test: Callable[[Supervisor, Launcher], Awaitable[None]]) -> None:
     """Run a test of a service that is ready: a frontend, and an instance that serves the old model."""
 
     async def started() -> None:
         launcher = Launcher()
-        cluster = LocalCluster([spec_of(b"", "frontend", None), spec_of(b"old")], print, launcher)
-        cluster.start()
+        supervisor = Supervisor([spec_of(b"", "frontend", None), spec_of(b"old")], print, launcher)
+        supervisor.start()
         await settle()
-        join(cluster, launcher)
-        await asyncio.wait_for(test(cluster, launcher), 20)
-        await cluster.end(cluster.names, signal.SIGTERM, 5.0)
+        join(supervisor, launcher)
+        await asyncio.wait_for(test(supervisor, launcher), 20)
+        await supervisor.end(supervisor.names, signal.SIGTERM, 5.0)
 
     asyncio.run(started())
 
 
-def join(cluster: LocalCluster, launcher: Launcher) -> None:
+def join(supervisor: Supervisor, launcher: Launcher) -> None:
     running = [one for one in launcher.started if not one.ended.done() and one.spec.role is not None]
-    cluster.set_joined(FRONTEND_PID, [JoinedInstance(one.spec.name, one.incarnation) for one in running])
+    supervisor.set_joined(FRONTEND_PID, [JoinedInstance(one.spec.name, one.incarnation) for one in running])
 
 
 async def settle() -> None:
@@ -88,41 +88,41 @@ async def started_again(launcher: Launcher, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def states(cluster: LocalCluster) -> list[LaunchState]:
-    return [one.state for one in cluster.launched() if one.name == "p0"]
+def states(supervisor: Supervisor) -> list[LaunchState]:
+    return [one.state for one in supervisor.launched() if one.name == "p0"]
 
 
 def test_one_that_works_for_an_old_frontend_is_started_again_until_it_is_retired() -> None:
-    async def test(cluster: LocalCluster, launcher: Launcher) -> None:
+    async def test(supervisor: Supervisor, launcher: Launcher) -> None:
         old, new, again = launcher.started[1], spec_of(b"new"), spec_of(b"again")
-        cluster.start_new(new)
+        supervisor.start_new(new)
         await settle()
-        join(cluster, launcher)
-        cluster.promote(new, again)
-        assert states(cluster) == [LaunchState.READY, LaunchState.DRAINING]
+        join(supervisor, launcher)
+        supervisor.promote(new, again)
+        assert states(supervisor) == [LaunchState.READY, LaunchState.DRAINING]
         old.send(signal.SIGKILL)
         await settle()
-        assert states(cluster)[1] is LaunchState.RESTARTING, "its frontend waits for it"
+        assert states(supervisor)[1] is LaunchState.RESTARTING, "its frontend waits for it"
         await started_again(launcher, 4)
         assert launcher.started[3].spec is again
-        assert states(cluster)[1] is LaunchState.STARTING
-        join(cluster, launcher)
-        assert states(cluster) == [LaunchState.READY, LaunchState.DRAINING]
-        cluster.retire(new, 5.0)
+        assert states(supervisor)[1] is LaunchState.STARTING
+        join(supervisor, launcher)
+        assert states(supervisor) == [LaunchState.READY, LaunchState.DRAINING]
+        supervisor.retire(new, 5.0)
         await settle()
         assert launcher.started[3].ended.done()
-        assert not cluster.replacing("p0").old_runs
+        assert not supervisor.replacing("p0").old_runs
 
     run(test)
 
 
 def test_one_that_is_not_ready_when_it_is_replaced_joins_the_old_frontend() -> None:
-    async def test(cluster: LocalCluster, launcher: Launcher) -> None:
+    async def test(supervisor: Supervisor, launcher: Launcher) -> None:
         launcher.started[1].send(signal.SIGKILL)
         await started_again(launcher, 3)
-        cluster.set_joined(FRONTEND_PID, [])
+        supervisor.set_joined(FRONTEND_PID, [])
         again = spec_of(b"again")
-        cluster.promote(spec_of(b"new"), again)
+        supervisor.promote(spec_of(b"new"), again)
         await started_again(launcher, 4)
         assert launcher.started[2].ended.done()
         assert launcher.started[3].spec is again
@@ -131,10 +131,10 @@ def test_one_that_is_not_ready_when_it_is_replaced_joins_the_old_frontend() -> N
 
 
 def test_one_that_the_old_frontend_refuses_or_does_not_need_stays_down() -> None:
-    async def test(cluster: LocalCluster, launcher: Launcher) -> None:
-        cluster.promote(spec_of(b"new"), spec_of(b"again"))
+    async def test(supervisor: Supervisor, launcher: Launcher) -> None:
+        supervisor.promote(spec_of(b"new"), spec_of(b"again"))
         launcher.started[1].ended.set_result(Ended(exit_codes.CONFIG))
         await settle()
-        assert not cluster.replacing("p0").old_runs
+        assert not supervisor.replacing("p0").old_runs
 
     run(test)

@@ -25,7 +25,7 @@ async def answer_and_lose(
     service: Running, victim: str, messages: Any, settings: dict[str, Any], lose: asyncio.Event
 ) -> list[int]:
     """The tokens of an answer; sets the event once the victim is in the middle of one."""
-    front = service.frontend.service
+    front = service.frontend.api
     prompt = front.prompt_builder.build(messages)
     sampling = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | settings))
     stream = front.router.lifecycle.submit(

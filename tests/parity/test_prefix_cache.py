@@ -44,7 +44,7 @@ def test_the_second_time_the_answer_is_the_same_and_little_is_computed(model: Mo
                 before = computed(service), encodings(service)
                 assert await service.answer(messages) == answer
                 assert await service.answer(messages) == answer
-                prompt = len(service.frontend.service.prompt_builder.build(messages).tokens)
+                prompt = len(service.frontend.api.prompt_builder.build(messages).tokens)
                 # the second time: what is left of the prompt's last page, and the answer but for its last token
                 again = prompt - (prompt - 1) // PAGE * PAGE + len(answer) - 1
                 assert computed(service) - before[0] <= prompt + len(answer) - 1 + again
@@ -71,7 +71,7 @@ def test_a_second_chat_turn_does_not_encode_images_again(model: Model) -> None:
             second = chat("What differs?", "The colours do.", "And what else?")
             warm = await service.answer(second)
             assert encodings(service) == 2, "the pictures are in the KV cache"
-            prompt = len(service.frontend.service.prompt_builder.build(second).tokens)
+            prompt = len(service.frontend.api.prompt_builder.build(second).tokens)
             assert computed(service) - before < prompt / 2 + 32
             async with running(model.folder, "1E1PD") as fresh:
                 assert await fresh.answer(second) == warm

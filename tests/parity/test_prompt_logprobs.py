@@ -22,7 +22,7 @@ CLOSE = 1e-4
 
 
 async def reports(service: Running, messages: Messages, **sampling: Any) -> list[Tokens]:
-    front = service.frontend.service
+    front = service.frontend.api
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "prompt_logprobs": TOP} | sampling))
     stream = front.router.lifecycle.submit(

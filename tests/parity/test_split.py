@@ -150,7 +150,7 @@ def test_sampling_continues_from_the_prefill_instances_token(model: Model) -> No
 
 async def reports(service: Running, messages: Any, **sampling: Any) -> list[tuple[int, list[int], str | None]]:
     """Every token of an answer, with its likeliest alternatives, and why it ended."""
-    front = service.frontend.service
+    front = service.frontend.api
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
     stream = front.router.lifecycle.submit(
@@ -167,7 +167,7 @@ def test_kv_that_the_decode_instance_has_is_not_sent(model: Model) -> None:
     async def run() -> None:
         async with running(model.folder, "1E1P1D") as service:
             for messages, answer in zip(REQUESTS, model.answers, strict=True):
-                prompt = service.frontend.service.prompt_builder.build(messages)
+                prompt = service.frontend.api.prompt_builder.build(messages)
                 decoder: Any = decode_loops(service)[0].runner.decoder
                 layers = decoder.config.num_layers
                 before = kv_rows(service)

@@ -86,7 +86,7 @@ def test_every_turn_of_a_conversation_finds_the_last_one(model: Model) -> None:
             turns.append({"role": "user", "content": [{"type": "text", "text": f"Question {number}, of many? "}]})
             found = await hits(service, turns)
             assert found >= last, f"turn {number}"
-            last = (len(service.frontend.service.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
+            last = (len(service.frontend.api.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
             turns.append({"role": "assistant", "content": [{"type": "text", "text": "Yes."}]})
 
     served(model, "1PD", replace(FLOAT32, state_snapshots=3), ask)
@@ -202,7 +202,7 @@ def test_every_turn_with_one_more_image_finds_the_last_one(tmp_path: Path) -> No
             turns += Case("", (picture(96 + 32 * number, 160, 30 + number), f"And number {number}?")).messages
             found = await hits(service, turns)
             assert found >= last, f"turn {number}"
-            last = (len(service.frontend.service.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
+            last = (len(service.frontend.api.prompt_builder.build(turns).tokens) - 1) // PAGE * PAGE
             turns.append({"role": "assistant", "content": [{"type": "text", "text": "Yes."}]})
 
     engine = replace(FLOAT32, max_num_batched_tokens=64, state_snapshots=3)

@@ -49,7 +49,7 @@ def answers(folder: Path) -> dict[tuple[str, str], Answer]:
 
 
 async def answer(service: Running, messages: Messages) -> Answer:
-    front = service.frontend.service
+    front = service.frontend.api
     stream = front.router.lifecycle.submit(
         RequestRecord("id", "POST"),
         front.prompt_builder.build(messages),

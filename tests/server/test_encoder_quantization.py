@@ -36,7 +36,7 @@ def question(example: Example) -> Messages:
 async def answers(topology: str, engine: EngineConfig) -> list[str]:
     async with running(MODEL_DIR, topology, engine) as service:
         tokens = await service.answers([question(example) for example in EXAMPLES], ignore_eos=False)
-        tokenizer = service.frontend.service.tokenizer
+        tokenizer = service.frontend.api.tokenizer
         return [tokenizer.decode(answer).strip() for answer in tokens]
 
 

@@ -44,8 +44,8 @@ def slow_down(instance: InstanceProcess) -> None:
 async def timeline(service: Running) -> list[Interval]:
     """Of one request with several pictures, as its client would receive them."""
     content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
-    prompt = service.frontend.service.prompt_builder.build([{"role": "user", "content": content}])
-    stream = service.frontend.service.router.lifecycle.submit(
+    prompt = service.frontend.api.prompt_builder.build([{"role": "user", "content": content}])
+    stream = service.frontend.api.router.lifecycle.submit(
         RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=2, ignore_eos=True), []
     )
     async for _ in stream:

@@ -110,7 +110,7 @@ def test_the_prefix_cache_survives_a_role_change(folder: Path) -> None:
     async def run() -> None:
         async with running(folder, "1P1D") as service:
             first = await service.answer(TEXT, max_tokens=4)
-            tokens = len(service.frontend.service.prompt_builder.build(TEXT).tokens)
+            tokens = len(service.frontend.api.prompt_builder.build(TEXT).tokens)
             for name in ("p0", "d1"):
                 other = {"p0": "d1", "d1": "p0"}[name]
                 await set_role(service, name, Role.PD, force=True)

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit(service: Running, salt: str) -> TokenStream:
-    inside = service.frontend.service
+    inside = service.frontend.api
     prompt = inside.prompt_builder.build(MESSAGES)
     return inside.router.lifecycle.submit(
         RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt

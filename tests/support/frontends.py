@@ -38,7 +38,7 @@ class Alone:
     @cached_property
     def app(self) -> ASGIApp:
         """Another app of the same service, to be called without a connection."""
-        return add_security(create_app(self.frontend.service), self.config)
+        return add_security(create_app(self.frontend.api), self.config)
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, trust_env=False, timeout=20, **options)

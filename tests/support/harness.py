@@ -63,7 +63,7 @@ class Running:
 
     async def answer(self, messages: Messages, cache_salt: str = "", **sampling: Any) -> list[int]:
         """The tokens of one answer."""
-        service = self.frontend.service
+        service = self.frontend.api
         prompt = service.prompt_builder.build(messages)
         settings = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | sampling))
         stream = service.router.lifecycle.submit(

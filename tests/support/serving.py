@@ -152,7 +152,7 @@ def served(
 
     try:
         inside = on_loop(service.__aenter__())
-        yield Served(inside, loop, steps, encoder, preprocessor, inside.frontend.service.model_name)
+        yield Served(inside, loop, steps, encoder, preprocessor, inside.frontend.api.model_name)
         for gate in (steps, encoder, preprocessor):
             gate.opened.set()
         on_loop(service.__aexit__(None, None, None))

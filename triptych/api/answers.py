@@ -31,7 +31,7 @@ class PreparedChat:
     def new_parser(self) -> AnswerParser:
         """Return a parser for one choice."""
         tools = {tool.function.name: tool.function.parameters for tool in self.request.callable_tools}
-        formats = self.generation.service.prompt_builder.formats
+        formats = self.generation.api.prompt_builder.formats
         return formats.parser(
             self.reasoning,
             tools,
@@ -94,7 +94,7 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
         if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
     as_ids = chat.request.return_tokens_as_token_ids
-    logprobs = logprob_entries(chat.generation.service.tokenizer, output, as_ids=as_ids)
+    logprobs = logprob_entries(chat.generation.api.tokenizer, output, as_ids=as_ids)
     return ChoiceDelta(output.choice, events, logprobs, reason, output.ids, output.stop_reason)
 
 

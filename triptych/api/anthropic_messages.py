@@ -12,9 +12,9 @@ from triptych.api import chat
 from triptych.api.answers import ChoiceDelta, PreparedChat, stream_deltas
 from triptych.api.anthropic_errors import body_of
 from triptych.api.anthropic_schemas import CountTokensRequest, MessagesRequest
+from triptych.api.context import ApiContext
 from triptych.api.conversation import plan_conversation
 from triptych.api.generation import RequestContext
-from triptych.api.service import Service
 from triptych.api.sse import named_event
 from triptych.errors import RequestError, TriptychError
 from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -135,7 +135,7 @@ class PreparedMessage:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.chat.generation.service.model_name,
+            "model": self.chat.generation.api.model_name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -163,19 +163,19 @@ class PreparedMessage:
         }
 
 
-async def prepare(service: Service, request: MessagesRequest, context: RequestContext) -> PreparedMessage:
+async def prepare(api: ApiContext, request: MessagesRequest, context: RequestContext) -> PreparedMessage:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
     try:
-        return PreparedMessage(request, await chat.prepare(service, request.to_chat(), context))
+        return PreparedMessage(request, await chat.prepare(api, request.to_chat(), context))
     except RequestError as error:
         raise _renamed(error, request) from error
 
 
-async def count_tokens(service: Service, request: CountTokensRequest, context: RequestContext) -> dict[str, int]:
+async def count_tokens(api: ApiContext, request: CountTokensRequest, context: RequestContext) -> dict[str, int]:
     """Return ``objects.TokenCount``, with all tokens of media. Raises RequestError and ServiceError."""
     try:
-        with service.lifecycle.holding_slot(context.record):
-            prompt, _ = await plan_conversation(service, request.to_chat(), context)
+        with api.lifecycle.holding_slot(context.record):
+            prompt, _ = await plan_conversation(api, request.to_chat(), context)
     except RequestError as error:
         raise _renamed(error, request) from error
     return {"input_tokens": len(prompt.tokens)}

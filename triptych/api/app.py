@@ -30,6 +30,7 @@ from triptych.api import (
 from triptych.api.anthropic_schemas import CountTokensRequest, MessagesRequest
 from triptych.api.body import read_body
 from triptych.api.completion_schemas import CompletionRequest, DetokenizeRequest, TokenizeConversation, TokenizeText
+from triptych.api.context import ApiContext
 from triptych.api.errors import error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import RequestContext, check_model
@@ -40,7 +41,6 @@ from triptych.api.request_keys import scope_of
 from triptych.api.request_records import Observer, RequestRecordMiddleware
 from triptych.api.responses_schemas import ResponsesRequest
 from triptych.api.schemas import ChatCompletionRequest
-from triptych.api.service import Service
 from triptych.api.sse import EventStream, disconnected, error_event
 from triptych.api.ui_plan import prompt_plan
 from triptych.api.validation import parse_request
@@ -59,18 +59,17 @@ TIMEOUT_HEADER = "x-request-timeout"
 CLIENT_CLOSED_REQUEST = 499
 
 
-def create_app(service: Service) -> FastAPI:
+def create_app(api: ApiContext) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
-    app.state.service = service
     # the history last, since traces give a request its trace id
-    observers: tuple[Observer, ...] = (service.router.metrics.answered, *service.observers, service.history)
-    app.add_middleware(RequestRecordMiddleware, observers=observers, client_header=service.frontend.http.client_header)
-    _add_generation_endpoints(app, service)
-    _add_anthropic_endpoints(app, service)
-    _add_token_endpoints(app, service)
-    _add_service_endpoints(app, service)
-    if service.frontend.http.ui:
-        ui.add_endpoints(app, service, _plan_handler(service))
+    observers: tuple[Observer, ...] = (api.router.metrics.answered, *api.observers, api.history)
+    app.add_middleware(RequestRecordMiddleware, observers=observers, client_header=api.frontend.http.client_header)
+    _add_generation_endpoints(app, api)
+    _add_anthropic_endpoints(app, api)
+    _add_token_endpoints(app, api)
+    _add_service_endpoints(app, api)
+    if api.frontend.http.ui:
+        ui.add_endpoints(app, api, _plan_handler(api))
     add_openapi(app)
     app.add_exception_handler(TriptychError, _on_error)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=CLIENT_CLOSED_REQUEST))
@@ -79,7 +78,7 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
+def _add_generation_endpoints(app: FastAPI, api: ApiContext) -> None:
     @app.post(
         "/v1/chat/completions",
         openapi_extra=request_body(ChatCompletionRequest),
@@ -87,12 +86,12 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, which may contain media. With `stream: true`, as server-sent events."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(ChatCompletionRequest, text)
-        prepared = await _cancel_on_disconnect(request, chat.prepare(service, parsed, context))
+        prepared = await _cancel_on_disconnect(request, chat.prepare(api, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, chat.full_response(prepared)))
-        return await _stream(request, service, chat.stream_response(prepared), error_event)
+        return await _stream(request, api, chat.stream_response(prepared), error_event)
 
     @app.post(
         "/v1/completions",
@@ -101,12 +100,12 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def text_completions(request: Request) -> Response:
         """Continues texts or tokens, without a chat template. With `stream: true`, as server-sent events."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(CompletionRequest, text)
-        prepared = await _cancel_on_disconnect(request, completions.prepare(service, parsed, context))
+        prepared = await _cancel_on_disconnect(request, completions.prepare(api, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, completions.full_response(prepared)))
-        return await _stream(request, service, completions.stream_response(prepared), error_event)
+        return await _stream(request, api, completions.stream_response(prepared), error_event)
 
     @app.post(
         "/v1/responses",
@@ -115,12 +114,12 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def model_responses(request: Request) -> Response:
         """Answers items as OpenAI's Responses API does. With `stream: true`, as events."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(ResponsesRequest, text)
-        prepared = await _cancel_on_disconnect(request, responses.prepare(service, parsed, context))
+        prepared = await _cancel_on_disconnect(request, responses.prepare(api, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
-        return await _stream(request, service, prepared.stream_response(), prepared.on_error)
+        return await _stream(request, api, prepared.stream_response(), prepared.on_error)
 
     @app.post(
         "/v1/responses/input_tokens",
@@ -129,14 +128,14 @@ def _add_generation_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def input_tokens(request: Request) -> Response:
         """The number of tokens that a response's prompt would have."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(ResponsesRequest, text)
-        return JsonResponse(await _cancel_on_disconnect(request, responses.count(service, parsed, context)))
+        return JsonResponse(await _cancel_on_disconnect(request, responses.count(api, parsed, context)))
 
-    response_endpoints.add_endpoints(app, service)
+    response_endpoints.add_endpoints(app, api)
 
 
-def _add_anthropic_endpoints(app: FastAPI, service: Service) -> None:
+def _add_anthropic_endpoints(app: FastAPI, api: ApiContext) -> None:
     @app.post(
         "/v1/messages",
         openapi_extra=request_body(MessagesRequest),
@@ -144,12 +143,12 @@ def _add_anthropic_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def messages(request: Request) -> Response:
         """Answers a conversation as Anthropic's Messages API does. With `stream: true`, as events."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(MessagesRequest, text)
-        prepared = await _cancel_on_disconnect(request, anthropic_messages.prepare(service, parsed, context))
+        prepared = await _cancel_on_disconnect(request, anthropic_messages.prepare(api, parsed, context))
         if not parsed.stream:
             return JsonResponse(await _cancel_on_disconnect(request, prepared.full_response()))
-        return await _stream(request, service, prepared.stream_response(), anthropic_messages.on_error)
+        return await _stream(request, api, prepared.stream_response(), anthropic_messages.on_error)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -158,25 +157,25 @@ def _add_anthropic_endpoints(app: FastAPI, service: Service) -> None:
     )
     async def count_tokens(request: Request) -> Response:
         """The number of tokens of the prompt that a conversation becomes."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(CountTokensRequest, text)
-        counting = anthropic_messages.count_tokens(service, parsed, context)
+        counting = anthropic_messages.count_tokens(api, parsed, context)
         return JsonResponse(await _cancel_on_disconnect(request, counting))
 
 
-def _plan_handler(service: Service) -> ui.Handler:
+def _plan_handler(api: ApiContext) -> ui.Handler:
     async def plan(request: Request) -> Response:
         """What becomes of a conversation (``PromptPlan``), which isn't answered."""
-        text, context = await _read_request(request, service)
+        text, context = await _read_request(request, api)
         parsed = parse_request(ChatCompletionRequest, text)
         context = context.with_timeout(parsed.timeout)
-        prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(service, parsed, context))
-        return JsonResponse(prompt_plan(prompt, service.prompt_builder.planner))
+        prompt, _ = await _cancel_on_disconnect(request, chat.plan_prompt(api, parsed, context))
+        return JsonResponse(prompt_plan(prompt, api.prompt_builder.planner))
 
     return plan
 
 
-def _add_token_endpoints(app: FastAPI, service: Service) -> None:
+def _add_token_endpoints(app: FastAPI, api: ApiContext) -> None:
     for prefix in ("", "/v1"):
 
         @app.post(
@@ -186,9 +185,9 @@ def _add_token_endpoints(app: FastAPI, service: Service) -> None:
         )
         async def tokenize(request: Request) -> Response:
             """The tokens of a text, or of the prompt that messages become."""
-            text, context = await _read_request(request, service)
+            text, context = await _read_request(request, api)
             parsed = tokens.parse_tokenize(text)
-            return JsonResponse(await _cancel_on_disconnect(request, tokens.tokenize(service, parsed, context)))
+            return JsonResponse(await _cancel_on_disconnect(request, tokens.tokenize(api, parsed, context)))
 
         @app.post(
             f"{prefix}/detokenize",
@@ -197,27 +196,27 @@ def _add_token_endpoints(app: FastAPI, service: Service) -> None:
         )
         async def detokenize(request: Request) -> Response:
             """The text of tokens."""
-            text, context = await _read_request(request, service)
+            text, context = await _read_request(request, api)
             parsed = parse_request(DetokenizeRequest, text)
-            return JsonResponse(await _cancel_on_disconnect(request, tokens.detokenize(service, parsed, context)))
+            return JsonResponse(await _cancel_on_disconnect(request, tokens.detokenize(api, parsed, context)))
 
 
-def _add_service_endpoints(app: FastAPI, service: Service) -> None:
+def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:
     started = int(time.time())
-    readiness = Readiness(service.router, service.prompt_builder, sorted(service.tokenizer.eos_token_ids))
+    readiness = Readiness(api.router, api.prompt_builder, sorted(api.tokenizer.eos_token_ids))
 
     def model_card() -> dict[str, Any]:
         return {
-            "id": service.model_name,
+            "id": api.model_name,
             "object": "model",
             "created": started,
             "owned_by": "triptych",
-            "root": service.model_name,
+            "root": api.model_name,
             "parent": None,
-            "max_model_len": service.context_length,
-            "input_modalities": service.input_modalities,
-            "reasoning_parser": service.prompt_builder.formats.reasoning_parser,
-            "tool_call_parser": service.prompt_builder.formats.tool_call_parser,
+            "max_model_len": api.context_length,
+            "input_modalities": api.input_modalities,
+            "reasoning_parser": api.prompt_builder.formats.reasoning_parser,
+            "tool_call_parser": api.prompt_builder.formats.tool_call_parser,
         }
 
     @_get(app, "/v1/models", responses=json_responses(objects.ModelList))
@@ -230,7 +229,7 @@ def _add_service_endpoints(app: FastAPI, service: Service) -> None:
         """The served model, if it has that name."""
         if not model:
             return await models()
-        check_model(service, model)
+        check_model(api, model)
         return JsonResponse(model_card())
 
     @_get(app, "/version", responses=json_responses(objects.Version))
@@ -252,7 +251,7 @@ def _add_service_endpoints(app: FastAPI, service: Service) -> None:
     @_get(app, "/metrics", include_in_schema=False)
     async def metrics() -> Response:
         """Metrics of the frontend and all instances, for Prometheus."""
-        return Response(generate_latest(service.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(api.router.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Handler], Handler]:
@@ -265,28 +264,28 @@ def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Handler], Handler
     return register
 
 
-async def _read_request(request: Request, service: Service) -> tuple[bytes, RequestContext]:
+async def _read_request(request: Request, api: ApiContext) -> tuple[bytes, RequestContext]:
     """Read the request; return its JSON and its context.
 
     Raises what ``read_body`` raises, and InvalidRequest for an invalid header."""
     record: RequestRecord = request.state.record
     record.handler = request.scope["route"].path
-    service.history.begin(record)
-    charge = service.memory_budget.for_request(record)
-    body = await read_body(request, service.frontend.http.max_body_mb * 2**20, charge)
+    api.history.begin(record)
+    charge = api.memory_budget.for_request(record)
+    body = await read_body(request, api.frontend.http.max_body_mb * 2**20, charge)
     return body.text, RequestContext(
         record=record,
         scope=scope_of(request.headers),
-        deadline=running_time() + _timeout(request, service),
-        media=service.media.for_request(body.inline, charge, record.client),
+        deadline=running_time() + _timeout(request, api),
+        media=api.media.for_request(body.inline, charge, record.client),
         hold=charge,
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",
     )
 
 
-def _timeout(request: Request, service: Service) -> float:
+def _timeout(request: Request, api: ApiContext) -> float:
     """Return the request's time limit in seconds: the service's own, or a lower one from the header."""
-    timeout = service.frontend.admission.request_timeout
+    timeout = api.frontend.admission.request_timeout
     if (given := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
             seconds = float(given)
@@ -300,7 +299,7 @@ def _timeout(request: Request, service: Service) -> float:
 
 async def _stream(
     request: Request,
-    service: Service,
+    api: ApiContext,
     events: AsyncGenerator[bytes, None],
     on_error: Callable[[TriptychError], bytes],
 ) -> EventStream:
@@ -308,7 +307,7 @@ async def _stream(
 
     Waits for the first event, so that a request that fails before it gets the error's HTTP status."""
     first = await _cancel_on_disconnect(request, _first(events))
-    return EventStream(_with_errors(first, events, on_error), service.frontend.http.client_timeout)
+    return EventStream(_with_errors(first, events, on_error), api.frontend.http.client_timeout)
 
 
 async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -17,13 +17,13 @@ from triptych.api.answers import (
     new_call_id,
     stream_deltas,
 )
+from triptych.api.context import ApiContext
 from triptych.api.conversation import plan_conversation
 from triptych.api.generation import Generation, RequestContext, check_model, make_sampling_params
 from triptych.api.media_parts import media_parts
 from triptych.api.prompt_logprobs import prompt_logprob_entries, scored_tokens
 from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
-from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.errors import InvalidRequest
 from triptych.messages.work import ReasoningBudget
@@ -33,20 +33,20 @@ from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.prompt import PlannedPrompt
 
 
-async def prepare(service: Service, request: ChatCompletionRequest, context: RequestContext) -> PreparedChat:
+async def prepare(api: ApiContext, request: ChatCompletionRequest, context: RequestContext) -> PreparedChat:
     """Plan the request's prompt and fix its sampling and its answer's grammar. Raises RequestError and ServiceError."""
     context = context.with_timeout(request.timeout)
-    prompt, intervals = await plan_prompt(service, request, context)
+    prompt, intervals = await plan_prompt(api, request, context)
     grammar = None
     if request.is_constrained or request.callable_tools:
-        grammar = await service.grammars.checked(
-            context.record.client, partial(answer_grammar, request, prompt.reasoning, service.prompt_builder.formats)
+        grammar = await api.grammars.checked(
+            context.record.client, partial(answer_grammar, request, prompt.reasoning, api.prompt_builder.formats)
         )
     generation = Generation(
-        service=service,
+        api=api,
         prompts=[prompt],
         sampling_params=make_sampling_params(
-            service,
+            api,
             request,
             [prompt],
             max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -55,24 +55,24 @@ async def prepare(service: Service, request: ChatCompletionRequest, context: Req
             num_scoring=1,  # the answer has them once, for all choices
             grammar=grammar,
             param="messages",
-            reasoning_budget=_reasoning_budget(service, request.thinking_token_budget, prompt.reasoning),
+            reasoning_budget=_reasoning_budget(api, request.thinking_token_budget, prompt.reasoning),
         ),
         fields=request,
         context=context,
         id=f"chatcmpl-{secrets.token_hex(12)}",
-        keep_special=service.prompt_builder.formats.special.values(),
+        keep_special=api.prompt_builder.formats.special.values(),
         intervals=intervals,
-        preceding=[_continued(service, request, prompt)] if request.continue_final_message else (),
+        preceding=[_continued(api, request, prompt)] if request.continue_final_message else (),
     )
     return PreparedChat(generation, request)
 
 
-def _reasoning_budget(service: Service, tokens: int | None, reasoning: Reasoning) -> ReasoningBudget | None:
+def _reasoning_budget(api: ApiContext, tokens: int | None, reasoning: Reasoning) -> ReasoningBudget | None:
     """Return the budget of an answer's reasoning; -1 is none. Raises InvalidRequest if no single token ends it: the
     instance couldn't tell that it has ended."""
     if tokens in (None, -1) or reasoning is Reasoning.NONE:
         return None
-    tags, tokenizer = service.prompt_builder.formats.reasoning[0], service.tokenizer
+    tags, tokenizer = api.prompt_builder.formats.reasoning[0], api.tokenizer
     if (close := tokenizer.id_of(tags.close)) is None:
         field = "thinking_token_budget"
         raise InvalidRequest(f"{field}: no single token ends this model's reasoning, so it can't be limited", field)
@@ -80,21 +80,21 @@ def _reasoning_budget(service: Service, tokens: int | None, reasoning: Reasoning
     return ReasoningBudget(tokens, [close, *(tokenizer.encode(tags.after) if tags.after else ())], opening)
 
 
-def _continued(service: Service, request: ChatCompletionRequest, prompt: PlannedPrompt) -> list[int]:
-    return service.tokenizer.context_of(prompt.tokens, skip_special_tokens=request.skip_special_tokens)
+def _continued(api: ApiContext, request: ChatCompletionRequest, prompt: PlannedPrompt) -> list[int]:
+    return api.tokenizer.context_of(prompt.tokens, skip_special_tokens=request.skip_special_tokens)
 
 
 async def plan_prompt(
-    service: Service, request: ChatCompletionRequest, context: RequestContext
+    api: ApiContext, request: ChatCompletionRequest, context: RequestContext
 ) -> tuple[PlannedPrompt, list[Interval]]:
     """Plan the request's prompt while it holds an admission slot; return it and the intervals spent. Raises
     RequestError and ServiceError."""
-    check_model(service, request.model)
+    check_model(api, request.model)
     has_media = bool(media_parts(request.messages))
-    with service.lifecycle.preparing(
+    with api.lifecycle.preparing(
         context.record, has_media=has_media, priority=request.priority or 0, timeout=context.remaining
     ):
-        return await plan_conversation(service, request, context)
+        return await plan_conversation(api, request, context)
 
 
 # ── the answer as one object ─────────────────────────────────────────────────────────────────────────────────────
@@ -112,9 +112,9 @@ async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
     if (num_top := chat.request.prompt_logprobs) is None:
         return {"prompt_logprobs": None}
     generation = chat.generation
-    tokenizer, prompt, logprobs = generation.service.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
+    tokenizer, prompt, logprobs = generation.api.tokenizer, generation.prompts[0], generation.prompt_logprobs.get(0)
     # on another thread, because it takes long enough to delay other requests' tokens
-    encoded = await generation.service.executor.run(
+    encoded = await generation.api.executor.run(
         generation.context.record.client,
         lambda: prompt_logprob_entries(tokenizer, scored_tokens(prompt.tokens, logprobs), num_top),
     )
@@ -246,5 +246,5 @@ def _object(chat: PreparedChat, kind: str) -> dict[str, Any]:
         "id": generation.id,
         "object": kind,
         "created": generation.created,
-        "model": generation.service.model_name,
+        "model": generation.api.model_name,
     }

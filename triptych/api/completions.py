@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from triptych.api.completion_schemas import CompletionRequest
+from triptych.api.context import ApiContext
 from triptych.api.generation import ChoiceOutput, Generation, RequestContext, check_model, make_sampling_params
 from triptych.api.prompt_logprobs import prompt_logprob_entries, scored_tokens
-from triptych.api.service import Service
 from triptych.api.sse import DONE, event
 from triptych.api.text_offsets import TextOffsets, TokenPlace
 from triptych.errors import InvalidRequest
@@ -21,29 +21,29 @@ from triptych.prompt.answer_grammar import AnswerGrammar
 from triptych.prompt.prompt import PlannedPrompt
 
 
-async def prepare(service: Service, request: CompletionRequest, context: RequestContext) -> Generation:
+async def prepare(api: ApiContext, request: CompletionRequest, context: RequestContext) -> Generation:
     """Plan the request's prompts and fix its sampling. Raises RequestError and ServiceError."""
     context = context.with_timeout(request.timeout)
-    check_model(service, request.model)
+    check_model(api, request.model)
     num_choices = len(request.prompts) * (request.n or 1)
-    if num_choices > (limit := service.frontend.admission.max_queue):
+    if num_choices > (limit := api.frontend.admission.max_queue):
         raise InvalidRequest(f"prompt: {num_choices} choices exceed the limit of {limit}", "prompt")
     started = context.record.now()
-    with service.lifecycle.preparing(
+    with api.lifecycle.preparing(
         context.record, has_media=False, priority=request.priority or 0, timeout=context.remaining
     ):
         async with context.within_deadline():
-            prompts = await service.executor.run(context.record.client, partial(_plan_prompts, service, request))
+            prompts = await api.executor.run(context.record.client, partial(_plan_prompts, api, request))
     grammar = None
     if request.is_constrained:
-        grammar = await service.grammars.checked(context.record.client, partial(_answer_grammar, request))
+        grammar = await api.grammars.checked(context.record.client, partial(_answer_grammar, request))
     planning = Interval("plan", started, context.record.now())
     context.record.note(planning)
     return Generation(
-        service=service,
+        api=api,
         prompts=prompts,
         sampling_params=make_sampling_params(
-            service,
+            api,
             request,
             prompts,
             max_tokens=1 if request.max_tokens == 0 else request.max_tokens,
@@ -57,7 +57,7 @@ async def prepare(service: Service, request: CompletionRequest, context: Request
         context=context,
         id=f"cmpl-{secrets.token_hex(12)}",
         intervals=[planning],
-        preceding=[_preceding(service, request, prompt) for prompt in prompts],
+        preceding=[_preceding(api, request, prompt) for prompt in prompts],
     )
 
 
@@ -66,21 +66,21 @@ def _answer_grammar(request: CompletionRequest) -> AnswerGrammar | None:
     return text.alone() if text is not None else None
 
 
-def _plan_prompts(service: Service, request: CompletionRequest) -> list[PlannedPrompt]:
+def _plan_prompts(api: ApiContext, request: CompletionRequest) -> list[PlannedPrompt]:
     return [
-        service.prompt_builder.build_text(
-            prompt, service.context_length, param=param, add_special_tokens=request.add_special_tokens
+        api.prompt_builder.build_text(
+            prompt, api.context_length, param=param, add_special_tokens=request.add_special_tokens
         )
         for param, prompt in request.prompts
     ]
 
 
-def _preceding(service: Service, request: CompletionRequest, prompt: PlannedPrompt) -> list[int]:
+def _preceding(api: ApiContext, request: CompletionRequest, prompt: PlannedPrompt) -> list[int]:
     """Return the tokens whose text the answer continues: the prompt's own, and of its special tokens those in the
     text."""
     before, after = prompt.num_added
     own = prompt.tokens[before : len(prompt.tokens) - after]
-    return service.tokenizer.context_of(own, skip_special_tokens=request.skip_special_tokens and not request.echo)
+    return api.tokenizer.context_of(own, skip_special_tokens=request.skip_special_tokens and not request.echo)
 
 
 class _ChoiceFormatter:
@@ -90,7 +90,7 @@ class _ChoiceFormatter:
         assert isinstance(generation.fields, CompletionRequest)
         self._request = generation.fields
         self._number = number
-        self._tokenizer = generation.service.tokenizer
+        self._tokenizer = generation.api.tokenizer
         self._prompt = generation.prompt_of(number)
         self._scores = generation.prompt_logprobs.get(number)
         self.echoes = bool(self._request.echo)
@@ -193,7 +193,7 @@ async def full_response(generation: Generation) -> dict[str, Any]:
     choices: list[Any] = []
     if _takes_long(generation):
         # formatted and encoded on another thread, because it takes long enough to delay other requests' tokens
-        choices += await generation.service.executor.run(
+        choices += await generation.api.executor.run(
             generation.context.record.client, lambda: [_as_json(one) for one in format_all()]
         )
     else:
@@ -262,7 +262,7 @@ async def _format_first(generation: Generation, formatter: _ChoiceFormatter, out
     if generation.sampling_params[0].prompt_logprobs is None and not formatter.echoes:
         return formatter.format(output)
     # on another thread, because a prompt takes long enough to delay other requests' tokens
-    return await generation.service.executor.run(generation.context.record.client, partial(formatter.format, output))
+    return await generation.api.executor.run(generation.context.record.client, partial(formatter.format, output))
 
 
 def _object(generation: Generation) -> dict[str, Any]:
@@ -270,5 +270,5 @@ def _object(generation: Generation) -> dict[str, Any]:
         "id": generation.id,
         "object": "text_completion",
         "created": generation.created,
-        "model": generation.service.model_name,
+        "model": generation.api.model_name,
     }

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from triptych.api.context import ApiContext
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.media_parts import MediaSettings, PartIndex, check_parts, fetch_all, media_parts
 from triptych.api.schemas import (
@@ -13,52 +14,51 @@ from triptych.api.schemas import (
     ConversationFields,
     TextualPart,
 )
-from triptych.api.service import Service
 from triptych.errors import InvalidRequest
 from triptych.observe.timeline import Interval
 from triptych.prompt.prompt import MediaPart, PlannedPrompt
 
 
 async def plan_conversation(
-    service: Service, request: ConversationFields, context: RequestContext
+    api: ApiContext, request: ConversationFields, context: RequestContext
 ) -> tuple[PlannedPrompt, list[Interval]]:
     """Fetch the media and plan the prompt; return the prompt and the intervals spent.
 
     Raises RequestError, and DeadlineExceeded when the request's deadline passes."""
-    check_model(service, request.model)
-    variables = template_variables(service, request)
+    check_model(api, request.model)
+    variables = template_variables(api, request)
     parts = media_parts(request.messages)
-    settings = MediaSettings.from_options(service.prompt_builder.planner.options, request.mm_processor_kwargs)
-    check_parts(service, parts, settings)
+    settings = MediaSettings.from_options(api.prompt_builder.planner.options, request.mm_processor_kwargs)
+    check_parts(api, parts, settings)
     started = context.record.now()
     async with context.within_deadline():
-        media = await fetch_all(service, parts, settings, context)
+        media = await fetch_all(api, parts, settings, context)
         fetched = context.record.now()
         messages = [_message(m, message, media) for m, message in enumerate(request.messages)]
         build = partial(
-            service.prompt_builder.build,
+            api.prompt_builder.build,
             messages,
-            service.context_length,
+            api.context_length,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             **variables,
         )
-        prompt = await service.executor.run(context.record.client, build)
+        prompt = await api.executor.run(context.record.client, build)
     intervals = [Interval("fetch", started, fetched), Interval("plan", fetched, context.record.now())]
     context.record.note(*intervals)
     return prompt, intervals
 
 
-def template_variables(service: Service, request: ConversationFields) -> dict[str, Any]:
+def template_variables(api: ApiContext, request: ConversationFields) -> dict[str, Any]:
     """Return the chat template's variables beside the messages. What the template doesn't read is left out."""
-    template = service.prompt_builder.template
+    template = api.prompt_builder.template
     given = request.chat_template_kwargs or {}
     variables: dict[str, Any] = {name: value for name, value in given.items() if name in template.variables}
     tools = request.tools or []
     if isinstance(request, ChatCompletionRequest):
         tools = request.callable_tools
         if (effort := request.reasoning_effort) is not None:
-            variables = _effort_variables(service, effort) | variables
+            variables = _effort_variables(api, effort) | variables
     if tools:
         if not template.supports_tools:
             raise InvalidRequest("the model's chat template doesn't take tools", "tools")
@@ -66,14 +66,14 @@ def template_variables(service: Service, request: ConversationFields) -> dict[st
     return variables
 
 
-def _effort_variables(service: Service, effort: str) -> dict[str, Any]:
+def _effort_variables(api: ApiContext, effort: str) -> dict[str, Any]:
     """Return the variable that sets the reasoning effort, or only turns reasoning on or off."""
-    template = service.prompt_builder.template
+    template = api.prompt_builder.template
     if "reasoning_effort" in template.variables:
         return {"reasoning_effort": effort}
     if "enable_thinking" in template.variables:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" and not service.prompt_builder.formats.reasons:
+    if effort == "none" and not api.prompt_builder.formats.reasons:
         return {}
     raise InvalidRequest("this model's reasoning effort can't be changed", "reasoning_effort")
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from triptych.api.context import ApiContext
 from triptych.api.fields import SamplingFields
 from triptych.api.merge_streams import merge_streams
 from triptych.api.prompt_logprobs import check_num_logprobs
-from triptych.api.service import Service
 from triptych.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, UnknownModel
 from triptych.messages.work import PromptLogprobs, ReasoningBudget, SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
@@ -104,7 +104,7 @@ class Generation:
 
     Choices are numbered prompt by prompt. ``usage`` and ``intervals`` are final once ``stream`` has ended."""
 
-    service: Service
+    api: ApiContext
     prompts: list[PlannedPrompt]
     sampling_params: list[SamplingParams]
     """For each choice of a prompt; the same for every prompt."""
@@ -149,7 +149,7 @@ class Generation:
         Raises RequestError and ServiceError."""
         try:
             texts = [
-                ChoiceText(self.service.tokenizer, self.fields, self.keep_special, self.preceding_of(number))
+                ChoiceText(self.api.tokenizer, self.fields, self.keep_special, self.preceding_of(number))
                 for number in range(self.num_choices)
             ]
             self._streams.extend(self._submit(*numbered) for numbered in enumerate(texts))
@@ -159,7 +159,7 @@ class Generation:
                     yield output
         finally:
             for one in self._streams:
-                self.service.lifecycle.cancel(one.request)
+                self.api.lifecycle.cancel(one.request)
                 self.intervals += one.intervals
 
     def end(self, choice: int) -> None:
@@ -167,16 +167,16 @@ class Generation:
 
         Tokens that arrived since its last output were generated, so they count."""
         stream = self._streams[choice]
-        self.service.lifecycle.complete(stream.request)
+        self.api.lifecycle.complete(stream.request)
         self.num_generated += stream.num_unread
         stream.close()
 
     def _submit(self, choice: int, text: "ChoiceText") -> TokenStream:
-        return self.service.lifecycle.submit(
+        return self.api.lifecycle.submit(
             self.context.record,
             self.prompt_of(choice),
             self.sampling_params[choice % len(self.sampling_params)],
-            sorted(self.service.tokenizer.eos_token_ids),
+            sorted(self.api.tokenizer.eos_token_ids),
             self.fields.cache_salt or "",
             timeout=self.context.remaining,
             priority=self.fields.priority or 0,
@@ -218,7 +218,7 @@ class Generation:
     def _stop_reason(self, text: "ChoiceText", report: Tokens) -> str | int | None:
         if report.finish_reason != "stop" or text.stop_string is not None or not report.tokens:
             return text.stop_string if report.finish_reason == "stop" else None
-        last, ends = report.tokens[-1], () if self.fields.ignore_eos else self.service.tokenizer.eos_token_ids
+        last, ends = report.tokens[-1], () if self.fields.ignore_eos else self.api.tokenizer.eos_token_ids
         return last if last in (self.fields.stop_token_ids or ()) and last not in ends else None
 
     @property
@@ -303,14 +303,14 @@ def _cut(report: Tokens, used: int) -> Tokens:
     )
 
 
-def check_model(service: Service, model: str | None) -> None:
+def check_model(api: ApiContext, model: str | None) -> None:
     """Raise UnknownModel unless the name is that of the served model, or none."""
-    if model not in (*NO_MODEL, service.model_name):
-        raise UnknownModel(f"model {model!r} is not served here; {service.model_name!r} is", "model")
+    if model not in (*NO_MODEL, api.model_name):
+        raise UnknownModel(f"model {model!r} is not served here; {api.model_name!r} is", "model")
 
 
 def make_sampling_params(
-    service: Service,
+    api: ApiContext,
     fields: SamplingFields,
     prompts: list[PlannedPrompt],
     *,
@@ -331,16 +331,16 @@ def make_sampling_params(
         prompts, num_scoring, prompt_logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
     )
     num_prompt = max(len(prompt.tokens) for prompt in prompts)
-    room = service.context_length - num_prompt
+    room = api.context_length - num_prompt
     if room < 1 or (max_tokens is not None and max_tokens > room):
         if room >= 1:
             param = "max_completion_tokens" if getattr(fields, "max_completion_tokens", None) else "max_tokens"
-        raise PromptTooLong.of(service.context_length, num_prompt, max_tokens or 1, param=param)
+        raise PromptTooLong.of(api.context_length, num_prompt, max_tokens or 1, param=param)
     min_tokens = fields.min_tokens or 0
-    max_tokens = max_tokens or default_room(room, num_prompt, min_tokens, service.prompt_builder.short_length)
+    max_tokens = max_tokens or default_room(room, num_prompt, min_tokens, api.prompt_builder.short_length)
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
-    defaults = service.generation_defaults
+    defaults = api.generation_defaults
     # -1 means no seed, as in vLLM and llama.cpp
     seed = secrets.randbits(62) if fields.seed in (None, -1) else fields.seed
     first = SamplingParams(

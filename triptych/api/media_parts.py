@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from triptych.api.context import ApiContext
 from triptych.api.generation import RequestContext
 from triptych.api.schemas import (
     FRAMES_PER_SECOND,
@@ -24,7 +25,6 @@ from triptych.api.schemas import (
     VideoPart,
     VideoURL,
 )
-from triptych.api.service import Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.errors import InvalidRequest, MediaTooLarge, RequestError, UnknownMedia, UnsupportedMedia
 from triptych.media.frames import PackedFrames, is_packed, pack_frames
@@ -124,13 +124,13 @@ def _option(taken: Options, name: str, value: Any) -> Any:
         raise InvalidRequest(f"{param}: {error}", param) from error
 
 
-def check_parts(service: Service, parts: dict[PartIndex, RequestPart], settings: MediaSettings) -> None:
+def check_parts(api: ApiContext, parts: dict[PartIndex, RequestPart], settings: MediaSettings) -> None:
     """Raise InvalidRequest for too many items of a modality, or for audio_in_video with a model that lacks it.
 
     With audio_in_video, a video counts as an audio clip, too."""
-    if settings.audio_in_video and not service.prompt_builder.audio_in_video:
+    if settings.audio_in_video and not api.prompt_builder.audio_in_video:
         raise InvalidRequest("the model doesn't use the audio of videos", "mm_processor_kwargs.use_audio_in_video")
-    limits = service.frontend.media.limit_mm_per_prompt
+    limits = api.frontend.media.limit_mm_per_prompt
     numbers = Counter(MODALITIES[type(part)] for part in parts.values())
     if settings.audio_in_video:
         numbers["audio"] += numbers["video"]
@@ -140,29 +140,29 @@ def check_parts(service: Service, parts: dict[PartIndex, RequestPart], settings:
 
 
 async def fetch_all(
-    service: Service, parts: dict[PartIndex, RequestPart], settings: MediaSettings, context: RequestContext
+    api: ApiContext, parts: dict[PartIndex, RequestPart], settings: MediaSettings, context: RequestContext
 ) -> dict[PartIndex, MediaPart]:
     """Return the parts, with the bytes of their media, as the prompt builder takes them.
 
     Media with a uuid are cached within the context's scope. Raises RequestError, naming the field."""
-    fetched = await together(_fetch_part(service, place, part, settings, context) for place, part in parts.items())
+    fetched = await together(_fetch_part(api, place, part, settings, context) for place, part in parts.items())
     context.media.check_all_used()
     return dict(zip(parts, fetched, strict=True))
 
 
 async def _fetch_part(
-    service: Service, place: PartIndex, part: RequestPart, settings: MediaSettings, context: RequestContext
+    api: ApiContext, place: PartIndex, part: RequestPart, settings: MediaSettings, context: RequestContext
 ) -> MediaPart:
     if isinstance(part, FramesPart):
         data = await _fetch_frames(place, part, context)
     else:
-        data = await _fetch_or_recall(place, part, context, service.uuid_cache)
+        data = await _fetch_or_recall(place, part, context, api.uuid_cache)
     fetched = MediaPart(type=MODALITIES[type(part)], data=data, field=_field(part))
     if fetched["type"] == "audio":
         return fetched
     fetched["size"], fetched["options"] = settings.size, settings.options
     if isinstance(part, ImagePart):
-        fetched["bounds"] = settings.bounds_of(part, service.prompt_builder.planner.max_image_pixels)
+        fetched["bounds"] = settings.bounds_of(part, api.prompt_builder.planner.max_image_pixels)
     else:
         fetched["bounds"], fetched["sampling"] = settings.bounds, settings.sampling
         fetched["use_audio"] = settings.audio_in_video

@@ -7,21 +7,21 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from triptych.api import objects
+from triptych.api.context import ApiContext
 from triptych.api.json_response import JsonResponse
 from triptych.api.openapi import json_responses
 from triptych.api.request_keys import scope_of
 from triptych.api.response_history import stored_items
 from triptych.api.response_store import ResponseStore, StoredResponse
-from triptych.api.service import Service
 from triptych.errors import InvalidRequest, UnknownResponse
 
 MAX_PAGE = 100
 PATH = "/v1/responses/{response_id}"
 
 
-def add_endpoints(app: FastAPI, service: Service) -> None:
+def add_endpoints(app: FastAPI, api: ApiContext) -> None:
     async def found(request: Request, name: str) -> tuple[ResponseStore, StoredResponse]:
-        store = service.responses
+        store = api.responses
         stored = await store.get(scope_of(request.headers), name) if store else None
         if store is None or stored is None:
             why = "it isn't stored" if store else "this service stores none"
@@ -55,7 +55,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         store, stored = await found(request, response_id)
         items = msgspec.json.decode(stored.input)
         if stored.previous is not None:
-            limit = service.frontend.http.max_body_mb * 2**20
+            limit = api.frontend.http.max_body_mb * 2**20
             earlier = await store.chain(scope_of(request.headers), stored.previous, limit)
             items = stored_items(earlier or []) + items
         return JsonResponse(_page(items, request))

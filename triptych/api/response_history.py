@@ -8,18 +8,18 @@ import msgspec
 from pydantic import TypeAdapter
 
 from triptych.api.body import MAX_TEXT, extract_inline_media
+from triptych.api.context import ApiContext
 from triptych.api.generation import RequestContext
 from triptych.api.response_input import Item, ItemReference
 from triptych.api.response_store import StoredResponse
 from triptych.api.responses_schemas import ResponsesRequest
-from triptych.api.service import Service
 from triptych.errors import InvalidRequest
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
 
 async def resolve(
-    service: Service, request: ResponsesRequest, context: RequestContext
+    api: ApiContext, request: ResponsesRequest, context: RequestContext
 ) -> tuple[ResponsesRequest, list[Any]]:
     """Return the request with all items of its conversation, none of them a reference, and those that it brought
     itself. Raises InvalidRequest for what isn't stored, and Unavailable."""
@@ -27,33 +27,33 @@ async def resolve(
         return request, request.items
     earlier: list[Any] = []
     if (previous := request.previous_response_id) is not None:
-        earlier = await _earlier(service, previous, context)
-    own = await _own(service, request, context)
+        earlier = await _earlier(api, previous, context)
+    own = await _own(api, request, context)
     return request.continuing(earlier, own), own
 
 
-async def _own(service: Service, request: ResponsesRequest, context: RequestContext) -> list[Any]:
+async def _own(api: ApiContext, request: ResponsesRequest, context: RequestContext) -> list[Any]:
     """Return the request's own items, each reference replaced by what it refers to. Raises as ``resolve`` does."""
     items: list[Any] = []
     for number, item in enumerate(request.items):
         if not isinstance(item, ItemReference):
             items.append(item)
             continue
-        found = await service.responses.holding(context.scope, item.id) if service.responses else None
+        found = await api.responses.holding(context.scope, item.id) if api.responses else None
         if found is None:
-            raise _not_stored(service, "item_reference", item.id, f"input[{number}]")
+            raise _not_stored(api, "item_reference", item.id, f"input[{number}]")
         raw = [one for one in stored_items([found]) if one.get("id") == item.id]
-        items += await _parsed(service, raw[:1], context, f"input[{number}]")
+        items += await _parsed(api, raw[:1], context, f"input[{number}]")
     return items
 
 
-async def _earlier(service: Service, previous: str, context: RequestContext) -> list[Any]:
+async def _earlier(api: ApiContext, previous: str, context: RequestContext) -> list[Any]:
     where = "previous_response_id"
-    limit = service.frontend.http.max_body_mb * 2**20
-    chain = await service.responses.chain(context.scope, previous, limit) if service.responses else None
+    limit = api.frontend.http.max_body_mb * 2**20
+    chain = await api.responses.chain(context.scope, previous, limit) if api.responses else None
     if chain is None:
-        raise _not_stored(service, where, previous, where)
-    return await _parsed(service, stored_items(chain), context, where)
+        raise _not_stored(api, where, previous, where)
+    return await _parsed(api, stored_items(chain), context, where)
 
 
 def stored_items(chain: Sequence[StoredResponse]) -> list[dict[str, Any]]:
@@ -65,9 +65,9 @@ def stored_items(chain: Sequence[StoredResponse]) -> list[dict[str, Any]]:
     return items
 
 
-async def _parsed(service: Service, raw: list[dict[str, Any]], context: RequestContext, where: str) -> list[Any]:
+async def _parsed(api: ApiContext, raw: list[dict[str, Any]], context: RequestContext, where: str) -> list[Any]:
     """Return the items as those of a request, with placeholders for their media."""
-    body = await service.executor.run(
+    body = await api.executor.run(
         context.record.client, lambda: extract_inline_media(bytearray(msgspec.json.encode(raw)))
     )
     if len(body.text) > MAX_TEXT:
@@ -76,8 +76,8 @@ async def _parsed(service: Service, raw: list[dict[str, Any]], context: RequestC
     return _ITEMS.validate_json(body.text)
 
 
-def _not_stored(service: Service, kind: str, name: str, param: str) -> InvalidRequest:
-    reason = "which is not stored, or no longer" if service.responses else "because this service stores no responses"
+def _not_stored(api: ApiContext, kind: str, name: str, param: str) -> InvalidRequest:
+    reason = "which is not stored, or no longer" if api.responses else "because this service stores no responses"
     return InvalidRequest(
         f"{param}: the {kind} {name!r} can't be resolved, {reason}; set store: false, and send the items themselves",
         param,
@@ -85,10 +85,10 @@ def _not_stored(service: Service, kind: str, name: str, param: str) -> InvalidRe
 
 
 async def store(
-    service: Service, own: Sequence[Any], request: ResponsesRequest, answer: dict[str, Any], context: RequestContext
+    api: ApiContext, own: Sequence[Any], request: ResponsesRequest, answer: dict[str, Any], context: RequestContext
 ) -> bool:
     """Store an answer with the items that its request brought, and return whether that worked."""
-    if service.responses is None or request.store is False:
+    if api.responses is None or request.store is False:
         return False
 
     def encode() -> tuple[StoredResponse, list[str]]:
@@ -97,8 +97,8 @@ async def store(
         stored = StoredResponse(answer["id"], request.previous_response_id, text, msgspec.json.encode(answer))
         return stored, [item["id"] for item in (*items, *answer["output"])]
 
-    stored, ids = await service.executor.run(context.record.client, encode)
-    return await service.responses.put(context.scope, stored, ids)
+    stored, ids = await api.executor.run(context.record.client, encode)
+    return await api.responses.put(context.scope, stored, ids)
 
 
 def with_id(item: dict[str, Any]) -> dict[str, Any]:

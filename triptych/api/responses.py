@@ -7,6 +7,7 @@ from typing import Any
 
 from triptych.api import chat
 from triptych.api.answers import PreparedChat, stream_deltas
+from triptych.api.context import ApiContext
 from triptych.api.errors import body_of
 from triptych.api.fields import StrictModel
 from triptych.api.generation import RequestContext
@@ -14,7 +15,6 @@ from triptych.api.response_history import resolve, store
 from triptych.api.response_items import Event, OutputItems
 from triptych.api.response_tools import described
 from triptych.api.responses_schemas import ReasoningSettings, ResponsesRequest
-from triptych.api.service import Service
 from triptych.api.sse import named_event
 from triptych.errors import RequestError, TriptychError
 
@@ -64,7 +64,7 @@ class PreparedResponse:
         """Store the answer if the service does, and return it."""
         generation = self.chat.generation
         whole = self._object(self._status)
-        is_stored = await store(generation.service, self.own, self.request, whole, generation.context)
+        is_stored = await store(generation.api, self.own, self.request, whole, generation.context)
         return whole | {"store": is_stored}
 
     async def _changes(self) -> AsyncGenerator[Event, None]:
@@ -102,12 +102,12 @@ class PreparedResponse:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": generation.service.model_name,
+            "model": generation.api.model_name,
             "output": list(self.output.items) if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-            "store": generation.service.responses is not None and request.store is not False,
+            "store": generation.api.responses is not None and request.store is not False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | settings,
             "tool_choice": choice if isinstance(choice, str) else _described_choice(choice),
@@ -132,20 +132,20 @@ def _described_choice(choice: StrictModel | None) -> Any:
     return choice.model_dump(exclude_unset=True) if choice else "auto"
 
 
-async def prepare(service: Service, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
+async def prepare(api: ApiContext, request: ResponsesRequest, context: RequestContext) -> PreparedResponse:
     """Plan the request's prompt. Raises as ``chat.prepare`` does."""
-    resolved, own = await resolve(service, request, context)
+    resolved, own = await resolve(api, request, context)
     with _renaming(resolved):
-        prepared = await chat.prepare(service, resolved.to_chat(), context)
+        prepared = await chat.prepare(api, resolved.to_chat(), context)
     return PreparedResponse(request, resolved, prepared, OutputItems(request.targets), own)
 
 
-async def count(service: Service, request: ResponsesRequest, context: RequestContext) -> dict[str, Any]:
+async def count(api: ApiContext, request: ResponsesRequest, context: RequestContext) -> dict[str, Any]:
     """Return ``objects.InputTokens``. Raises as ``prepare`` does."""
     context = context.with_timeout(request.timeout)
-    resolved, _ = await resolve(service, request, context)
+    resolved, _ = await resolve(api, request, context)
     with _renaming(resolved):
-        prompt, _ = await chat.plan_prompt(service, resolved.to_chat(), context)
+        prompt, _ = await chat.plan_prompt(api, resolved.to_chat(), context)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from triptych.api.completion_schemas import DetokenizeRequest, TokenizeConversation, TokenizeText
+from triptych.api.context import ApiContext
 from triptych.api.conversation import plan_conversation
 from triptych.api.generation import RequestContext, check_model
-from triptych.api.service import Service
 from triptych.api.validation import parse_request
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -29,41 +29,41 @@ def parse_tokenize(body: bytes) -> TokenizeConversation | TokenizeText:
 
 
 async def tokenize(
-    service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
+    api: ApiContext, request: TokenizeConversation | TokenizeText, context: RequestContext
 ) -> dict[str, Any]:
     """Return ``objects.Tokenized``, with all tokens of media. Raises RequestError and ServiceError."""
-    with service.lifecycle.holding_slot(context.record):
+    with api.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
-            tokens = (await _prompt(service, request, context)).tokens
+            tokens = (await _prompt(api, request, context)).tokens
             names = None
             if request.return_token_strs:
-                names = await service.executor.run(context.record.client, partial(_token_strings, service, tokens))
-    return {"count": len(tokens), "max_model_len": service.context_length, "tokens": tokens, "token_strs": names}
+                names = await api.executor.run(context.record.client, partial(_token_strings, api, tokens))
+    return {"count": len(tokens), "max_model_len": api.context_length, "tokens": tokens, "token_strs": names}
 
 
 async def _prompt(
-    service: Service, request: TokenizeConversation | TokenizeText, context: RequestContext
+    api: ApiContext, request: TokenizeConversation | TokenizeText, context: RequestContext
 ) -> PlannedPrompt:
     if not isinstance(request, TokenizeText):
-        return (await plan_conversation(service, request, context))[0]
-    check_model(service, request.model)
+        return (await plan_conversation(api, request, context))[0]
+    check_model(api, request.model)
     build = partial(
-        service.prompt_builder.build_text,
+        api.prompt_builder.build_text,
         request.prompt,
-        service.context_length,
+        api.context_length,
         add_special_tokens=request.add_special_tokens,
     )
-    return await service.executor.run(context.record.client, build)
+    return await api.executor.run(context.record.client, build)
 
 
-def _token_strings(service: Service, tokens: list[int]) -> list[str]:
-    return [service.tokenizer.token_of(token) or "" for token in tokens]
+def _token_strings(api: ApiContext, tokens: list[int]) -> list[str]:
+    return [api.tokenizer.token_of(token) or "" for token in tokens]
 
 
-async def detokenize(service: Service, request: DetokenizeRequest, context: RequestContext) -> dict[str, str]:
+async def detokenize(api: ApiContext, request: DetokenizeRequest, context: RequestContext) -> dict[str, str]:
     """Return ``objects.Detokenized``. Raises RequestError and ServiceError."""
-    check_model(service, request.model)
-    decode = partial(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
-    with service.lifecycle.holding_slot(context.record):
+    check_model(api, request.model)
+    decode = partial(api.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    with api.lifecycle.holding_slot(context.record):
         async with context.within_deadline():
-            return {"prompt": await service.executor.run(context.record.client, decode)}
+            return {"prompt": await api.executor.run(context.record.client, decode)}

@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from msgspec import structs
 from starlette.exceptions import HTTPException
 
+from triptych.api.context import ApiContext
 from triptych.api.json_response import JsonResponse
-from triptych.api.service import Service
 from triptych.api.sse import EventStream
 from triptych.api.ui_access import refusal
 from triptych.api.ui_files import PAGE, ui_files
@@ -32,9 +32,9 @@ DAY_MS = 86_400_000.0
 """An objective that every answer meets, in milliseconds."""
 
 
-def add_endpoints(app: FastAPI, service: Service, plan: Handler) -> None:
+def add_endpoints(app: FastAPI, api: ApiContext, plan: Handler) -> None:
     """Add the page and its endpoints. ``plan`` answers with what becomes of a conversation."""
-    for path, handler in UiEndpoints(service).data.items():
+    for path, handler in UiEndpoints(api).data.items():
         _add(app, f"{PAGE}/{path}", _guarded(handler), "GET")
     _add(app, f"{PAGE}/plan", _guarded(plan), "POST")
     _add(app, PAGE, _file, "GET", "HEAD")
@@ -67,8 +67,8 @@ async def _file(request: Request) -> Response:
 class UiEndpoints:
     """Handlers of the data."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, api: ApiContext) -> None:
+        self._api = api
         self.data: dict[str, Handler] = {
             "events": self._events,
             "requests": self._requests,
@@ -80,10 +80,10 @@ class UiEndpoints:
 
     async def _events(self, request: Request) -> Response:
         """Snapshots (``Pipeline``) as server-sent events, ``rate`` a second."""
-        viewers, record = self._service.viewers, request.state.record
+        viewers, record = self._api.viewers, request.state.record
         viewers.enter(record, _number(request, "rate", MAX_RATE))
         stream = viewers.snapshots(record)
-        return EventStream(stream, self._service.frontend.http.client_timeout, viewers.ended)
+        return EventStream(stream, self._api.frontend.http.client_timeout, viewers.ended)
 
     async def _requests(self, request: Request) -> Response:
         """The requests in flight and the last that ended (``RequestView``), the latest first."""
@@ -91,7 +91,7 @@ class UiEndpoints:
         limit = int(_number(request, "limit", MAX_ENDED))
         found = (
             structs.replace(view, timeline=[])
-            for view in self._service.history
+            for view in self._api.history
             if ("client" not in query or view.client == query["client"])
             and ("stage" not in query or view.slowest == query["stage"])
             and ("status" not in query or matches(view, query["status"]))
@@ -113,19 +113,19 @@ class UiEndpoints:
     async def _figures(self, request: Request) -> Response:
         """The last hour (``Figures``), against the objective of ``ttft_ms`` and ``tpt_ms``."""
         to_first, to_next = (_number(request, name, DAY_MS) / 1000 for name in ("ttft_ms", "tpt_ms"))
-        return _json(self._service.history.figures.figures(time.time(), to_first, to_next))
+        return _json(self._api.history.figures.figures(time.time(), to_first, to_next))
 
     def _find(self, request: Request) -> RequestView:
-        if (view := self._service.history.find(request.path_params["id"])) is None:
+        if (view := self._api.history.find(request.path_params["id"])) is None:
             raise HTTPException(404, "no such request: it ended too long ago, or at another frontend")
         return view
 
     def _trace_url(self, trace_id: str) -> str:
-        return self._service.ui_trace_url.replace(TRACE_ID, trace_id) if trace_id else ""
+        return self._api.ui_trace_url.replace(TRACE_ID, trace_id) if trace_id else ""
 
     def _current(self, view: RequestView) -> list[Interval]:
         """Return what is done for a request now, until now."""
-        return [] if view.ended else self._service.pipeline.current(view.id)
+        return [] if view.ended else self._api.pipeline.current(view.id)
 
 
 def _json(data: Any) -> JsonResponse:

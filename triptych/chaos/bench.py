@@ -13,7 +13,7 @@ import httpx
 from triptych.chaos.faults import NUM_REQUESTS
 from triptych.chaos.target import Held, Target, held
 from triptych.cluster.child import Print
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import ServeConfig
 from triptych.topology import Topology
 
@@ -38,15 +38,15 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def service_of(bench: Bench, topology: str, settings: Mapping[str, Any]) -> AsyncIterator[LocalService]:
+async def service_of(bench: Bench, topology: str, settings: Mapping[str, Any]) -> AsyncIterator[Service]:
     """Start a service and wait until it is ready. Raises StartError."""
     config = bench.config.having({"served_model_name": bench.model, **settings})
-    async with LocalService(config, Topology.parse(topology), bench.show) as service:
+    async with Service(config, Topology.parse(topology), bench.show) as service:
         await service.wait_until_ready()
         yield service
 
 
-async def settled(service: LocalService) -> Held:
+async def settled(service: Service) -> Held:
     """Return what the service holds once it is idle."""
     now = await held(os.getpid(), _urls(service))
     for _ in range(round(RETURN_TIMEOUT / POLL_SECONDS)):
@@ -57,7 +57,7 @@ async def settled(service: LocalService) -> Held:
     return now
 
 
-async def still_held(service: LocalService, before: Held) -> list[str]:
+async def still_held(service: Service, before: Held) -> list[str]:
     """Return what a service that is idle still holds, and didn't hold before; it gets some time to release it."""
     more: list[str] = []
     for _ in range(round(RETURN_TIMEOUT / POLL_SECONDS)):
@@ -68,7 +68,7 @@ async def still_held(service: LocalService, before: Held) -> list[str]:
     return [f"still held: {', '.join(more)}"]
 
 
-async def wait_until_whole(service: LocalService, target: Target) -> list[str]:
+async def wait_until_whole(service: Service, target: Target) -> list[str]:
     """Wait until every process is ready, those that take the places of ended ones, too. Return the names of those that
     aren't in time."""
     for _ in range(round(WHOLE_TIMEOUT / POLL_SECONDS)):
@@ -88,7 +88,7 @@ async def _are_ready(urls: Sequence[str]) -> bool:
         return False
 
 
-def _urls(service: LocalService) -> list[str]:
+def _urls(service: Service) -> list[str]:
     """Return where each frontend alone is reached."""
     return service.own_urls or [service.url]
 

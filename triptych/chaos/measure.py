@@ -23,7 +23,7 @@ from triptych.chaos.faults import NUM_REQUESTS, Fault
 from triptych.chaos.load import Client, End, Outcome, send
 from triptych.chaos.questions import Kind, Question
 from triptych.chaos.target import Held, Mark, Target
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.errors import StartError, TriptychError
 from triptych.load_test.client import percentile
 
@@ -99,7 +99,7 @@ async def run_faults(bench: Bench, faults: Sequence[Fault], done: Callable[[Faul
     return results
 
 
-async def _run_one(bench: Bench, service: LocalService, fault: Fault) -> FaultResult:
+async def _run_one(bench: Bench, service: Service, fault: Fault) -> FaultResult:
     """Run a fault between two runs without it: one to compare with, and one after which nothing more may be held."""
     load = fault.load.scaled(bench.num_requests / NUM_REQUESTS)
     target = Target(os.getpid(), service.control, bench.config.cluster)
@@ -145,7 +145,7 @@ async def _send_during(
 
 
 async def _aftermath(
-    bench: Bench, service: LocalService, questions: list[Question], calm: list[Outcome], before: Held
+    bench: Bench, service: Service, questions: list[Question], calm: list[Outcome], before: Held
 ) -> list[str]:
     """Return what is wrong with the answers of a service that is whole again, and what it still holds."""
     after = await send(Client(service.url, bench.model, CALM_CONCURRENCY), questions, fresh_salt())
@@ -155,7 +155,7 @@ async def _aftermath(
     return failures + await still_held(service, before)
 
 
-async def _warm_up(bench: Bench, service: LocalService) -> None:
+async def _warm_up(bench: Bench, service: Service) -> None:
     """Let every instance connect to the others and use its memory for the first time."""
     questions = [Question(number, kind) for kind in WARM_UP for number in range(CALM_CONCURRENCY)]
     for _ in range(2):

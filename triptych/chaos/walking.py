@@ -15,7 +15,7 @@ from triptych.chaos.media_server import HOST, media_server
 from triptych.chaos.questions import Kind, Question
 from triptych.chaos.target import Mark, Target
 from triptych.chaos.walk import Ground, TimedAct
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.errors import StartError, TriptychError
 from triptych.topology import Role
 
@@ -131,9 +131,7 @@ def questions(media: str) -> list[Question]:
 class Walk:
     """One walk on a service."""
 
-    def __init__(
-        self, bench: Bench, ground: Ground, service: LocalService, asked: Sequence[Question], say: Say
-    ) -> None:
+    def __init__(self, bench: Bench, ground: Ground, service: Service, asked: Sequence[Question], say: Say) -> None:
         self.result = WalkResult()
         self._bench = bench
         self._ground = ground

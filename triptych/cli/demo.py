@@ -18,7 +18,7 @@ from triptych.cli.asking import client_of, request_body, show_answer
 from triptych.cli.gentle_load import Tally, keep_asking
 from triptych.cli.seeing import NEEDS_KEY, is_on_desktop, ways_to_see
 from triptych.cli.starting import started
-from triptych.cluster.service import LocalService, unless_lost
+from triptych.cluster.service import Service, unless_lost
 from triptych.config import ServeConfig
 from triptych.demo import PICTURES_DIR
 from triptych.errors import ConfigError, StartError
@@ -133,7 +133,7 @@ async def _run(config: ServeConfig, topology: Topology, count: int, verbose: boo
         return 1 if None in answers else 0
 
 
-async def _ask(service: LocalService, client: httpx.AsyncClient, entry: dict[str, Any], console: Console) -> str | None:
+async def _ask(service: Service, client: httpx.AsyncClient, entry: dict[str, Any], console: Console) -> str | None:
     console.print(f"\n[bold]{', '.join(entry['pictures'])}[/]: {entry['question']}")
     pictures = [PICTURES_DIR / name for name in entry["pictures"]]
     body = request_body(flags.DEMO, pictures, entry["question"])

@@ -17,7 +17,7 @@ from triptych.cli.ray_flags import ray_address, ray_resources, ray_spares
 from triptych.cli.seeing import seeing_note
 from triptych.cluster.launcher import Launcher
 from triptych.cluster.on_ray.launcher import RayLauncher, RayPlace
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.cluster.service_manager import tell_service_manager
 from triptych.config import ClusterConfig, ServeConfig, flag
 from triptych.errors import ConfigError
@@ -136,12 +136,12 @@ def _on_ray(config: ServeConfig, launcher: RayLauncher) -> ServeConfig:
 
 async def _supervise(config: ServeConfig, topology: Topology, launcher: Launcher | None = None) -> int:
     """Supervise the frontend and the instances of the topology until a signal, until an operator stops the service, or
-    until it can't go on. Return an exit code. The arguments are as in ``LocalService``."""
+    until it can't go on. Return an exit code. The arguments are as in ``Service``."""
     interrupted, terminated = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, interrupted.set)
     loop.add_signal_handler(signal.SIGTERM, terminated.set)
-    async with LocalService(config, topology, _print_line, launcher=launcher) as service:
+    async with Service(config, topology, _print_line, launcher=launcher) as service:
         manager = asyncio.create_task(tell_service_manager(service))
         asked = service.stop_asked
         ended = [asyncio.create_task(event.wait()) for event in (interrupted, terminated, asked)]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.observe import logs
@@ -16,9 +16,7 @@ from triptych.topology import Topology
 
 
 @asynccontextmanager
-async def started(
-    config: ServeConfig, topology: Topology, console: Console, verbose: bool
-) -> AsyncIterator[LocalService]:
+async def started(config: ServeConfig, topology: Topology, console: Console, verbose: bool) -> AsyncIterator[Service]:
     """Return a service that is ready. The logs of its instances are shown as they come when ``verbose``, otherwise only
     if the start fails."""
     pin_to_cores(config.engine.cpus.cores)
@@ -26,7 +24,7 @@ async def started(
     show = _print_error if verbose else kept.append
     # a command that asks something wants the reason of a failure, not another try
     with logs.quiet(logging.WARNING, unless=verbose):
-        async with LocalService(config, topology, show, restart=False) as service:
+        async with Service(config, topology, show, restart=False) as service:
             try:
                 with console.status(f"starting {topology}"):
                     await service.wait_until_ready()

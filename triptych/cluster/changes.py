@@ -9,8 +9,8 @@ from typing import Protocol
 
 from triptych.cluster.answers import Answers
 from triptych.cluster.child import ChildSpec
-from triptych.cluster.local import LocalCluster
 from triptych.cluster.rollout import Finish, GiveUp, Remove, Replacing, Retire, Start, Step, Switch, Wait
+from triptych.cluster.supervisor import Supervisor
 from triptych.errors import TriptychError
 from triptych.messages.operations import (
     ChangeEnded,
@@ -68,14 +68,14 @@ class Changes:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        supervisor: Supervisor,
         plan: Callable[[StartChange], Awaitable[Plan]],
         answer: Answers,
     ) -> None:
         """``plan`` raises TriptychError for a change that isn't possible."""
         self._kind = self._text = ""
         """The change in progress, and what it does; empty without one."""
-        self._cluster = cluster
+        self._supervisor = supervisor
         self._plan = plan
         self._answer = answer
         self._task: asyncio.Task[None] | None = None
@@ -128,7 +128,7 @@ class Changes:
             log.exception("a %s failed", self._kind)
             reason = "an internal error, which is in the supervisor's log"
         finally:
-            self._cluster.end_change()
+            self._supervisor.end_change()
             plan.end(not reason)
             outcome = f"{len(policy.done)} of {policy.total} {message.outcome}{'; ' * bool(reason)}{reason}"
             log.info("the %s has ended: %s", self._kind, outcome)
@@ -142,31 +142,31 @@ class Changes:
             self._answer(message.reply_to, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
         while True:
             now = running_time()
-            step = policy.next({name: self._cluster.replacing(name) for name in plan.names}, now)
+            step = policy.next({name: self._supervisor.replacing(name) for name in plan.names}, now)
             before = self._text
             match step:
                 case Start(name):
-                    self._text = f"starting {'the new ' * self._cluster.has(name)}{name}"
-                    self._cluster.start_new(specs[name])
+                    self._text = f"starting {'the new ' * self._supervisor.has(name)}{name}"
+                    self._supervisor.start_new(specs[name])
                 case Retire(name):
                     plan.take_over(name)
-                    self._cluster.retire(specs[name], plan.drain_timeout)
+                    self._supervisor.retire(specs[name], plan.drain_timeout)
                     self._text = f"draining the old {name}"
                 case Remove(name):
-                    self._cluster.remove(name, plan.drain_timeout)
+                    self._supervisor.remove(name, plan.drain_timeout)
                     self._text = f"draining {name}"
                 case Switch(frontend, instances):
                     for spec in plan.specs:
-                        self._cluster.promote(spec, plan.finishing.get(spec.name))
+                        self._supervisor.promote(spec, plan.finishing.get(spec.name))
                     plan.take_over(frontend)
-                    self._cluster.retire(specs[frontend], plan.drain_timeout)
+                    self._supervisor.retire(specs[frontend], plan.drain_timeout)
                     self._text = f"{frontend} takes over, with {', '.join(instances)}"
                 case Wait(name, why):
-                    pending = self._cluster.pending(name)
+                    pending = self._supervisor.pending(name)
                     self._text = f"{why}{': ' * bool(pending)}{pending}"
                 case GiveUp(name, why, undo):
-                    how = self._cluster.why_ended(name) or self._cluster.pending(name)
-                    await asyncio.gather(*map(self._cluster.keep_old, undo))
+                    how = self._supervisor.why_ended(name) or self._supervisor.pending(name)
+                    await asyncio.gather(*map(self._supervisor.keep_old, undo))
                     return f"{name}: {why}{': ' + how if how else ''}{self._kept(undo)}"
                 case Finish():
                     return ""
@@ -177,5 +177,5 @@ class Changes:
 
     def _kept(self, names: Sequence[str]) -> str:
         """Return which of these processes still exist, for the end of a message."""
-        kept = [name for name in names if self._cluster.has(name)]
+        kept = [name for name in names if self._supervisor.has(name)]
         return f"; {', '.join(kept)} {'stays as it was' if len(kept) == 1 else 'stay as they were'}" if kept else ""

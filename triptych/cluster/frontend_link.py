@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from triptych.cluster.answers import Answers
 from triptych.cluster.changes import Changes, Plan
-from triptych.cluster.local import LocalCluster
 from triptych.cluster.stop import ServiceStop
+from triptych.cluster.supervisor import Supervisor
 from triptych.config import ClusterConfig
 from triptych.errors import BadAddress, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
@@ -30,7 +30,7 @@ class FrontendLink:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        supervisor: Supervisor,
         controls: Sequence[str],
         config: ClusterConfig,
         plan: Callable[[StartChange], Awaitable[Plan]],
@@ -40,7 +40,7 @@ class FrontendLink:
         is the refusal of ``ServiceStop``. Raises StartError when this process can't listen for answers."""
         self.stopping = False
         """Whether the frontends are told that the service ends."""
-        self._cluster = cluster
+        self._supervisor = supervisor
         self._frontends: dict[Address, bool] = {}
         """Where each frontend listens, and whether it is on standby."""
         self._replaced: dict[Address, Callable[[], bool]] = {}
@@ -52,8 +52,8 @@ class FrontendLink:
         except BadAddress as error:
             raise StartError(str(error)) from None
         answer = Answers(self._channel.send, self._channel.disconnect)
-        self._changes = Changes(cluster, plan, answer)
-        self.stop = ServiceStop(cluster, answer, refusal=no_stop)
+        self._changes = Changes(supervisor, plan, answer)
+        self.stop = ServiceStop(supervisor, answer, refusal=no_stop)
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_messages)
         self._task = asyncio.create_task(self._report_regularly())
 
@@ -80,7 +80,7 @@ class FrontendLink:
 
     def report(self) -> None:
         """Tell every frontend about all processes."""
-        launched, spares = self._cluster.launched(), self._cluster.spares
+        launched, spares = self._supervisor.launched(), self._supervisor.spares
         text = self._changes.text[:MAX_TEXT]
         finishing = [where for where, runs in self._replaced.items() if runs()]
         for frontend, standby in self._frontends.items():
@@ -106,11 +106,11 @@ class FrontendLink:
         while True:
             self._take_messages()  # the descriptor doesn't signal what a send has taken in
             self.report()
-            self._cluster.changed.clear()
-            interval = REPORT_INTERVAL if self._cluster.supervision.was_complete else FIRST_INTERVAL
+            self._supervisor.changed.clear()
+            interval = REPORT_INTERVAL if self._supervisor.supervision.was_complete else FIRST_INTERVAL
             try:
                 async with asyncio.timeout(interval):
-                    await self._cluster.changed.wait()
+                    await self._supervisor.changed.wait()
             except TimeoutError:
                 continue
 
@@ -118,7 +118,7 @@ class FrontendLink:
         while True:
             for message in self._channel.drain():
                 if isinstance(message, LauncherStatus):
-                    self._cluster.set_joined(message.pid, message.joined)
+                    self._supervisor.set_joined(message.pid, message.joined)
                 elif isinstance(message, StartChange):
                     self._changes.start(message)
                 elif isinstance(message, StopService):

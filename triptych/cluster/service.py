@@ -19,10 +19,10 @@ from triptych.cluster.changes import Plan
 from triptych.cluster.child import ChildSpec, Print, groups_of
 from triptych.cluster.frontend_link import FrontendLink
 from triptych.cluster.launcher import Launcher, LocalLauncher
-from triptych.cluster.local import STOP_GRACE, LocalCluster
 from triptych.cluster.revision import Revision
 from triptych.cluster.rollout import Replaceable, Rollout
 from triptych.cluster.scale import Scale
+from triptych.cluster.supervisor import STOP_GRACE, Supervisor
 from triptych.config import FrontendSpec, ServeConfig, changed
 from triptych.control_groups import usable_cores
 from triptych.errors import ChildFailed, ConfigError, StartError, TopologyError
@@ -53,7 +53,7 @@ def check_roles(model: Path, topology: Topology) -> None:
 
 
 async def unless_lost(lost: asyncio.Future[ChildFailed], work: Coroutine[Any, Any, T]) -> T:
-    """Return the work's result, or raise what ``LocalService.lost`` holds when the service is lost before."""
+    """Return the work's result, or raise what ``Service.lost`` holds when the service is lost before."""
     working = asyncio.ensure_future(work)
     first: set[asyncio.Future[Any]] = {working, lost}
     try:
@@ -66,7 +66,7 @@ async def unless_lost(lost: asyncio.Future[ChildFailed], work: Coroutine[Any, An
     return await working
 
 
-class LocalService:
+class Service:
     """A service that starts when this async context manager is entered and can be used after ``wait_until_ready``.
 
     The HTTP socket is this process's. A frontend inherits it, so that connections wait while it is started again."""
@@ -108,9 +108,9 @@ class LocalService:
             self._frontend_names = [child.name for child in children if child.role is None]
             self._launcher = launcher or LocalLauncher()
             max_restarts = config.lease.max_restarts if restart else 0
-            self._cluster = LocalCluster(children, show, self._launcher, max_restarts)
+            self._supervisor = Supervisor(children, show, self._launcher, max_restarts)
             self._stack = stack.pop_all()
-        self.lost: asyncio.Future[ChildFailed] = self._cluster.lost
+        self.lost: asyncio.Future[ChildFailed] = self._supervisor.lost
         """Done, with an explanation, when the service can't go on."""
 
     @property
@@ -128,10 +128,10 @@ class LocalService:
         """``HOST:PORT`` where instances join, of each frontend, separated by commas; the same for each incarnation."""
         return ",".join(map(host_port_of, self._reserved))
 
-    async def __aenter__(self) -> "LocalService":
+    async def __aenter__(self) -> "Service":
         try:
             self._link = FrontendLink(
-                self._cluster,
+                self._supervisor,
                 [*map(host_port_of, self._own_controls.values())],
                 self._config.cluster,
                 self._plan_change,
@@ -140,7 +140,7 @@ class LocalService:
         except StartError:
             self._stack.close()
             raise
-        self._cluster.start()
+        self._supervisor.start()
         return self
 
     async def __aexit__(
@@ -148,8 +148,8 @@ class LocalService:
     ) -> None:
         await self._announce_end()
         try:
-            await self._cluster.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
-            await self._cluster.end(self._cluster.names, signal.SIGINT, STOP_GRACE)
+            await self._supervisor.end(self._frontend_names, signal.SIGINT, LAST_RESPONSES)
+            await self._supervisor.end(self._supervisor.names, signal.SIGINT, STOP_GRACE)
         finally:
             self._launcher.close()
             await self._link.close()
@@ -163,13 +163,13 @@ class LocalService:
     @property
     def missing(self) -> list[str]:
         """Names of the processes that aren't ready."""
-        processes = self._cluster.supervision.processes
+        processes = self._supervisor.supervision.processes
         return [name for name, process in processes.items() if process.state is not LaunchState.READY]
 
     @property
     def was_ready(self) -> bool:
         """Whether all processes have been ready at one time."""
-        return self._cluster.supervision.was_complete
+        return self._supervisor.supervision.was_complete
 
     @property
     def stop_asked(self) -> asyncio.Event:
@@ -194,16 +194,16 @@ class LocalService:
         """Let running requests finish, until the drain timeout or until ``hurry`` is set."""
         await self._announce_end()
         timeout = self._config.lease.drain_timeout + LAST_RESPONSES
-        ending = asyncio.create_task(self._cluster.end(self._frontend_names, signal.SIGTERM, timeout))
+        ending = asyncio.create_task(self._supervisor.end(self._frontend_names, signal.SIGTERM, timeout))
         hurried = asyncio.create_task(hurry.wait())
         first: set[asyncio.Future[Any]] = {ending, hurried, self.lost}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
-        self._cluster.hurry(self._frontend_names)
+        self._supervisor.hurry(self._frontend_names)
         await ending
 
     async def _announce_end(self) -> None:
-        self._cluster.ending = True
+        self._supervisor.ending = True
         await self._link.end_change()
         if not self._link.stopping:
             self._link.stopping = True
@@ -310,7 +310,7 @@ class LocalService:
             if name in own_controls:
                 self._link.add(host_port_of(own_controls[name]))
                 before = host_port_of(self._own_controls[name])
-                self._link.replaced(before, lambda: self._cluster.replacing(name).old_runs)
+                self._link.replaced(before, lambda: self._supervisor.replacing(name).old_runs)
                 self._link.report()
 
         names = [one.name for one in specs]

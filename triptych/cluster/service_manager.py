@@ -2,7 +2,7 @@
 
 import asyncio
 
-from triptych.cluster.service import LocalService
+from triptych.cluster.service import Service
 from triptych.observe import sd_notify
 
 INTERVAL = 1.0
@@ -11,7 +11,7 @@ MORE_TIME = 30.0
 """Seconds by which the manager's limit on the start is put off while weights load."""
 
 
-async def tell_service_manager(service: LocalService) -> None:
+async def tell_service_manager(service: Service) -> None:
     """Report the start, which processes are missing, and that this process's event loop runs, until cancelled."""
     if not sd_notify.is_wanted():
         return

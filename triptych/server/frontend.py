@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from triptych.api.app import create_app
+from triptych.api.context import ApiContext, GenerationDefaults
 from triptych.api.grammar_checker import GrammarChecker
 from triptych.api.http import BoundedHttp
 from triptych.api.response_store import ResponseStore
 from triptych.api.security import add_security
-from triptych.api.service import GenerationDefaults, Service
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
 from triptych.config import FrontendConfig, MediaConfig, ServeConfig
@@ -111,7 +111,7 @@ class Frontend:
         )
         self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
         self._traces = _open_traces(config.observe.otlp_traces_endpoint)
-        self.service = Service(
+        self.api = ApiContext(
             model_name=config.frontend.http.served_model_name or config.model.name,
             router=self.router,
             prompt_builder=builder,
@@ -127,7 +127,7 @@ class Frontend:
             responses=self._responses,
             among=among,
         )
-        self._server = HttpServer(_http_settings(self.service, config.frontend))
+        self._server = HttpServer(_http_settings(self.api, config.frontend))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -155,7 +155,7 @@ class Frontend:
         self._take_messages()  # a supervisor may just have reported that the service ends
         ticking, serving = self._tasks
         self.router.draining = self._server.should_exit = True
-        self.service.viewers.end()
+        self.api.viewers.end()
         if not self._server.started:
             serving.cancel()
         asyncio.get_running_loop().remove_reader(self.channel.fileno())
@@ -173,8 +173,8 @@ class Frontend:
         # responses that the server has cancelled still have to release their requests
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
         self._media.web.close()
-        self.service.executor.close()
-        self.service.grammars.close()
+        self.api.executor.close()
+        self.api.grammars.close()
         if self._responses:
             await asyncio.to_thread(self._responses.close)
         for listener in self._sockets:
@@ -190,7 +190,7 @@ class Frontend:
         rejects none, and ends the connections that it has. It accepts no others where its supervisor keeps the socket
         open; elsewhere it does, since a balancer may still send some."""
         self._take_messages()  # a supervisor may just have reported that the service ends
-        self.service.viewers.end()
+        self.api.viewers.end()
         if self._supervised and not self.router.launcher_view.stopping and self._server.started:
             log.info("SIGTERM: leaving new connections to the next frontend; finishing the requests that are running")
             ending = self._hand_over()
@@ -287,9 +287,9 @@ class Frontend:
                 log.exception("the router's tick failed")
 
 
-def _http_settings(service: Service, config: FrontendConfig) -> uvicorn.Config:
+def _http_settings(api: ApiContext, config: FrontendConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        add_security(create_app(service), config),
+        add_security(create_app(api), config),
         ssl_certfile=config.tls.ssl_certfile or None,
         ssl_keyfile=config.tls.ssl_keyfile or None,
         http=BoundedHttp,

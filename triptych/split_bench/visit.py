@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from triptych.cluster.child import Print
-from triptych.cluster.service import LocalService, unless_lost
+from triptych.cluster.service import Service, unless_lost
 from triptych.config import ServeConfig
 from triptych.errors import StartError
 from triptych.load_test.client import Sample, ask, closed_loop, open_loop, poisson_times
@@ -73,7 +73,7 @@ async def visit(bench: SplitBench, setup: Setup, number: int) -> None:
     Raises StartError when the service can't be started, or is lost."""
     config = bench.config.having({"served_model_name": bench.model, **setup.settings})
     began = time.monotonic()
-    async with LocalService(config, Topology.parse(setup.topology), bench.show, restart=False) as service:
+    async with Service(config, Topology.parse(setup.topology), bench.show, restart=False) as service:
         await service.wait_until_ready()
         ready = time.monotonic() - began
         limits = httpx.Limits(max_connections=None)

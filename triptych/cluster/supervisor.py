@@ -59,7 +59,7 @@ class SupervisedProcess:
         return LaunchState.STARTING if self.restarts and not self.ready else LaunchState.DRAINING
 
 
-class LocalCluster:
+class Supervisor:
     """Child processes, each kept running under its name. Used by one event loop, whose thread must never end while
     they run."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from triptych.api.service import GenerationDefaults
+from triptych.api.context import GenerationDefaults
 from triptych.errors import CheckpointError
 
 

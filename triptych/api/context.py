@@ -70,7 +70,7 @@ class GenerationDefaults:
 
 
 @dataclass(frozen=True)
-class Service:
+class ApiContext:
     """The frontend's parts, wired together by ``server/frontend.py``."""
 
     model_name: str
