@@ -33,20 +33,19 @@ def test_a_page_is_up_to_date(generator: ModuleType) -> None:
 
 def test_the_pages_of_families_are_up_to_date() -> None:
     found = {path.name: path.read_text() for path in family_pages.FOLDER.glob("*.md")}
-    assert found == family_pages.pages(models_doc.CHECKS), "run: python -m scripts.models_doc"
+    assert found == family_pages.pages(), "run: python -m scripts.models_doc"
 
 
 def test_the_page_of_glm_has_the_options_that_planners_take() -> None:
-    [row] = [line for line in family_pages.pages(())["glm-v.md"].splitlines() if "mm_processor_kwargs" in line]
+    [row] = [line for line in family_pages.pages()["glm-v.md"].splitlines() if "mm_processor_kwargs" in line]
     first, newer, moe = row.split(" | ")[1:]
     assert first == moe.removesuffix(" |") == "`fps`, `max_pixels`, `min_pixels`, `size`"
     assert newer == "`max_pixels`, `min_pixels`, `size`"
 
 
 def test_images_said_to_be_a_pillow_processors_have_one() -> None:
-    [check] = [check for check in models_doc.CHECKS if check.what == "plans and patches of images"]
     classes: dict[str, Any] = vars(image_processing_auto)["IMAGE_PROCESSOR_MAPPING_NAMES"]
-    without = {name for name in check.families if "pil" not in (classes.get(name.split("+")[0]) or {})}
+    without = {name for name in models_doc.PILLOW_IMAGES if "pil" not in (classes.get(name.split("+")[0]) or {})}
     assert without == {"qwen3_vl_moe"}, "its files name that of qwen3_vl"
 
 
