@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bench.measuring import report
+from triptych.clock import SystemClock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
@@ -173,6 +174,7 @@ class Frontend:
             identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=10**4, request_timeout=600.0),
             lease=LEASE,
+            clock=SystemClock(),
         )
         self._pipe, theirs = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
@@ -206,7 +208,8 @@ class Frontend:
         item = PlannedItem(key, data, plan, spans, "messages[0]", 0)
         tokens = [0] * plan.rows + [1]
         prompt = PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens))), len(tokens)), (item,))
-        stream = self.router.lifecycle.submit(RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=1), [])
+        record = RequestRecord("id", "POST", SystemClock())
+        stream = self.router.lifecycle.submit(record, prompt, SamplingParams(max_tokens=1), [])
         transfer = TransferId(stream.request)
         encoded = self._encoded[transfer] = asyncio.get_running_loop().create_future()
         began = time.perf_counter()

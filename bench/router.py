@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.measuring import report
+from triptych.clock import SystemClock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.config.admission import PLACEMENTS
 from triptych.messages.codec import Message
@@ -40,7 +41,7 @@ class Service:
         self._prompt_tokens = prompt_tokens
         self._positions = Positions(np.zeros((3, prompt_tokens)), prompt_tokens)
         self.sent: list[Generate] = []
-        self.records = [RequestRecord("id", "POST", client=f"client {n}") for n in range(num_clients)]
+        self.records = [RequestRecord("id", "POST", SystemClock(), client=f"client {n}") for n in range(num_clients)]
         self.router = Router(
             address=Address("frontend"),
             send=self._take,
@@ -49,6 +50,7 @@ class Service:
             admission=AdmissionConfig(max_queue=10**6, request_timeout=10**6, placement=placement),
             lease=LeaseConfig(heartbeat=10**5, lease_expiry=10**6),
             expects_encoders=False,
+            clock=SystemClock(),
         )
         self.num_submitted = 0
         layout = RowLayout(ModelIdentity().digest, "float32", 4, 16)

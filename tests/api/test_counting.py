@@ -15,6 +15,7 @@ from triptych.api.answers import stream_deltas
 from triptych.api.completion_schemas import CompletionRequest
 from triptych.api.generation import ChoiceOutput, ChoiceText, Generation, RequestContext
 from triptych.api.request_records import RequestRecordMiddleware
+from triptych.clock import SystemClock
 from triptych.messages.work import SamplingParams, TokenLogprob, Tokens
 from triptych.observe.requests import RequestRecord
 from triptych.prompt.formats.parser import AnswerParser
@@ -100,7 +101,7 @@ def test_a_request_that_is_still_open_at_shutdown_is_reported() -> None:
     scope = {"type": "http", "method": "GET", "headers": []}
 
     async def start() -> Any:
-        request = RequestRecordMiddleware(app, [reported.append])(scope, None, None)  # type: ignore[arg-type]
+        request = RequestRecordMiddleware(app, SystemClock(), [reported.append])(scope, None, None)  # type: ignore[arg-type]
         request.send(None)
         return request
 

@@ -8,13 +8,14 @@ import pytest
 
 from tests.support.serving import CHAT, SOON, served, wait_for
 from triptych.api.memory_budget import FREE_BYTES, MemoryBudget
+from triptych.clock import SystemClock
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.requests import RequestRecord
 
 
 @contextmanager
 def request_of(client: str) -> Iterator[RequestRecord]:
-    record = RequestRecord("r", "POST", client=client)
+    record = RequestRecord("r", "POST", SystemClock(), client=client)
     with record.ending:
         yield record
 

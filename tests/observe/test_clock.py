@@ -5,6 +5,7 @@ import time
 import pytest
 from prometheus_client import generate_latest
 
+from triptych.clock import SystemClock
 from triptych.observe.metrics import Metrics
 from triptych.observe.request_history import view_of
 from triptych.observe.requests import RequestRecord
@@ -12,7 +13,7 @@ from triptych.observe.requests import RequestRecord
 
 @pytest.mark.parametrize("step", [-3600.0, 3600.0])
 def test_a_step_of_the_wall_clock_changes_no_duration(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, record = Metrics(), RequestRecord("r", "POST")
+    metrics, record = Metrics(), RequestRecord("r", "POST", SystemClock())
     choice = record.begin_choice(3, [])
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + step)

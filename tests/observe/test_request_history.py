@@ -9,6 +9,7 @@ from triptych.observe.figures import MAX_SAMPLES, NUM_SPANS, STEP
 from triptych.observe.request_history import MAX_ENDED, MAX_INTERVALS, RequestHistory, client_name, matches, view_of
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import Interval
+from triptych.virtual_time import VirtualClock
 
 CHAT = "/v1/chat/completions"
 BEGAN = 1_000_000.0
@@ -18,7 +19,7 @@ def record(
     id: str = "a", began: float = BEGAN, first: float | None = 0.5, each: float = 0.1, **what: Any
 ) -> RequestRecord:
     """An answered request of eleven tokens, unless ``first`` is None, the seconds to the first of them."""
-    made = RequestRecord(id, "POST", client="key deadbeef", began=began, handler=CHAT, status=200)
+    made = RequestRecord(id, "POST", VirtualClock(began), client="key deadbeef", handler=CHAT, status=200)
     choice = made.begin_choice(100, [1, 0])
     if first is not None:
         choice.first_token, choice.last_token = began + first, began + first + 10 * each

@@ -8,6 +8,7 @@ import pytest
 from tests.parity.conftest import Model
 from tests.support.harness import Running, at_stake, running
 from tests.support.image_cases import CASES
+from triptych.clock import SystemClock
 from triptych.errors import InstanceLost
 from triptych.messages.work import SamplingParams
 from triptych.observe.requests import RequestRecord
@@ -29,7 +30,7 @@ async def answer_and_lose(
     prompt = front.prompt_builder.build(messages)
     sampling = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | settings))
     stream = front.router.lifecycle.submit(
-        RequestRecord("id", "POST"), prompt, sampling, sorted(front.tokenizer.eos_token_ids)
+        RequestRecord("id", "POST", SystemClock()), prompt, sampling, sorted(front.tokenizer.eos_token_ids)
     )
     tokens = []
     async for report in stream:

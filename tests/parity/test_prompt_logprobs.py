@@ -12,6 +12,7 @@ import torch
 from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, Messages, Running, running, together
 from tests.support.image_cases import CASES
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig
 from triptych.messages.work import PromptLogprobs, SamplingParams, Tokens
 from triptych.observe.requests import RequestRecord
@@ -26,7 +27,7 @@ async def reports(service: Running, messages: Messages, **sampling: Any) -> list
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "prompt_logprobs": TOP} | sampling))
     stream = front.router.lifecycle.submit(
-        RequestRecord("id", "POST"), prompt, settings, sorted(front.tokenizer.eos_token_ids)
+        RequestRecord("id", "POST", SystemClock()), prompt, settings, sorted(front.tokenizer.eos_token_ids)
     )
     return [report async for report in stream]
 

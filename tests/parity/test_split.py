@@ -10,6 +10,7 @@ from tests.parity.conftest import Model
 from tests.support.harness import FLOAT32, Running, running, together
 from tests.support.image_cases import CASES
 from tests.support.stage_loops import decode_loops, kv_rows
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig, TransferConfig
 from triptych.errors import MediaNotServed
 from triptych.messages.work import SamplingParams
@@ -154,7 +155,7 @@ async def reports(service: Running, messages: Any, **sampling: Any) -> list[tupl
     prompt = front.prompt_builder.build(messages)
     settings = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | sampling))
     stream = front.router.lifecycle.submit(
-        RequestRecord("id", "POST"), prompt, settings, sorted(front.tokenizer.eos_token_ids)
+        RequestRecord("id", "POST", SystemClock()), prompt, settings, sorted(front.tokenizer.eos_token_ids)
     )
     reports = [report async for report in stream]
     tokens = [token for report in reports for token in report.tokens]

@@ -11,6 +11,7 @@ import torch
 from tests.support.checkpoints import DENSE, make_checkpoint
 from tests.support.harness import FLOAT32, Messages, Running, running
 from tests.support.image_cases import CASES, TEXTS, Case, picture
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig
 from triptych.layers import native
 from triptych.messages.work import SamplingParams
@@ -51,7 +52,7 @@ def answers(folder: Path) -> dict[tuple[str, str], Answer]:
 async def answer(service: Running, messages: Messages) -> Answer:
     front = service.frontend.api
     stream = front.router.lifecycle.submit(
-        RequestRecord("id", "POST"),
+        RequestRecord("id", "POST", SystemClock()),
         front.prompt_builder.build(messages),
         SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3),
         sorted(front.tokenizer.eos_token_ids),

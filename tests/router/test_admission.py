@@ -59,7 +59,7 @@ def finish(harness: RouterHarness, stream: TokenStream) -> None:
     """The instance has worked on it all the time since it was given it."""
     state = harness.router.debug_state().dispatched[stream.request]
     assert state.dispatched is not None
-    worked = [Interval("decode", state.dispatched, harness.now)]
+    worked = [Interval("decode", state.dispatched, harness.clock.now())]
     last = Tokens(name(harness, stream), [1], len(state.generated), finish_reason="length", intervals=worked)
     harness.router.handle(last)
 
@@ -321,7 +321,7 @@ def test_no_rejection_without_enough_samples_or_without_a_queue() -> None:
     for _ in range(50):
         harness.submit()
     idle = busy_harness(2.0, request_timeout=20.0)
-    idle.now += 3600
+    idle.clock.advance(3600)
     idle.wait(1, PD0)
     assert idle.submit()
 
@@ -339,7 +339,7 @@ def admitted_by(harness: RouterHarness) -> int:
 def test_fewer_are_let_in_where_requests_took_longer_than_forecast() -> None:
     as_reasoning, longer = (busy_harness(2.0, request_timeout=20.0) for _ in range(2))
     for _ in range(MIN_SAMPLES):
-        longer.router.debug_state().forecast.margin.add(1.0, 2.0, longer.now)
+        longer.router.debug_state().forecast.margin.add(1.0, 2.0, longer.clock.now())
     assert 2 <= admitted_by(longer) <= 0.7 * admitted_by(as_reasoning)
 
 
@@ -364,7 +364,7 @@ def test_late_requests_update_the_forecast_queued_or_running() -> None:
     harness.wait(21, PD0)
     assert all(stream.record.error == "DeadlineExceeded" for stream in streams)
     assert len(recorded) == 2 * ROOM
-    assert margin.factor(harness.now) > 1.5
+    assert margin.factor(harness.clock.now()) > 1.5
 
 
 def pictures_ahead(harness: RouterHarness, cost: float) -> list[TokenStream]:
@@ -398,8 +398,8 @@ def test_an_encode_backlog_causes_no_rejection_of_text_requests() -> None:
     harness = busy_harness(2.0, request_timeout=600.0)
     harness.register(E0)
     encode_rate = harness.router.debug_state().forecast.encode_rate
-    encode_rate.set_busy(harness.now - 1, busy=True)
-    encode_rate.add(1.0, harness.now)
+    encode_rate.set_busy(harness.clock.now() - 1, busy=True)
+    encode_rate.add(1.0, harness.clock.now())
     pictures_ahead(harness, 10.0)
     assert harness.submit(timeout=5.0).request in placed(harness)
 

@@ -51,8 +51,8 @@ class Service:
 
     def run(self, most: float = 1e6) -> None:
         """Run until every request is answered, or for ``seconds``."""
-        until = self.harness.now + most
-        while self.harness.router.num_requests and self.harness.now < until:
+        until = self.harness.clock.now() + most
+        while self.harness.router.num_requests and self.harness.clock.now() < until:
             sent = [message for _, message in self.harness.sent[self.seen :]]
             self.here += [_Sequence(message) for message in sent if isinstance(message, Generate)]
             self.seen += len(sent)
@@ -60,31 +60,30 @@ class Service:
                 one for one in self.here if one.generate.request in self.harness.router.debug_state().dispatched
             ]
             for one in self.here[:SLOTS]:
-                one.began = one.began or self.harness.now
-            self.harness.now += STEP
+                one.began = one.began or self.harness.clock.now()
+            self.harness.clock.advance(STEP)
             self.harness.router.handle(Heartbeat(PD0))
             for one in self.here[:SLOTS]:
                 one.num_tokens += 1
                 over = one.num_tokens == one.generate.sampling.max_tokens
-                intervals = (
-                    [Interval("queue", 0.0, 1e6), Interval("decode", one.began, self.harness.now)] if over else []
-                )
+                now = self.harness.clock.now()
+                intervals = [Interval("queue", 0.0, 1e6), Interval("decode", one.began, now)] if over else []
                 reason = "length" if over else None
                 request, first = one.generate.request, one.num_tokens - 1
                 self.harness.router.handle(Tokens(request, [1], first, [], reason, intervals=intervals))
 
     def pass_time(self, seconds: float) -> None:
         """Nothing happens."""
-        until = self.harness.now + seconds
-        while self.harness.now < until:
-            self.harness.now = min(until, self.harness.now + 5.0)  # well within the lease
+        until = self.harness.clock.now() + seconds
+        while self.harness.clock.now() < until:
+            self.harness.clock.run_until(min(until, self.harness.clock.now() + 5.0))  # well within the lease
             self.harness.router.handle(Heartbeat(PD0))
             self.harness.router.tick()
 
     def work(self, max_tokens: int) -> float:
         """The forecast for a request's own work, in seconds."""
         forecast = self.harness.router.debug_state().forecast
-        return forecast.seconds(1.0, forecast.cost_of(1, max_tokens), 0.0, self.harness.now)[1]
+        return forecast.seconds(1.0, forecast.cost_of(1, max_tokens), 0.0, self.harness.clock.now())[1]
 
 
 def test_delayed_short_requests_do_not_affect_the_forecast_of_long_ones() -> None:
@@ -152,11 +151,11 @@ def test_a_rate_is_what_is_done_not_what_has_ended() -> None:
         service.submit(30)
     service.run()
     rate = service.harness.router.debug_state().forecast.rate
-    before = rate.per_second(service.harness.now)
+    before = rate.per_second(service.harness.clock.now())
     for _ in range(SLOTS):
         service.submit(10_000)
     service.run(3 * RATE_WINDOW)
-    assert rate.per_second(service.harness.now) == pytest.approx(before, rel=0.2)
+    assert rate.per_second(service.harness.clock.now()) == pytest.approx(before, rel=0.2)
 
 
 def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None:
@@ -170,7 +169,7 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
 
     for _ in range(16):
         text()
-    before = forecast.rate.per_second(harness.now)
+    before = forecast.rate.per_second(harness.clock.now())
     pictures = [harness.submit(1.0) for _ in range(30)]
     for stream in pictures:
         harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, TransferId(f"{stream.request}/0"))]))
@@ -178,7 +177,7 @@ def test_requests_that_wait_for_a_stuck_encoder_are_not_ahead_of_texts() -> None
     for _ in range(16):
         text()
         harness.wait(2, PD0, E0)
-    assert forecast.rate.per_second(harness.now) == pytest.approx(before, rel=0.2)
+    assert forecast.rate.per_second(harness.clock.now()) == pytest.approx(before, rel=0.2)
     while encodes := [
         m.transfer for _, m in harness.of(Encode) if m.transfer in harness.router.debug_state().encode.in_flight
     ]:

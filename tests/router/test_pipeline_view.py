@@ -44,7 +44,7 @@ def texts(harness: RouterHarness, *kinds: str) -> list[str]:
 def test_rates_are_those_of_the_last_seconds() -> None:
     harness = RouterHarness(E0, PD0)
     for tick in range(12):
-        harness.now += 0.5
+        harness.clock.advance(0.5)
         half = 0.25 * tick
         harness.router.handle(
             Heartbeat(PD0, language(steps=5 * tick, busy=half, queries=10 * tick, hits=9 * tick, received=10**6 * tick))

@@ -34,6 +34,7 @@ from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role, Topology
 from triptych.types import Address, RequestId, TransferId
+from triptych.virtual_time import VirtualClock
 
 ME = Address("operator")
 LAYOUT = RowLayout(ModelIdentity().digest, "float32", 4, 16)
@@ -43,7 +44,7 @@ class RouterHarness:
     """A router and instances that are named by their roles: ``p0``, ``d0``."""
 
     def __init__(self, *names: str) -> None:
-        self.now = 100.0
+        self.clock = VirtualClock()
         self.sent: list[tuple[Address, Message]] = []
         self.router = Router(
             address=Address("frontend"),
@@ -53,7 +54,7 @@ class RouterHarness:
             admission=AdmissionConfig(request_timeout=60.0, restart_hold=0.0),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
             expects_encoders=any(name.startswith("e") for name in names),
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         for name in names:
             self.register(name, Role(name.rstrip("0123456789").upper()))
@@ -149,7 +150,7 @@ def test_an_instance_that_is_lost_while_it_drains_is_named(how: str) -> None:
         harness.router.handle(Deregister(Address("pd0")))
     else:
         for _ in range(44):
-            harness.now += 0.25
+            harness.clock.advance(0.25)
             for name in ("pd1", "pd2"):
                 harness.router.handle(Heartbeat(Address(name)))
             harness.router.tick()
@@ -264,7 +265,7 @@ def test_status_lists_instances_and_what_they_have_in_flight() -> None:
     harness.router.handle(Heartbeat(Address("d0"), InstanceStats(language=language)))
     harness.submit()
     harness.set_role("d1", Role.P)
-    harness.now += 1.5
+    harness.clock.advance(1.5)
     harness.router.handle(GetStatus(ME))
     (status,) = harness.answers()
     assert isinstance(status, Status)

@@ -40,7 +40,6 @@ from triptych.messages.work import (
 )  # fmt: skip
 from triptych.observe.timeline import Interval
 from triptych.router.stream import TokenStream
-from triptych.running_time import RunningClock
 from triptych.types import Address, RequestId, TransferId
 
 
@@ -298,7 +297,7 @@ def test_a_request_that_outlasts_its_deadline_fails() -> None:
     harness = RouterHarness(PD0)
     stream = harness.submit()
     for _ in range(12):
-        harness.now += 5.1
+        harness.clock.advance(5.1)
         harness.router.handle(Heartbeat(PD0))
         harness.router.tick()
     with pytest.raises(DeadlineExceeded):
@@ -337,10 +336,9 @@ def test_an_instance_whose_rows_do_not_fit_is_rejected_as_long_as_the_other_is_t
 
 def test_a_suspended_frontend_renews_all_leases() -> None:
     harness = RouterHarness(E0, PD0)
-    harness.clock = RunningClock(lambda: harness.now)
     stream = harness.submit(timeout=20.0)
     harness.wait(1, E0, PD0)
-    harness.now += 30
+    harness.clock.stand_still(30)
     harness.router.tick()
     assert len(harness.router.membership) == 2
     harness.wait(10.25, E0)

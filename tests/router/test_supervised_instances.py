@@ -158,7 +158,7 @@ def test_a_rollout_is_passed_on_to_the_one_supervisor() -> None:
     harness.router.handle(LauncherReport(Address("another"), []))
     harness.router.handle(request)
     assert "2 report to this frontend" in harness.of(ChangeRefused)[-1][1].reason
-    harness.now += 10.0
+    harness.clock.advance(10.0)
     harness.router.handle(LauncherReport(SUPERVISOR, []))
     harness.router.draining = True
     harness.router.handle(request)

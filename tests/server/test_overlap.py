@@ -11,6 +11,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import Running, running
 from tests.support.image_cases import picture, png
+from triptych.clock import SystemClock
 from triptych.config import EncodeConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.store import EmbeddingRows
@@ -46,7 +47,7 @@ async def timeline(service: Running) -> list[Interval]:
     content = [{"type": "image", "data": png(picture(96, 96, seed))} for seed in range(IMAGES)]
     prompt = service.frontend.api.prompt_builder.build([{"role": "user", "content": content}])
     stream = service.frontend.api.router.lifecycle.submit(
-        RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=2, ignore_eos=True), []
+        RequestRecord("id", "POST", SystemClock()), prompt, SamplingParams(max_tokens=2, ignore_eos=True), []
     )
     async for _ in stream:
         pass

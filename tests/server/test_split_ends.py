@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import Running, running
+from triptych.clock import SystemClock
 from triptych.engine.cache_rows import HostCacheRows
 from triptych.engine.kv_sink import KVSink
 from triptych.errors import InternalError, TransferError
@@ -26,7 +27,7 @@ def submit(service: Running, salt: str) -> TokenStream:
     inside = service.frontend.api
     prompt = inside.prompt_builder.build(MESSAGES)
     return inside.router.lifecycle.submit(
-        RequestRecord("id", "POST"), prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt
+        RequestRecord("id", "POST", SystemClock()), prompt, SamplingParams(max_tokens=20, ignore_eos=True), [], salt
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.forked_sandbox import forked_sandbox
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
 from triptych.config import (
     EncodeConfig,
     EngineConfig,
@@ -67,7 +68,11 @@ class Running:
         prompt = service.prompt_builder.build(messages)
         settings = SamplingParams(**({"max_tokens": 32, "ignore_eos": True} | sampling))
         stream = service.router.lifecycle.submit(
-            RequestRecord("id", "POST"), prompt, settings, sorted(service.tokenizer.eos_token_ids), cache_salt
+            RequestRecord("id", "POST", SystemClock()),
+            prompt,
+            settings,
+            sorted(service.tokenizer.eos_token_ids),
+            cache_salt,
         )
         return [token async for report in stream for token in report.tokens]
 

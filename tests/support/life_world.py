@@ -40,6 +40,7 @@ from triptych.server.life import LifeState
 from triptych.stage_loop import Handlers
 from triptych.topology import Role
 from triptych.types import NO_OWNER, Address, RequestId
+from triptych.virtual_time import VirtualClock
 
 IDENTITY = ModelIdentity()
 LAYOUT = RowLayout(IDENTITY.digest, "float32", 4, 16)
@@ -217,8 +218,8 @@ class World:
     """The service, and what an operator, its clients and accidents do to it."""
 
     def __init__(self, seed: int, names: Sequence[str], patch: pytest.MonkeyPatch) -> None:
-        self.rng, self.now = random.Random(seed), 100.0
-        clock = lambda: self.now  # noqa: E731
+        self.rng, self.clock = random.Random(seed), VirtualClock()
+        clock = self.clock.now
         patch.setattr(instances, "time", SimpleNamespace(monotonic=clock, time_ns=lambda: int(self.now * 1e9)))
         patch.setattr(instances, "running_time", clock)
         defaults = Frontends.__init__.__kwdefaults__
@@ -239,6 +240,10 @@ class World:
         for name in names:
             self._start(name)
 
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
     # ── frontends ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_frontend(self) -> Router:
@@ -252,7 +257,7 @@ class World:
             admission=AdmissionConfig(request_timeout=10_000.0, restart_hold=10_000.0, placement="least-loaded"),
             lease=LEASE,
             expects_encoders=False,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
 
     @property
@@ -345,7 +350,7 @@ class World:
         """Time passes. ``share`` is how probably a message arrives within a step."""
         until = self.now + seconds
         while self.now < until:
-            self.now += STEP
+            self.clock.advance(STEP)
             self._deliver(share)
             for process in self.alive():
                 due = process.inbox or self.now >= process.resume_at

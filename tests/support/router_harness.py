@@ -1,4 +1,4 @@
-"""A router with a clock of its own, whose messages are collected."""
+"""A router in virtual time, whose messages are collected."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tests.support.plans import plan_of
+from triptych.clock import Clock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -22,6 +23,7 @@ from triptych.router.router import Router
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
 from triptych.types import Address, Placement, RequestId, Span, TransferId
+from triptych.virtual_time import VirtualClock
 
 Kind = TypeVar("Kind")
 
@@ -54,22 +56,20 @@ def prompt(*costs: float) -> PlannedPrompt:
     return PlannedPrompt(tokens, Positions(np.zeros((3, len(tokens)), dtype=np.int64), len(tokens)), items)
 
 
-def request_of(client: str = "") -> RequestRecord:
+def request_of(client: str = "", clock: Clock | None = None) -> RequestRecord:
     """The record of a request that has just arrived."""
-    return RequestRecord("id", "POST", client=client)
+    return RequestRecord("id", "POST", clock or VirtualClock(), client=client)
 
 
 class RouterHarness:
-    """A router, the clock on its wall, and what it has sent."""
+    """A router, its clock, and what it has sent."""
 
     def __init__(self, *addresses: Address, max_queue: int = 8, **settings: Any) -> None:
         """``settings`` of admission, and ``max_num_seqs``, ``encode_batch_patches`` and ``encode_cache_bytes`` of all
         instances. Places work where the load is least, unless another ``placement`` is given."""
         self.stats = InstanceStats(EncodeStats(0, 0, 0, 0, 0, 0, settings.pop("encode_cache_bytes", 0)))
         self.capacity = Capacity(settings.pop("max_num_seqs", 32), settings.pop("encode_batch_patches", 1024))
-        self.now = 100.0
-        self.clock: Callable[[], float] = lambda: self.now
-        """Tests replace this by one that doesn't count pauses."""
+        self.clock = VirtualClock()
         self.sent: list[tuple[Address, Message]] = []
         self.disconnected: list[tuple[Address, int]] = []
         self.send: Callable[[Address, Message], None] = lambda to, message: self.sent.append((to, message))
@@ -81,7 +81,7 @@ class RouterHarness:
             identity=ModelIdentity(),
             admission=AdmissionConfig(max_queue=max_queue, **DEFAULTS | settings),
             lease=LeaseConfig(heartbeat=1.0, lease_expiry=10.0),
-            clock=lambda: self.clock(),  # noqa: PLW0108 - tests replace it
+            clock=self.clock,
         )
         for address in addresses:
             self.register(address)
@@ -103,22 +103,23 @@ class RouterHarness:
     def wait(self, seconds: float, *alive: Address) -> None:
         """Time passes, with heartbeats of those that are alive; the router looks four times a second."""
         for _ in range(round(4 * seconds)):
-            self.now += 0.25
+            self.clock.advance(0.25)
             for address in alive:
                 self.router.handle(Heartbeat(address, self.stats))
             self.router.tick()
 
     def submit(self, *costs: float, client: str = "", **how: Any) -> TokenStream:
         """A request of ``client``, with an item of each cost."""
-        return self.router.lifecycle.submit(request_of(client), prompt(*costs), SamplingParams(max_tokens=4), [], **how)
+        record = request_of(client, self.clock)
+        return self.router.lifecycle.submit(record, prompt(*costs), SamplingParams(max_tokens=4), [], **how)
 
     def preparing(self, *, has_media: bool, **how: Any) -> AbstractContextManager[None]:
         """A request whose prompt is being prepared."""
-        return self.router.lifecycle.preparing(request_of(), has_media=has_media, **how)
+        return self.router.lifecycle.preparing(request_of(clock=self.clock), has_media=has_media, **how)
 
     def holding_slot(self) -> AbstractContextManager[None]:
         """A request that needs no instance."""
-        return self.router.lifecycle.holding_slot(request_of())
+        return self.router.lifecycle.holding_slot(request_of(clock=self.clock))
 
     def need(self, stream: TokenStream, *items: int) -> list[TransferId]:
         needed = [MissingItem(item, TransferId(f"{stream.request}/{item}")) for item in items]

@@ -47,7 +47,6 @@ from triptych.api.validation import parse_request
 from triptych.errors import InternalError, InvalidRequest, TriptychError
 from triptych.observe.requests import RequestRecord
 from triptych.observe.timeline import TIMELINE_HEADER
-from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,12 @@ def create_app(api: ApiContext) -> FastAPI:
     app = FastAPI(title="Triptych", version=__version__)
     # the history last, since traces give a request its trace id
     observers: tuple[Observer, ...] = (api.router.metrics.answered, *api.observers, api.history)
-    app.add_middleware(RequestRecordMiddleware, observers=observers, client_header=api.frontend.http.client_header)
+    app.add_middleware(
+        RequestRecordMiddleware,
+        clock=api.router.clock,
+        observers=observers,
+        client_header=api.frontend.http.client_header,
+    )
     _add_generation_endpoints(app, api)
     _add_anthropic_endpoints(app, api)
     _add_token_endpoints(app, api)
@@ -276,7 +280,7 @@ async def _read_request(request: Request, api: ApiContext) -> tuple[bytes, Reque
     return body.text, RequestContext(
         record=record,
         scope=scope_of(request.headers),
-        deadline=running_time() + _timeout(request, api),
+        deadline=record.clock.now() + _timeout(request, api),
         media=api.media.for_request(body.inline, charge, record.client),
         hold=charge,
         timeline=request.headers.get(TIMELINE_HEADER, "").lower() == "true",

@@ -24,7 +24,6 @@ from triptych.prompt.media import RequestMedia
 from triptych.prompt.prompt import PlannedPrompt
 from triptych.prompt.tokenizer import Tokenizer
 from triptych.router.stream import TokenStream
-from triptych.running_time import running_time
 
 N = TypeVar("N")
 
@@ -44,7 +43,7 @@ class RequestContext:
     scope: str
     """Digest of the client's API key. Cached media are visible only to requests of the same scope."""
     deadline: float
-    """When the request expires, by ``running_time``."""
+    """When the request expires, by its record's clock."""
     media: RequestMedia
     """Source of the request's media."""
     hold: Callable[[int], object] = lambda _: None
@@ -54,7 +53,9 @@ class RequestContext:
 
     def with_timeout(self, timeout: float | None) -> "RequestContext":
         """Return this context with a deadline at most ``timeout`` seconds from now."""
-        return self if timeout is None else replace(self, deadline=min(self.deadline, running_time() + timeout))
+        if timeout is None:
+            return self
+        return replace(self, deadline=min(self.deadline, self.record.clock.now() + timeout))
 
     @asynccontextmanager
     async def within_deadline(self) -> AsyncGenerator[None, None]:
@@ -68,7 +69,7 @@ class RequestContext:
     @property
     def remaining(self) -> float:
         """Seconds until the deadline. Raises DeadlineExceeded when it has passed."""
-        if (remaining := self.deadline - running_time()) <= 0:
+        if (remaining := self.deadline - self.record.clock.now()) <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was dispatched")
         return remaining
 

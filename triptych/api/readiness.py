@@ -6,7 +6,7 @@ import random
 import secrets
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from triptych.errors import TriptychError
 from triptych.messages.work import SamplingParams
@@ -14,7 +14,6 @@ from triptych.observe.requests import RequestRecord
 from triptych.prompt.prompt import Message, PromptBuilder
 from triptych.router.admission import PROBE_PRIORITY
 from triptych.router.router import Router
-from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +41,11 @@ class Readiness:
         router: Router,
         builder: PromptBuilder,
         eos_token_ids: Sequence[int],
-        clock: Callable[[], float] = running_time,
     ) -> None:
         self._router = router
         self._builder = builder
         self._eos_token_ids = list(eos_token_ids)
-        self._clock = clock
+        self._clock = router.clock
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -STALE_SECONDS
         self._reason = ""
@@ -71,12 +69,12 @@ class Readiness:
 
     def _shown_by_clients(self) -> bool:
         """Return whether each stage that a probe would use has recently worked for a client."""
-        recent = self._clock() - FRESH_SECONDS
+        recent = self._clock.now() - FRESH_SECONDS
         has_tokens = self._router.last_token > recent
         return has_tokens and (not self._router.availability.takes_media or self._router.last_encoded > recent)
 
     def _age(self) -> float:
-        return self._clock() - self._probed_at
+        return self._clock.now() - self._probed_at
 
     async def _run_probe(self) -> None:
         self.num_probes += 1
@@ -92,7 +90,7 @@ class Readiness:
             log.exception("the readiness probe failed")
             self._reason = "the readiness probe failed"
         finally:
-            self._probed_at, self._probe = self._clock(), None
+            self._probed_at, self._probe = self._clock.now(), None
             if self._reason:
                 log.warning("not ready: %s", self._reason)
 
@@ -104,7 +102,7 @@ class Readiness:
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         # must miss every cache: a hit would skip the stage that is to be checked
         salt = secrets.token_hex(8)
-        record = RequestRecord("readiness probe", "GET", counted=False)
+        record = RequestRecord("readiness probe", "GET", self._clock, counted=False)
         stream = self._router.lifecycle.submit(
             record, prompt, sampling, self._eos_token_ids, salt, priority=PROBE_PRIORITY, timeout=PROBE_TIMEOUT
         )

@@ -9,6 +9,7 @@ from blake3 import blake3
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from triptych.clock import Clock
 from triptych.observe.requests import RequestRecord
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,10 @@ class RequestRecordMiddleware:
     Keeps the client's request and correlation ids if they are safe to log and send back. Every response carries its
     request's id, and the client's correlation id if there is one."""
 
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer], client_header: str = "") -> None:
+    def __init__(self, app: ASGIApp, clock: Clock, observers: Sequence[Observer], client_header: str = "") -> None:
         """``client_header`` names the client of a request without an API key; empty if its address does."""
         self._app = app
+        self._clock = clock
         self._observers = observers
         self._client_header = client_header
 
@@ -45,6 +47,7 @@ class RequestRecordMiddleware:
         record = RequestRecord(
             id=_client_id(headers, REQUEST_ID) or secrets.token_hex(16),
             method=scope["method"] if scope["method"] in METHODS else "other",
+            clock=self._clock,
             correlation=_client_id(headers, CORRELATION_ID),
             client=self._client_name(scope, headers),
             traceparent=headers.get(TRACEPARENT, ""),

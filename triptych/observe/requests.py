@@ -1,12 +1,12 @@
 """Records of HTTP requests, made while they are answered: the only source of metrics, log lines and traces."""
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 
+from triptych.clock import Clock
 from triptych.observe.timeline import Interval
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -27,7 +27,7 @@ class ChoiceRecord:
     counted: bool
     """Whether it counts in the metrics, as its request says."""
     submitted: float
-    now: Callable[[], float] = time.time
+    now: Callable[[], float]
     """The request's clock."""
     first_token: float = 0.0
     last_token: float = 0.0
@@ -60,6 +60,7 @@ class RequestRecord:
 
     id: str
     method: str
+    clock: Clock
     correlation: str = ""
     """The client's own id for the work that the request is part of; empty if none."""
     client: str = ""
@@ -68,8 +69,8 @@ class RequestRecord:
     """The client's header of that name; empty if none."""
     counted: bool = True
     """Whether its choices count in the metrics: it is a client's request, not a probe."""
-    began: float = field(default_factory=time.time)
-    _ticks: float = field(default_factory=time.monotonic)
+    began: float = field(init=False)
+    _ticks: float = field(init=False)
     """When it began, by the monotonic clock."""
     ended: float = 0.0
     handler: str = "unknown"
@@ -85,6 +86,9 @@ class RequestRecord:
     ending: ExitStack = field(default_factory=ExitStack)
     """Callbacks for when the request is over and its answer sent."""
 
+    def __post_init__(self) -> None:
+        self.began, self._ticks = self.clock.wall(), self.clock.monotonic()
+
     def timeline(self) -> list[Interval]:
         """Return the intervals of the frontend, and of the instances for all choices."""
         return [*self.intervals, *(interval for generation in self.generations for interval in generation.intervals)]
@@ -97,7 +101,7 @@ class RequestRecord:
     @property
     def seconds_spent(self) -> float:
         """Seconds since the request arrived."""
-        return time.monotonic() - self._ticks
+        return self.clock.monotonic() - self._ticks
 
     def now(self) -> float:
         """Return the time in seconds since the epoch. A step of the wall clock during a request doesn't change it, so

@@ -1,7 +1,6 @@
 """Which stages have instances, and what requests are told that need a stage without one."""
 
-from collections.abc import Callable
-
+from triptych.clock import Clock
 from triptych.errors import MediaNotServed, TriptychError, Unavailable
 from triptych.router.membership import Membership
 from triptych.router.request_state import RequestPhase, RequestState
@@ -11,7 +10,7 @@ from triptych.topology import Stage
 class Availability:
     """What the registered instances can serve together, now or soon."""
 
-    def __init__(self, membership: Membership, *, expects_encoders: bool, clock: Callable[[], float]) -> None:
+    def __init__(self, membership: Membership, *, expects_encoders: bool, clock: Clock) -> None:
         """``expects_encoders`` is False for a topology without encode instances, which serves text only."""
         self._membership = membership
         self._expects_encoders = expects_encoders
@@ -31,21 +30,21 @@ class Availability:
     @property
     def can_encode(self) -> bool:
         """Whether items of requests in flight can be encoded, now or soon."""
-        soon = self._membership.serves(Stage.ENCODE, self._clock())
+        soon = self._membership.serves(Stage.ENCODE, self._clock.now())
         return soon or bool(self._membership.encode_instances(begun=True))
 
     def missing_stages(self) -> str:
         """Return which stages have no instance, and when one is started again."""
         needed = [stage for stage in Stage if self._expects_encoders or stage is not Stage.ENCODE]
         served = {stage for instance in self._membership if instance.takes_work for stage in instance.role.stages}
-        now, launched = self._clock(), self._membership.launched
+        now, launched = self._clock.now(), self._membership.launched
         return "; ".join(launched.why_missing(stage, now) for stage in needed if stage not in served)
 
     def unavailable(self, *, has_media: bool) -> TriptychError | None:
         """Return why no instance can serve a request, now or soon; None if one can."""
         if has_media and not self.takes_media:
             return MediaNotServed("this service has no encode instance: it takes text alone")
-        now = self._clock()
+        now = self._clock.now()
         for stage in Stage if has_media else (Stage.PREFILL, Stage.DECODE):
             if not self._membership.serves(stage, now):
                 return self.missing(stage)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from triptych.clock import Clock
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
 from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
@@ -163,7 +164,7 @@ class EncodeDispatcher:
         send: Callable[[Address, Message], None],
         rate: Rate,
         policy: PlacementPolicy,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """Each encode instance gets items while this frontend has less in flight there than its credit: patches,
         where an item counts as at most one batch, and time-sliced items. A policy that uses caches gives it those that
@@ -297,7 +298,7 @@ class EncodeDispatcher:
         self._unfinished[encode] = None
         self._table.charge(self._state(task), encode)
         self._note_cached(encode)
-        now = self._clock()
+        now = self._clock.now()
         self._rate.set_busy(now, busy=True)
         message = Encode(
             transfer=task.transfer,
@@ -460,6 +461,6 @@ class EncodeDispatcher:
         if state is None or not self._table.release(state, encode):
             return
         del self._unfinished[encode]
-        now = self._clock()
+        now = self._clock.now()
         self._rate.add(done, now)
         self._rate.set_busy(now, busy=bool(self._unfinished))

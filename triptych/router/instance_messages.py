@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from triptych.clock import Clock
 from triptych.config import LeaseConfig
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -61,7 +62,7 @@ class InstanceMessages:
         events: EventLog,
         notify: Callable[[Address, Message], None],
         disconnect: Callable[[Address], object],
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """``address`` is this frontend's."""
         self._membership = membership
@@ -136,7 +137,7 @@ class InstanceMessages:
             self._notify(message.address, RegistrationRefused(message.name, message.pid, incompatibility, message.join))
             self._disconnect(message.address)
             return
-        instance = self._membership.add(message, self._clock())
+        instance = self._membership.add(message, self._clock.now())
         log.info("%s joined as %s", instance.name, instance.role)
         if instance is not held:
             self._events.add("changed" if changed else "joined", f"{instance.name} joined as {instance.role}")
@@ -146,7 +147,7 @@ class InstanceMessages:
     def _is_outdated(self, message: Register) -> bool:
         """Return whether a newer instance has the name of one that registers. Older ones are told to stop, unless their
         supervisor has both run: it replaces one by the other, and ends the older one itself."""
-        now = self._clock()
+        now = self._clock.now()
         others = [instance for instance in self._membership.named(message.name) if instance.address != message.address]
         for older in [instance for instance in others if instance.incarnation < message.incarnation]:
             if not self._launched.keeps(older.name, older.incarnation, now):
@@ -156,7 +157,7 @@ class InstanceMessages:
         return not is_newest and not self._launched.keeps(message.name, message.incarnation, now)
 
     def _on_heartbeat(self, message: Heartbeat) -> None:
-        if (instance := self._membership.refresh(message, self._clock())) is not None:
+        if (instance := self._membership.refresh(message, self._clock.now())) is not None:
             self._notify(instance.address, HeartbeatReceived(self._address, self._lifecycle.demand(instance)))
             self._name_finishing(instance.address)
         else:
@@ -165,7 +166,7 @@ class InstanceMessages:
 
     def _name_finishing(self, instance: Address) -> None:
         """Tell an instance, which may have joined since, or may serve their model, of replaced frontends."""
-        for one in self._launched.finishing(self._clock()):
+        for one in self._launched.finishing(self._clock.now()):
             self._notify(instance, HandingOver(one))
 
     def _on_draining(self, message: Draining) -> None:
@@ -199,7 +200,7 @@ class InstanceMessages:
         """Messages from an instance were lost on their way here or to another one."""
         if instance := self._membership.get(message.sender):
             instance.lost_messages = True
-            self._reset_where_messages_were_lost(self._clock())
+            self._reset_where_messages_were_lost(self._clock.now())
 
     def _reset_where_messages_were_lost(self, now: float) -> None:
         """Have the senders of lost messages register again. What these said can't be known, so all of their work is
@@ -212,7 +213,7 @@ class InstanceMessages:
                 self._notify(instance.address, RegisterAgain(self._address))
 
     def _on_launcher_report(self, message: LauncherReport) -> None:
-        now = self._clock()
+        now = self._clock.now()
         for one in self._launched.update(message, now):
             if one.state is LaunchState.FAILED:
                 self._events.add("failed", f"{one.name} has ended, and isn't started again")
@@ -233,7 +234,7 @@ class InstanceMessages:
         Requests that it decoded continue elsewhere. Decode instances that it prefilled for ask for another prefill, and
         language instances that lack rows of it as an encode instance ask for the items again. ``kind`` is that of the
         event. ``suspect`` is as in Deregister, ``is_alive`` as in PeerLost."""
-        self._membership.remove(instance, self._clock())
+        self._membership.remove(instance, self._clock.now())
         self._role_changes.lost(instance, why)
         self._encodes.consumer_lost(instance.address)
         transfers, encoding = self._encodes.instance_lost(instance)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from triptych.clock import Clock
 from triptych.messages.stats import EncodeStats, InstanceStats, LanguageStats, PageUsage, ReceivePool, SenderCounters
 from triptych.observe.metrics import PREFIX
 from triptych.router.instance import Instance
@@ -171,14 +172,14 @@ NUM_INSTANCES_LABELS = ("role", "state")
 class TopologyCollector(Collector):
     """Collects how many instances there are."""
 
-    def __init__(self, membership: Membership, clock: Callable[[], float]) -> None:
+    def __init__(self, membership: Membership, clock: Clock) -> None:
         self._membership = membership
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
         metric = GaugeMetricFamily(PREFIX + NUM_INSTANCES, NUM_INSTANCES_MEANING, labels=NUM_INSTANCES_LABELS)
         counts = Counter((str(instance.role), instance.state) for instance in self._membership)
-        counts.update((str(one.role), str(one.state)) for one in self._membership.expected(self._clock()))
+        counts.update((str(one.role), str(one.state)) for one in self._membership.expected(self._clock.now()))
         for (role, state), count in counts.items():
             metric.add_metric([role, state], count)
         yield metric

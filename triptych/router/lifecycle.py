@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from triptych.clock import Clock
 from triptych.config import AdmissionConfig
 from triptych.errors import Overloaded, TriptychError
 from triptych.messages.codec import Message, Send
@@ -48,7 +49,7 @@ class RequestLifecycle:
         config: AdmissionConfig,
         metrics: Metrics,
         availability: Availability,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.requests = RequestTable()
         self.quarantine = Quarantine()
@@ -134,7 +135,7 @@ class RequestLifecycle:
         choice = record.begin_choice(len(prompt.tokens), [item.number for item in prompt.items])
         stream = TokenStream(request, choice, read)
         self._metrics.admitted(stream.record)
-        now = self._clock()
+        now = self._clock.now()
         state = RequestState(
             id=request,
             prompt=prompt,
@@ -174,7 +175,7 @@ class RequestLifecycle:
         """Hold an admission slot for a request that needs no instance. Raises Overloaded if the service is full, and
         RateLimited if the client is at its limit."""
         try:
-            self.admission.check_capacity(record.client, self._clock())
+            self.admission.check_capacity(record.client, self._clock.now())
         except TriptychError as error:
             self._metrics.rejected(error)
             raise
@@ -186,7 +187,7 @@ class RequestLifecycle:
         try:
             if self.draining:
                 raise Overloaded("the service is shutting down", retry_after=5)
-            now = self._clock()
+            now = self._clock.now()
             if unavailable := self._availability.unavailable(has_media=has_media):
                 raise unavailable
             backlog = self.encodes.cost_ahead(known.get("items_cost", 0.0)) if has_media else 0.0
@@ -218,7 +219,7 @@ class RequestLifecycle:
 
     def expire(self, late: TriptychError) -> None:
         """Fail the requests whose deadline has passed with ``late``, or because of the stage that they wait for."""
-        now = self._clock()
+        now = self._clock.now()
         for state in self.requests.overdue(now):
             if not state.num_dispatches:
                 self.admission.record_duration(state, now, whole=False)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from triptych.clock import Clock
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.operations import (
@@ -36,7 +37,7 @@ class OperatorMessages:
         identity: ModelIdentity,
         notify: Callable[[Address, Message], None],
         reply: Callable[[Address, Message], None],
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """``notify`` is for supervisors. ``reply`` answers an operator, who sends no further messages."""
         self._membership = membership
@@ -60,7 +61,7 @@ class OperatorMessages:
         }
 
     def _on_get_status(self, message: GetStatus) -> None:
-        now = self._clock()
+        now = self._clock.now()
         status = Status(
             self._availability.can_serve and not self._lifecycle.draining,
             self._lifecycle.draining,
@@ -81,7 +82,7 @@ class OperatorMessages:
 
     def _on_start_change(self, message: StartChange | StopService) -> None:
         """Pass it on to the supervisor, which answers the operator itself: this frontend may be replaced, too."""
-        launchers = self._launched.launchers(self._clock())
+        launchers = self._launched.launchers(self._clock.now())
         if self._lifecycle.draining and not isinstance(message, StopService):
             self._reply(message.reply_to, ChangeRefused("the service is shutting down"))
         elif len(launchers) != 1:
@@ -94,7 +95,7 @@ class OperatorMessages:
 
     def _in_other_roles(self) -> str:
         """Return which instances have another role than they were started in; empty if none has."""
-        started = {one.name: one.role for one in self._launched.processes(self._clock())}
+        started = {one.name: one.role for one in self._launched.processes(self._clock.now())}
         return ", ".join(
             f"{instance.name} has been changed to {instance.next_role or instance.role}"
             for instance in self._membership

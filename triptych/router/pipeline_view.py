@@ -1,6 +1,5 @@
 """Snapshots of a service at work, made of what the router knows."""
 
-import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -75,10 +74,10 @@ class PipelineView:
         self._lifecycle = router.lifecycle
         self._model = model
         self._among = among
-        self._began = time.time()
-        self._ticks = time.monotonic()
+        self._began = router.clock.wall()
+        self._ticks = router.clock.monotonic()
         """When it began, by the monotonic clock: times don't change when the system's clock is set."""
-        self._epoch = self._began - router.clock()
+        self._epoch = self._began - router.clock.now()
         """When the router's clock was 0, or would have been without the pauses that it doesn't count."""
         self._views: dict[Instance, tuple[_Made, InstanceView]] = {}
         """What is shown of the instances that have joined."""
@@ -98,12 +97,12 @@ class PipelineView:
     @property
     def is_current(self) -> bool:
         """Whether nothing but the time has changed since the last snapshot."""
-        return self._versions(self._router.clock()) == self._seen
+        return self._versions(self._router.clock.now()) == self._seen
 
     def snapshot(self) -> Pipeline:
         """Return the service as it is now."""
-        router, now = self._router, self._router.clock()
-        paused = self._began + time.monotonic() - self._ticks - (self._epoch + now)
+        router, now = self._router, self._router.clock.now()
+        paused = self._began + router.clock.monotonic() - self._ticks - (self._epoch + now)
         if paused > STILL_SECONDS:
             self._epoch += paused
         members, work, counted, events, judged = self._versions(now)
@@ -133,7 +132,7 @@ class PipelineView:
 
     def current(self, request: str) -> list[Interval]:
         """Return what is done now for an HTTP request, as intervals that end now: one for each of its choices."""
-        now, wall = self._router.clock(), time.time()
+        now, wall = self._router.clock.now(), self._router.clock.wall()
         return [
             Interval(
                 _STAGES[state.phase],

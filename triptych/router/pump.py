@@ -4,8 +4,9 @@ Everything else only changes state, and ``Pump.run`` follows once. So no change 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from triptych.clock import Clock
 from triptych.errors import InstanceLost
 from triptych.router.admission import Admission
 from triptych.router.availability import Availability
@@ -35,7 +36,7 @@ class Pump:
         availability: Availability,
         quarantine: Quarantine,
         policy: PlacementPolicy,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._requests = requests
         self._admission = admission
@@ -57,7 +58,7 @@ class Pump:
         if not time_passed and self._version == self._seen:
             return
         if time_passed or self._membership.number != self._seen[-1]:
-            now = self._clock()
+            now = self._clock.now()
             self._missing = [stage for stage in Stage if not self._membership.serves(stage, now)]
         freed = None
         while freed != self._transitions.num_freed:  # what it ends or moves makes room; all else only takes some

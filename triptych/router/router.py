@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from triptych.clock import Clock
 from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.errors import DeadlineExceeded, TriptychError
 from triptych.messages.codec import Message, Send
@@ -31,7 +32,6 @@ from triptych.router.membership import Membership
 from triptych.router.operators import OperatorMessages
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
-from triptych.running_time import running_time
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -50,14 +50,14 @@ class Router:
         admission: AdmissionConfig,
         lease: LeaseConfig,
         expects_encoders: bool = True,
-        clock: Callable[[], float] = running_time,
+        clock: Clock,
     ) -> None:
         """``address`` is this frontend's own, where instances answer. ``disconnect`` closes the connection to an
         address. ``identity`` is that of the served model. ``expects_encoders`` is False for a topology without encode
         instances, which serves text only."""
         self.membership = Membership(lease.lease_expiry, admission.restart_hold)
         self.metrics = Metrics()
-        self.events = EventLog()
+        self.events = EventLog(clock)
         self.metrics.registry.register(InstanceCollector(self.membership))
         self.metrics.registry.register(TopologyCollector(self.membership, clock))
         self.launcher_view = self.membership.launched
@@ -222,7 +222,7 @@ class Router:
                 client=state.client,
                 priority=state.priority,
                 cache_salt=state.generate.cache_salt,
-                since=self.clock(),
+                since=self.clock.now(),
             )
             if self._encodes.enqueue(task):
                 self.metrics.reencoded()
@@ -241,7 +241,7 @@ class Router:
         if (encode := self._encodes.get(message.transfer, message.attempt)) is None:
             return
         if not message.cached:
-            self.last_encoded = self.clock()
+            self.last_encoded = self.clock.now()
         state = self._requests.get(encode.task.request)
         assert state is not None, "items are released when their request ends"
         state.stream.record.add(message.intervals, encode.instance.name, encode.task.index)
@@ -264,7 +264,7 @@ class Router:
             self._transitions.requeue(state)
             return
         self._requests.prefilled(state)
-        self.last_token = self.clock()
+        self.last_token = self.clock.now()
         try:
             report = state.stream.read(message)
         except TriptychError as error:
@@ -296,7 +296,7 @@ class Router:
     def tick(self) -> None:
         """Expire leases and requests whose time has run out, and dispatch what may go meanwhile. Call a few times a
         second."""
-        now = self.clock()
+        now = self.clock.now()
         self._instances.tick(now)
         self.lifecycle.admission.forecast.tick(now)
         self.lifecycle.expire(DeadlineExceeded("the request was not answered before its deadline"))

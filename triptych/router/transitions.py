@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from triptych.clock import Clock
 from triptych.errors import InstanceLost, TriptychError
 from triptych.job_faults import Culprit
 from triptych.messages.codec import Message, Send
@@ -49,7 +50,7 @@ class Transitions:
         metrics: Metrics,
         send: Send,
         notify: Callable[[Address, Message], None],
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._requests = requests
         self._admission = admission
@@ -73,7 +74,7 @@ class Transitions:
             state.generate,
             request=RequestId(f"{state.id}.{state.num_dispatches}") if again else state.id,
             generated=list(state.generated),
-            timeout=time_left(state.deadline, self._clock()),
+            timeout=time_left(state.deadline, self._clock.now()),
         )
         try:
             self._send(instance.address, state.generate)
@@ -86,7 +87,7 @@ class Transitions:
         if again:
             log.info("request %s moved to %s after %d tokens", state.id, instance.name, len(state.generated))
         else:
-            state.dispatched = self._clock()
+            state.dispatched = self._clock.now()
             record = state.stream.record
             if (started := record.now()) - record.submitted > MIN_QUEUE_SECONDS:
                 record.intervals.append(Interval("queue", record.submitted, started))
@@ -105,7 +106,7 @@ class Transitions:
         self._enter(state, phase)
 
     def _enter(self, state: RequestState, phase: RequestPhase) -> None:
-        now = self._clock()
+        now = self._clock.now()
         if state.phase is not phase:
             state.entered = now
             self._requests.enter(state, phase)
@@ -129,7 +130,7 @@ class Transitions:
             transfer=needed.transfer,
         )
         self._requests.assign_prefill(state, work)
-        generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock()))
+        generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock.now()))
         prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
         self._notify(instance.address, prefill)
 
@@ -157,7 +158,7 @@ class Transitions:
         """Handle an instance's failure to do its part of a request: the request ends with the error if it is at fault,
         or has failed too often; else it continues elsewhere, or there again."""
         if not culprit.ends_request:
-            self._membership.avoid(instance, self._clock())
+            self._membership.avoid(instance, self._clock.now())
             state.failures += 1
             if state.failures < MAX_FAILURES:
                 log.warning("request %s failed at %s (culprit: %s): %s", state.id, instance.name, culprit, error)
@@ -197,7 +198,7 @@ class Transitions:
     def end(self, state: RequestState, reason: str) -> None:
         """Remove a request, set its finish reason unless it has one, and release its work."""
         self.num_freed += 1
-        record, now = state.stream.record, self._clock()
+        record, now = state.stream.record, self._clock.now()
         record.finish_reason = record.finish_reason or reason
         self._metrics.ended(record)
         self._admission.remove(state)

@@ -19,7 +19,8 @@ from triptych.api.response_store import ResponseStore
 from triptych.api.security import add_security
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
-from triptych.config import FrontendConfig, MediaConfig, ServeConfig
+from triptych.clock import SystemClock
+from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
 from triptych.messages.work import Deregister, FrontendEnding, HandingOver
@@ -108,9 +109,9 @@ class Frontend:
             admission=config.frontend.admission,
             lease=config.lease,
             expects_encoders=expects_encoders and takes_media,
+            clock=SystemClock(),
         )
-        self._log = RequestLog(config.observe.request_log_file) if config.observe.enable_log_requests else None
-        self._traces = _open_traces(config.observe.otlp_traces_endpoint)
+        self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
         self.api = ApiContext(
             model_name=config.frontend.http.served_model_name or config.model.name,
             router=self.router,
@@ -221,7 +222,7 @@ class Frontend:
 
     def _leave_control_addresses(self, *, at_once: bool = False) -> None:
         """Leave them to the next frontend, if a supervisor has replaced this one, or ``at_once``."""
-        is_replaced = self.channel.address in self.router.launcher_view.finishing(self.router.clock())
+        is_replaced = self.channel.address in self.router.launcher_view.finishing(self.router.clock.now())
         if self._handed_over or not self._taken or not (at_once or is_replaced):
             return
         self._taking_over.cancel()
@@ -345,6 +346,10 @@ def _media_source(config: FrontendConfig) -> MediaSource:
             max_total_bytes=media.max_media_mb * 2**20,
         ),
     )
+
+
+def _open_log(observe: ObserveConfig) -> RequestLog | None:
+    return RequestLog(observe.request_log_file) if observe.enable_log_requests else None
 
 
 def _open_traces(endpoint: str) -> "Traces | None":
