@@ -55,7 +55,7 @@ def slug(heading: str) -> str:
 
 
 def paths() -> Iterator[str]:
-    """Paths in backticks that are no files of the repository. Decision records are frozen, and keep old names."""
+    """Paths in backticks that are no files of the repository. Decision records may name what was there before."""
     pages = [ROOT / name for name in ROOT_PAGES]
     pages += [page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts]
     for page in pages:
