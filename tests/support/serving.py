@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,10 +153,16 @@ def served(
 
     try:
         inside = on_loop(service.__aenter__())
-        yield Served(inside, loop, steps, encoder, preprocessor, inside.frontend.api.model_name)
-        for gate in (steps, encoder, preprocessor):
-            gate.opened.set()
-        on_loop(service.__aexit__(None, None, None))
+        failure: tuple[Any, Any, Any] = None, None, None
+        try:
+            yield Served(inside, loop, steps, encoder, preprocessor, inside.frontend.api.model_name)
+        except BaseException:
+            failure = sys.exc_info()
+            raise
+        finally:  # after a test that failed, too: what it left open would fail a later one
+            for gate in (steps, encoder, preprocessor):
+                gate.opened.set()
+            on_loop(service.__aexit__(*failure))
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
