@@ -1,5 +1,6 @@
 """Snapshots of a service at work, made of what the router knows."""
 
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -68,16 +69,26 @@ class PipelineView:
     """Makes snapshots of a router. What is as it was in the last snapshot is the same object in the next one, and only
     what may have changed is looked at."""
 
-    def __init__(self, router: Router, model: str, among: FrontendNames = ALONE) -> None:
-        """``model`` is its name in the API."""
+    def __init__(
+        self,
+        router: Router,
+        model: str,
+        among: FrontendNames = ALONE,
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``model`` is its name in the API. ``wall`` and ``monotonic`` are the clocks, in seconds, of which the second
+        one isn't set and counts pauses."""
         self._router = router
         self._lifecycle = router.lifecycle
         self._model = model
         self._among = among
-        self._began = router.clock.wall()
-        self._ticks = router.clock.monotonic()
+        self._wall, self._monotonic = wall, monotonic
+        self._began = wall()
+        self._ticks = monotonic()
         """When it began, by the monotonic clock: times don't change when the system's clock is set."""
-        self._epoch = self._began - router.clock.now()
+        self._epoch = self._began - router.clock()
         """When the router's clock was 0, or would have been without the pauses that it doesn't count."""
         self._views: dict[Instance, tuple[_Made, InstanceView]] = {}
         """What is shown of the instances that have joined."""
@@ -97,12 +108,12 @@ class PipelineView:
     @property
     def is_current(self) -> bool:
         """Whether nothing but the time has changed since the last snapshot."""
-        return self._versions(self._router.clock.now()) == self._seen
+        return self._versions(self._router.clock()) == self._seen
 
     def snapshot(self) -> Pipeline:
         """Return the service as it is now."""
-        router, now = self._router, self._router.clock.now()
-        paused = self._began + router.clock.monotonic() - self._ticks - (self._epoch + now)
+        router, now = self._router, self._router.clock()
+        paused = self._began + self._monotonic() - self._ticks - (self._epoch + now)
         if paused > STILL_SECONDS:
             self._epoch += paused
         members, work, counted, events, judged = self._versions(now)
@@ -132,7 +143,7 @@ class PipelineView:
 
     def current(self, request: str) -> list[Interval]:
         """Return what is done now for an HTTP request, as intervals that end now: one for each of its choices."""
-        now, wall = self._router.clock.now(), self._router.clock.wall()
+        now, wall = self._router.clock(), self._wall()
         return [
             Interval(
                 _STAGES[state.phase],
