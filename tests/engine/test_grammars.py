@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from tests.support.serving import wait_for
 from tests.support.tokenizer_kinds import KINDS
 from triptych.checkpoint.config_files import load_config
 from triptych.demo import MODEL_DIR
 from triptych.engine.grammar import matching as matching_module
+from triptych.engine.grammar.compiler import Compiler
 from triptych.engine.grammar.matching import Matching
-from triptych.engine.grammar.service import GrammarService
+from triptych.engine.grammar.service import SLOW_THREADS, GrammarService
 from triptych.errors import GrammarTooCostly, HelperFailed, InternalError, InvalidRequest, TriptychError
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.tokenizer import Tokenizer as PromptTokenizer
@@ -161,14 +163,50 @@ def test_what_others_have_used_up_is_no_limit_for_a_request(made: Service) -> No
         matching.close()
 
 
-def test_a_slow_grammar_delays_no_other(made: Service) -> None:
+@pytest.fixture
+def slow_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """An event that work on slow grammars waits for, and the grammars that were worked on, in their order."""
+    opened, order, advance = threading.Event(), list[str](), Matching.advance
+
+    def held(matching: Matching, compiler: Compiler) -> bool:
+        order.append(matching.text)
+        if matching.text == SLOW:
+            assert opened.wait(60)
+        return advance(matching, compiler)
+
+    monkeypatch.setattr(Matching, "advance", held)
+    yield opened, order
+    opened.set()
+
+
+def test_slow_grammars_do_not_delay_a_quick_one(made: Service, slow_held: tuple[threading.Event, list[str]]) -> None:
+    _, order = slow_held
     quick = made.start("start: /a+/")
     assert made.masks(quick, [A])
     slow = [made.start(SLOW, [A] * 40) for _ in range(8)]
-    began = time.monotonic()
+    wait_for(lambda: SLOW in order)
     assert made.masks(quick, [A] * 20)
-    assert made.masks(made.start("start: /b+/"), [])
-    assert not all(one.ready or one.error for one in slow) or time.monotonic() - began < 1
+    assert not any(one.ready or one.error for one in slow)
+
+
+def test_a_new_grammar_goes_before_those_that_have_taken_long(
+    made: Service, slow_held: tuple[threading.Event, list[str]]
+) -> None:
+    opened, order = slow_held
+    opened.set()
+    slow = [made.start(SLOW) for _ in range(8)]
+    assert {made.wait(one) for one in slow} == {None}
+    opened.clear()
+    order.clear()
+    for one in slow:
+        one.charged += 1.0
+        one.is_slow = True
+        one.accept(A)
+    wait_for(lambda: len(order) == SLOW_THREADS)
+    new = made.start("start: /b+/")
+    opened.set()
+    assert made.masks(new, [])
+    assert "start: /b+/" in order[: 2 * SLOW_THREADS]
 
 
 def test_a_thread_that_cannot_be_started_fails_its_own_request(monkeypatch: pytest.MonkeyPatch, made: Service) -> None:
