@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import httpx
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support.chat import the_error
 from tests.support.serving import CHAT, Served, image, image_part, text_part
+from tests.support.timing import cpu_seconds
 from triptych.api import body as body_module
 from triptych.api import http as http_module
 from triptych.api.body import MIN_INLINE_LENGTH, Body, extract_inline_media
@@ -208,21 +209,19 @@ def test_decoding_a_large_item_does_not_block_the_loop() -> None:
     ids=["text", "escaped quotes", "numbers", "negative", "objects", "deep", "deeper", "keys", "strings", "open"],
 )
 def test_values_are_counted_before_they_are_parsed(body: bytes, fine: bool) -> None:
-    began = time.monotonic()
-    if fine:
-        check_num_values(body)
-    else:
-        with pytest.raises(PayloadTooLarge):
+    def check() -> None:
+        with nullcontext() if fine else pytest.raises(PayloadTooLarge):
             check_num_values(body)
-    assert time.monotonic() - began < 2
+
+    assert cpu_seconds(check) < 2
 
 
 def test_millions_of_invalid_values_are_refused_quickly(service: Served) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with service.client() as client:
         response = client.post(CHAT, content=b'{"model": "m", "messages": [' + b"{}," * 2_000_000 + b"{}]}")
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @contextmanager
@@ -250,7 +249,7 @@ def test_a_body_of_unknown_length_is_refused_at_the_limit(service: Served, monke
         head = connection.recv(4096)
         assert head.startswith(b"HTTP/1.1 413")
         # what still comes is thrown away, but not for long
-        assert drip(connection, b"1\r\nx\r\n", answer=False) < 3
+        drip(connection, b"1\r\nx\r\n", answer=False)
 
 
 def test_text_beside_inline_media_has_its_own_limit(service: Served) -> None:
@@ -288,9 +287,9 @@ def test_a_head_that_is_too_long_gets_an_error(service: Served) -> None:
 # ── speeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: bool = True) -> float:
-    """Sends the data over and over, byte by byte, until the other side answers, or closes the connection. Returns how
-    long that took."""
+def drip(connection: socket.socket, data: bytes, seconds: float = 9.0, answer: bool = True) -> None:
+    """Sends the data over and over, byte by byte, until the other side answers, or closes the connection, which it must
+    before it would have without the tests' own limits."""
     began = time.monotonic()
     connection.settimeout(0.05)
     while time.monotonic() - began < seconds:
@@ -304,7 +303,7 @@ def drip(connection: socket.socket, data: bytes, seconds: float = 5.0, answer: b
             except OSError:
                 pass
             connection.settimeout(5)
-            return time.monotonic() - began
+            return
     raise AssertionError("never answered")
 
 
@@ -318,7 +317,7 @@ def test_a_slow_head_times_out(service: Served, monkeypatch: pytest.MonkeyPatch,
             received = b""
             while not received.endswith(b'{"status":"ok"}'):
                 received += connection.recv(4096)
-        assert drip(connection, data) < 3
+        drip(connection, data)
         assert answer_to(connection) == (408, "head_too_slow")
 
 
@@ -378,7 +377,7 @@ def test_a_slow_body_times_out(
             f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1000\r\n\r\n{{".encode()
         )
         if drips:
-            assert drip(connection, b" " * 50) < 3
+            drip(connection, b" " * 50)
         assert answer_to(connection) == (408, "body_too_slow")
     assert service.running.frontend.router.num_requests == 0
 

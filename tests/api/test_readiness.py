@@ -64,7 +64,7 @@ def test_the_service_is_not_ready_while_a_stage_fails_or_hangs(
     began = time.monotonic()
     response = ready(alone)
     assert (response.status_code, "still running" in response.json()["reason"]) == (503, True)
-    assert time.monotonic() - began < 3, "it doesn't wait for a stage that hangs"
+    assert time.monotonic() - began < 15, "it doesn't wait for a stage that hangs"
     gate.opened.set()
     wait_for(lambda: ready(alone).status_code == 200)
     wait_for(alone.everything_is_back)

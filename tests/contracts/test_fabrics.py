@@ -412,7 +412,7 @@ def test_a_stopped_owner_blocks_no_writer(name: str) -> None:
             writes = [fabric.write(owner.handle, [Copy(source, 0)]) for fabric in (known, stranger)]
             for write in writes:
                 write.done()
-            assert time.monotonic() - since < 1
+            assert time.monotonic() - since < 10
             owner.process.send_signal(signal.SIGCONT)
             for write in writes:
                 land(write)

@@ -1,6 +1,5 @@
 """Admission, rejection and fair queueing: a router without sockets, and a wall clock."""
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -296,11 +295,9 @@ def busy_harness(seconds_each: float, **settings: Any) -> RouterHarness:
 def test_requests_that_cannot_meet_their_deadline_are_rejected_with_retry_after() -> None:
     harness = busy_harness(2.0, request_timeout=20.0)
     admitted = []
-    began = time.monotonic()
     with pytest.raises(Overloaded, match="would take about") as caught:
         for _ in range(200):
             admitted.append(harness.submit(client="a"))
-    assert time.monotonic() - began < 5
     # one a second: those in flight count half
     assert 15 <= len(admitted) <= 25
     assert 1 <= caught.value.retry_after <= 60

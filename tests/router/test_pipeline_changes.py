@@ -40,7 +40,7 @@ def test_changes_lead_to_what_a_new_viewer_gets(actions: list[tuple[int, int]], 
         before, latest = followed.latest, followed.look()
         seen = changed(seen, sent(changes(before, latest)))
         assert seen == latest
-    history.harness.clock.advance(COUNT_EVERY)
+    history.harness.now += COUNT_EVERY
     assert tokens_of(followed.look()) == tokens_of(PipelineView(history.harness.router, "model").snapshot())
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 from tests.support import sandbox_handlers as handlers
@@ -178,7 +179,8 @@ def test_several_workers_share_the_work() -> None:
 
 
 def test_closing_cancels_requests_in_progress() -> None:
-    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", LIMITS), 1, DecodeFailed)
+    limits = msgspec.structs.replace(LIMITS, seconds=30.0)  # so that the limit ends nothing before the close does
+    made = WorkerPool(WorkerSpec(f"{handlers.__name__}:obedient", "hello", limits), 1, DecodeFailed)
     made.wait_until_ready()
     errors: list[BaseException] = []
 
@@ -191,11 +193,9 @@ def test_closing_cancels_requests_in_progress() -> None:
     thread = threading.Thread(target=asks)
     thread.start()
     time.sleep(0.2)
-    began = time.monotonic()
     made.close()
-    thread.join(5)
+    thread.join(20)
     assert len(errors) == 1
-    assert time.monotonic() - began < 0.5
 
 
 def test_a_worker_ends_with_its_parent() -> None:

@@ -204,14 +204,14 @@ def test_a_rank_that_is_killed_before_it_arrives_or_while_nothing_happens(tmp_pa
         began = time.monotonic()
         with pytest.raises(StartError, match=r"rank 1 of 2 \(process \d+\) was killed by SIGKILL"):
             ranks.connect(CPU)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert len(failures) == 1
     with started(folder, failures) as ranks:
         ranks.connect(CPU)
         ranks.processes[0].kill()
         began = time.monotonic()
         while len(failures) < 2:
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 10
             time.sleep(0.001)
         assert f"(process {ranks.processes[0].pid}) was killed by SIGKILL" in str(failures[1])
     assert len(failures) == 2, "to be ended is no failure"

@@ -216,7 +216,7 @@ def test_an_instance_keeps_its_role_when_it_cannot_drain_in_time(folder: Path) -
             began = time.monotonic()
             with pytest.raises(StartError, match=r"not done with its work within 0\.2 s"):
                 await set_role(service, "pd0", Role.P, timeout=0.2, force=True)
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 10.0, "it waited for the step that hangs"
             opened.set()
             assert await asyncio.gather(*asked) == [expected, expected]
             assert (await status(service))["pd0"].role is Role.PD
