@@ -20,25 +20,16 @@ from tests.support.serving import Served, image, image_part, text_part, wait_for
 from triptych.api.viewers import MAX_PER_CLIENT, MAX_RATE, MAX_VIEWERS, SILENCE
 from triptych.config import LeaseConfig
 from triptych.observe.pipeline import Pipeline
-from triptych.observe.pipeline_changes import PipelineChanges, changed
 
 HELLO = b"GET /ui/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def events(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline | PipelineChanges, None, None]:
+def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline, None, None]:
     with client.stream("GET", path) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: "):
-                yield msgspec.json.decode(line.removeprefix("data: "), type=Pipeline | PipelineChanges, strict=True)
-
-
-def snapshots(client: httpx.Client, path: str = "/ui/events") -> Generator[Pipeline, None, None]:
-    latest = None
-    with closing(events(client, path)) as news:
-        for one in news:
-            latest = changed(latest, one)
-            yield latest
+                yield msgspec.json.decode(line.removeprefix("data: "), type=Pipeline, strict=True)
 
 
 @contextmanager
@@ -167,11 +158,11 @@ def test_viewers_that_come_again_and_again_cost_no_more_snapshots(frontend: Alon
     with ExitStack() as stack:
         stack.enter_context(changing(frontend))
         for _ in range(others):
-            next(stack.enter_context(closing(events(stack.enter_context(frontend.client()), "/ui/events?rate=1"))))
+            next(stack.enter_context(closing(snapshots(stack.enter_context(frontend.client()), "/ui/events?rate=1"))))
         sent, began = viewers.num_sent, time.monotonic()
         for _ in range(40):
             with open_stream(frontend) as one:
-                assert b'"kind":"snapshot"' in read_until(one, b"data: {")
+                assert read_until(one, b"data: {")
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets at once
         assert viewers.num_sent - sent <= MAX_RATE * (time.monotonic() - began) + 1
     wait_for(lambda: not len(viewers))
@@ -189,28 +180,27 @@ def read_until(one: socket.socket, end: bytes) -> bytes:
 
 
 def test_what_has_not_changed_is_not_sent_again(frontend: Alone) -> None:
-    with frontend.client() as client, closing(events(client)) as news:
-        whole, *rest = [next(news) for _ in range(3)]
-        assert isinstance(whole, Pipeline)
-        assert rest == [PipelineChanges(time=one.time) for one in rest]
+    with frontend.client() as client, closing(snapshots(client)) as stream:
+        first, *rest = [next(stream) for _ in range(3)]
+        assert rest == [msgspec.structs.replace(first, time=one.time) for one in rest]
         assert rest[1].time - rest[0].time >= SILENCE - 0.05
 
 
 def test_a_change_is_sent_soon(frontend: Alone) -> None:
-    with frontend.client() as client, closing(events(client)) as news:
+    with frontend.client() as client, closing(snapshots(client)) as stream:
         took = []
         for number in range(5):
-            next(news)
+            before = next(stream).events
             began = time.monotonic()
             frontend.frontend.api.router.events.add("joined", f"e{number} joined as E")
-            assert next(one for one in news if isinstance(one, PipelineChanges) and one.events)
+            assert next(one for one in stream if one.events != before)
             took.append(time.monotonic() - began)
         assert min(took) < SILENCE / 2, "the others may come late on a busy machine"
 
 
 def test_a_viewer_that_asks_for_fewer_gets_the_last_change_in_its_time(frontend: Alone) -> None:
     router = frontend.frontend.api.router
-    with frontend.client() as eager, frontend.client() as calm, closing(events(eager)) as more:
+    with frontend.client() as eager, frontend.client() as calm, closing(snapshots(eager)) as more:
         next(more)
         with closing(snapshots(calm, "/ui/events?rate=1")) as fewer:
             next(fewer)
@@ -220,18 +210,21 @@ def test_a_viewer_that_asks_for_fewer_gets_the_last_change_in_its_time(frontend:
             assert [one.text for one in next(fewer).events][-3:] == [f"e{number} joined as E" for number in range(3)]
 
 
-def test_a_viewer_that_misses_changes_gets_whole_snapshots(frontend: Alone) -> None:
-    with (
-        changing(frontend),
-        frontend.client() as eager,
-        frontend.client() as calm,
-        closing(events(eager)) as more,
-        closing(events(calm, "/ui/events?rate=2")) as fewer,
-    ):
-        next(more)
-        first, *rest = [next(fewer) for _ in range(5)]
-    assert isinstance(first, Pipeline)
-    assert any(isinstance(one, Pipeline) for one in rest)
+def test_streams_are_compressed_for_those_who_take_it_from_any_snapshot_on(frontend: Alone) -> None:
+    router = frontend.frontend.api.router
+    with frontend.client() as one, frontend.client() as other, closing(snapshots(one)) as early:
+        seen = [next(early)]
+        router.events.add("joined", "e8 joined as E")
+        with other.stream("GET", "/ui/events", headers={"Accept-Encoding": "identity"}) as response:
+            assert "content-encoding" not in response.headers
+            assert next(response.iter_lines()).startswith('data: {"time":')
+        with one.stream("GET", "/ui/events") as response:
+            assert response.headers["content-encoding"] == "gzip"
+        with closing(snapshots(other)) as late:
+            router.events.add("joined", "e9 joined as E")
+            wanted = next(one for one in late if one.events[-1].text.startswith("e9"))
+        while seen[-1].events != wanted.events:
+            seen.append(next(early))
 
 
 def test_there_are_limits_to_viewers_and_those_that_leave_make_room(folder: Path) -> None:

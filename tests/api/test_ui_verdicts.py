@@ -17,7 +17,6 @@ from tests.support.harness import FLOAT32
 from tests.support.serving import CHAT, Served, served
 from triptych.engine.loop import EngineLoop
 from triptych.observe.pipeline import Pipeline, Verdict
-from triptych.observe.pipeline_changes import PipelineChanges, changed
 
 pytestmark = pytest.mark.slow
 
@@ -54,13 +53,9 @@ def verdict(service: Served, stage: str, says: str) -> Verdict:
     """The first verdict that names the stage and has these words."""
     deadline, seen = time.monotonic() + 30, list[str]()
     with service.client() as client, client.stream("GET", "/ui/events?rate=2") as response:
-        latest: Pipeline | None = None
         for line in response.iter_lines():
             if line:
-                latest = changed(
-                    latest, msgspec.json.decode(line.removeprefix("data: "), type=Pipeline | PipelineChanges)
-                )
-                found = latest.verdict
+                found = msgspec.json.decode(line.removeprefix("data: "), type=Pipeline).verdict
                 if found.stage == stage and says in found.sentence:
                     return found
                 seen.append(found.sentence)

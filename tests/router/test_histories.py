@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from tests.support.followed_view import FollowedView
 from tests.support.plans import plan_of
 from tests.support.router_harness import (
     D0,
@@ -49,6 +48,7 @@ from triptych.messages.work import (
     SamplingParams,
     Tokens,
 )
+from triptych.router.pipeline_view import PipelineView
 from triptych.router.placement import POLICIES
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
@@ -65,7 +65,7 @@ SERVICES = [
     [EP0, D0],
 ]
 LOOK_EVERY = 4
-"""Steps between two looks of a view of the router."""
+"""Steps between two snapshots of the router."""
 COSTS = [1.0, 0.1, 1e15 / 3, 100.7]
 
 
@@ -94,7 +94,7 @@ class History:
             restart_hold=rng.choice([0.0, 30.0]),
         )
         self.router, send = self.harness.router, self.harness.send
-        self.followed = FollowedView(self.router)
+        self.view = PipelineView(self.router, "model")
 
         def sometimes(to: Address, message: Message) -> None:
             if rng.random() < self.lost:
@@ -130,7 +130,7 @@ class History:
             self.check_progress()
             self.steps += 1
             if self.steps % LOOK_EVERY == 0:
-                self.followed.look()
+                assert len(self.view.snapshot().instances) >= len(list(self.router.membership))
 
     def submit(self) -> None:
         rng = self.rng

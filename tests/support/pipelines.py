@@ -43,11 +43,11 @@ BUSY = Pipeline(
             ["e0"],
             NOW - 12.1 + number,
             2,
+            1234 * (20 <= number < 22),
             "",
         )
         for number in range(23)
     ],
-    tokens={f"{number:016x}": 1234 * (number >= 20) for number in range(22)},
     events=[
         EventView(1, NOW - 40, "joined", "e1 joined as E"),
         EventView(2, NOW - 30, "lost", "e1 was lost; 3 items go to e0"),
@@ -77,14 +77,13 @@ def large() -> Pipeline:
 def nothing() -> Pipeline:
     """A frontend that has just started."""
     service = ServiceView("demo", "0.1.0", "", False, "no instance of E has joined", NOW, 0)
-    return Pipeline(NOW, service, [], [], [], {}, [], Verdict("", "", ""))
+    return Pipeline(NOW, service, [], [], [], [], Verdict("", "", ""))
 
 
 def hostile() -> Pipeline:
     """Every text is meant to harm a terminal, and every number is nonsense."""
     fields = {name: _spoiled(msgspec.to_builtins(value)) for name, value in msgspec.structs.asdict(BUSY).items()}
-    spoiled = msgspec.convert({"kind": "snapshot", **fields}, Pipeline)
-    return msgspec.structs.replace(spoiled, tokens={one.key: -(2**62) for one in spoiled.requests})
+    return msgspec.convert(fields, Pipeline)
 
 
 def _spoiled(value: object) -> object:

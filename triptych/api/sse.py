@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -31,6 +32,15 @@ def error_event(error: TriptychError) -> bytes:
     return event(body_of(error))
 
 
+def packed_part(part: bytes) -> bytes:
+    """Return a part of a gzip stream compressed, without its header. It refers to nothing before it, so that streams
+    that begin at different times can share it."""
+    packer = zlib.compressobj(level=1, wbits=-zlib.MAX_WBITS)
+    return packer.compress(part) + packer.flush(zlib.Z_FULL_FLUSH)
+
+
+GZIP_HEADER = bytes.fromhex("1f8b0800000000000003")
+"""What a stream without a name and a time begins with (RFC 1952)."""
 DONE = b"data: [DONE]\n\n"
 LAST_EVENT = 0.2
 """Seconds for the rest of a stream that its source has ended."""
@@ -45,9 +55,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], send_timeout: float, ended: asyncio.Event | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        send_timeout: float,
+        ended: asyncio.Event | None = None,
+        *,
+        encoding: str = "",
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        """``encoding`` is the events' content encoding; empty for none."""
+        headers = {"Content-Encoding": encoding, "Vary": "Accept-Encoding"} if encoding else {}
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | headers)
         del self.headers["content-length"]
         self._events = events
         self._send_timeout = send_timeout

@@ -17,7 +17,7 @@ from triptych.api.context import ApiContext
 from triptych.api.json_response import JsonResponse
 from triptych.api.sse import EventStream
 from triptych.api.ui_access import refusal
-from triptych.api.ui_files import PAGE, ui_files
+from triptych.api.ui_files import PAGE, takes_gzip, ui_files
 from triptych.api.viewers import MAX_RATE
 from triptych.config.observe import TRACE_ID
 from triptych.errors import InvalidRequest
@@ -79,11 +79,11 @@ class UiEndpoints:
         """By path below the page's."""
 
     async def _events(self, request: Request) -> Response:
-        """Snapshots (``Pipeline``) as server-sent events, ``rate`` a second."""
-        viewers, record = self._api.viewers, request.state.record
+        """Snapshots (``Pipeline``) as server-sent events, ``rate`` a second; compressed for those who take that."""
+        viewers, record, packed = self._api.viewers, request.state.record, takes_gzip(request)
         viewers.enter(record, _number(request, "rate", MAX_RATE))
-        stream = viewers.snapshots(record)
-        return EventStream(stream, self._api.frontend.http.client_timeout, viewers.ended)
+        stream, patience = viewers.snapshots(record, packed), self._api.frontend.http.client_timeout
+        return EventStream(stream, patience, viewers.ended, encoding="gzip" if packed else "")
 
     async def _requests(self, request: Request) -> Response:
         """The requests in flight and the last that ended (``RequestView``), the latest first."""

@@ -50,9 +50,14 @@ class UiFile:
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         body = self.content
-        if self.compressed and "gzip" in request.headers.get("accept-encoding", ""):
+        if self.compressed and takes_gzip(request):
             body, headers["Content-Encoding"] = self.compressed, "gzip"
         return Response(body, media_type=self.media_type, headers=headers)
+
+
+def takes_gzip(request: Request) -> bool:
+    """Return whether the client says that it takes answers in gzip."""
+    return "gzip" in request.headers.get("accept-encoding", "")
 
 
 @functools.cache

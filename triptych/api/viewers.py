@@ -1,7 +1,6 @@
 """The viewers of ``/ui``: snapshots of the service, made once for all of them and only while there are any.
 
-A viewer gets a whole snapshot first, then what changes. One that has missed changes gets a whole snapshot again, so
-that nothing is kept for it."""
+A viewer gets the latest one whenever it is ready for it, so that nothing is kept for a slow one."""
 
 import asyncio
 import logging
@@ -9,10 +8,11 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-from triptych.api.sse import event
+from msgspec import structs
+
+from triptych.api.sse import GZIP_HEADER, event, packed_part
 from triptych.errors import Overloaded, RateLimited
 from triptych.observe.pipeline import Pipeline
-from triptych.observe.pipeline_changes import changes
 from triptych.observe.requests import RequestRecord
 from triptych.router.pipeline_view import PipelineView
 
@@ -40,10 +40,10 @@ class Viewers:
         self._rates: dict[RequestRecord, float] = {}
         self._latest: Pipeline | None = None
         """The last one that was sent; None before the first one, and when streams are to end."""
-        self._changes = b""
-        """It as an event for those that have the one before; a whole one if there was none."""
-        self._whole = b""
-        """It as an event for all others; empty until one needs it."""
+        self._event = b""
+        """It as an event."""
+        self._packed = b""
+        """The event compressed; empty until a viewer needs that."""
         self.num_sent = 0
         """Snapshots sent so far. One that is as the last one is sent once per ``SILENCE`` only."""
         self._send_at = 0.0
@@ -74,12 +74,14 @@ class Viewers:
         self._rates[record] = min(MAX_RATE, max(MIN_RATE, rate))
         record.at_end(lambda: self._rates.pop(record, None))
 
-    async def snapshots(self, record: RequestRecord) -> AsyncGenerator[bytes, None]:
-        """Yield events, a ``Pipeline`` or ``PipelineChanges`` each, for a viewer that has entered."""
+    async def snapshots(self, record: RequestRecord, packed: bool = False) -> AsyncGenerator[bytes, None]:
+        """Yield events, a ``Pipeline`` each, for a viewer that has entered. ``packed`` ones make a gzip stream."""
         clock, interval = asyncio.get_running_loop().time, 1 / self._rates[record]
         due = clock()
         self._look_for_another(due)
         seen = self.num_sent if self._latest is None else -1
+        if packed:
+            yield GZIP_HEADER
         while not self.ended.is_set():
             if self.num_sent == seen:
                 await self._sent.wait()
@@ -89,16 +91,16 @@ class Viewers:
                         await self.ended.wait()
             if self._latest is None:
                 return
-            missed, seen, due = self.num_sent - seen - 1, self.num_sent, clock() + interval - _EARLY
-            if missed and not self._whole:
-                self._whole = event(self._latest)
-            yield self._whole if missed else self._changes
+            seen, due = self.num_sent, clock() + interval - _EARLY
+            if packed and not self._packed:
+                self._packed = packed_part(self._event)
+            yield self._packed if packed else self._event
 
     def end(self) -> None:
         """End all streams: their viewers come back to the next process."""
         self.ended.set()
         self._stop()
-        self._send(None, b"")
+        self._send(None)
 
     def _look_for_another(self, now: float) -> None:
         """Look at the service for a new viewer, unless that was done just now: then it gets what was seen. So viewers
@@ -113,7 +115,7 @@ class Viewers:
             self._look_in(left)
 
     def _look(self) -> None:
-        """Look at the service, send what has changed, and look again later if there are viewers."""
+        """Look at the service, send what is seen if it is new, and look again later if there are viewers."""
         self._stop()
         if not self._rates or self.ended.is_set():
             self._latest = None
@@ -121,10 +123,10 @@ class Viewers:
         now, interval = asyncio.get_running_loop().time(), 1 / max(self._rates.values())
         self._looked_at = now
         try:
-            changed = self._send_changes(now)
+            changed = self._send_news(now)
         except Exception:  # viewers get the end of their streams, not silence
             log.exception("no snapshot could be made")
-            self._send(None, b"")
+            self._send(None)
             changed = False
         self._interval = interval if changed else max(interval, min(2 * self._interval, QUIET_INTERVAL))
         self._look_in(self._interval)
@@ -138,22 +140,18 @@ class Viewers:
             self._timer.cancel()
             self._timer = None
 
-    def _send_changes(self, now: float) -> bool:
-        """Send what has changed, or that nothing has if viewers have heard nothing for a while. ``now`` is by the event
-        loop's clock. Return whether anything has changed."""
-        silent = now >= self._send_at
-        if self._latest is not None and self._view.is_current and not silent:
-            return False
+    def _send_news(self, now: float) -> bool:
+        """Send a snapshot if anything but its time is new, or if viewers have heard nothing for a while. ``now`` is by
+        the event loop's clock. Return whether anything is new."""
         pipeline = self._view.snapshot()
-        news = None if self._latest is None else changes(self._latest, pipeline)
-        changed = news is None or not news.is_empty
-        if changed or silent:
+        is_new = self._latest is None or pipeline != structs.replace(self._latest, time=pipeline.time)
+        if is_new or now >= self._send_at:
             self._send_at = now + SILENCE
-            self._send(pipeline, event(pipeline if news is None else news))
-        return changed
+            self._send(pipeline)
+        return is_new
 
-    def _send(self, pipeline: Pipeline | None, changes: bytes) -> None:
-        self._latest, self._changes, self._whole = pipeline, changes, b""
+    def _send(self, pipeline: Pipeline | None) -> None:
+        self._latest, self._event, self._packed = pipeline, b"" if pipeline is None else event(pipeline), b""
         self.num_sent += 1
         sent, self._sent = self._sent, asyncio.Event()
         sent.set()

@@ -173,7 +173,7 @@ def _requests(pipeline: Pipeline, width: int, most: int) -> _Section:
         TextColumn("phase", [cell(one.phase) for one in requests]),
         TextColumn("for", [Text(duration(pipeline.time - one.entered)) for one in requests], right=True),
         TextColumn("items", [Text(f"{one.num_items:,}") for one in requests], 2, right=True),
-        TextColumn("tokens", [Text(f"{pipeline.tokens.get(one.key, 0):,}") for one in requests], 1, right=True),
+        TextColumn("tokens", [Text(f"{one.num_tokens:,}") for one in requests], 1, right=True),
         TextColumn("on", [cell(", ".join(one.instances)) for one in requests], 1),
     ]
     titles, *rows = table_lines(columns, width)

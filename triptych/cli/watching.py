@@ -12,7 +12,6 @@ import msgspec
 from triptych.cli.text_table import cell
 from triptych.errors import ConfigError, FrontendSilent
 from triptych.observe.pipeline import Pipeline
-from triptych.observe.pipeline_changes import PipelineChanges, changed
 
 EVENTS = "/ui/events"
 MAX_EVENT = 2 * 2**20
@@ -73,10 +72,8 @@ async def snapshots(source: Source) -> AsyncGenerator[Pipeline, None]:
             client.stream("GET", source.url + EVENTS, params={"rate": f"{source.rate:g}"}) as response,
         ):
             await _check(response, source)
-            latest: Pipeline | None = None
             async for data in _events(response, source):
-                latest = _next(latest, data, source)
-                yield latest
+                yield _snapshot(data, source)
     except httpx.ReadTimeout:
         raise FrontendSilent(f"{source.url} has sent nothing for {SILENT_SECONDS:g} s") from None
     except httpx.HTTPError as error:
@@ -137,10 +134,10 @@ async def _events(response: httpx.Response, source: Source) -> AsyncIterator[byt
             raise ConfigError(f"{source.url} is no Triptych frontend: it sent more than {MAX_EVENT} bytes in one event")
 
 
-def _next(latest: Pipeline | None, data: bytes, source: Source) -> Pipeline:
+def _snapshot(data: bytes, source: Source) -> Pipeline:
     try:
-        return changed(latest, msgspec.json.decode(data, type=Pipeline | PipelineChanges))
-    except (msgspec.DecodeError, ValueError) as error:
+        return msgspec.json.decode(data, type=Pipeline)
+    except msgspec.DecodeError as error:
         raise ConfigError(
             f"{source.url} is no Triptych frontend of this version: it sent an event that is no snapshot ({error})"
         ) from None

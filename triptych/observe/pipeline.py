@@ -2,8 +2,8 @@
 requests.
 
 Times are in seconds since the epoch, durations in seconds, shares from 0 to 1. Those that a snapshot has many of are
-left to reference counting (``gc=False``): none is part of a cycle, and ten snapshots a second are made. Whatever stays
-the same from one to the next is equal: it has points in time instead of durations that grow.
+left to reference counting (``gc=False``): none is part of a cycle, and ten snapshots a second are made. They
+have points in time instead of durations that grow, so that a snapshot without news is equal to the one before.
 """
 
 from msgspec import Struct
@@ -118,6 +118,8 @@ class RequestMark(Struct, frozen=True, gc=False):
     entered: float
     """When this phase began."""
     num_items: int
+    num_tokens: int
+    """Tokens that it has generated."""
     queue: str
     """The stage for which it, or all its items that are left, wait at the frontend; empty if an instance has it."""
 
@@ -144,7 +146,7 @@ class Verdict(Struct, frozen=True):
     """What would help; empty if nothing binds."""
 
 
-class Pipeline(Struct, frozen=True, tag_field="kind", tag="snapshot"):
+class Pipeline(Struct, frozen=True):
     """A service at one time."""
 
     time: float
@@ -153,9 +155,6 @@ class Pipeline(Struct, frozen=True, tag_field="kind", tag="snapshot"):
     instances: list[InstanceView]
     requests: list[RequestMark]
     """At most 200, the oldest first."""
-    tokens: dict[str, int]
-    """Tokens that requests have generated, by their keys, as last counted: once a second. Those that have begun since
-    are missing."""
     events: list[EventView]
     """The last 50."""
     verdict: Verdict

@@ -195,7 +195,6 @@ class EncodeDispatcher:
             return False
         replaced = self._release_item(items, task.index)
         items.queued[task.index] = self._queued(task)
-        self._table.changes.note(task.request)
         return replaced
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
@@ -232,7 +231,6 @@ class EncodeDispatcher:
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
                 del self._requests[task.request].queued[task.index]
-                self._table.changes.note(task.request)
             else:
                 self._dispatch_to(task, self._choose(task, instances))
 
@@ -355,7 +353,6 @@ class EncodeDispatcher:
             self._queue.charge(encode.task.client, -encode.cost)
         self._note_cached(encode)
         self._free_capacity(encode, 0.0 if cached else encode.cost)
-        self._table.changes.note(encode.task.request)
 
     def _note_cached(self, encode: InFlightEncode) -> None:
         """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
@@ -385,7 +382,6 @@ class EncodeDispatcher:
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             del self._requests[encode.task.request].in_flight[transfer]
-            self._table.changes.note(encode.task.request)
         return list(assigned), list(requests)
 
     def hand_back(self, instance: Instance, transfers: Sequence[TransferId]) -> list[RequestId]:
@@ -435,7 +431,6 @@ class EncodeDispatcher:
         earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
-            self._table.changes.note(encode.task.request)
             if encode in self._unfinished:
                 encode.instance.encoded.discard(encode.task.cache_name)
             self._free_capacity(encode, 0.0)
@@ -452,7 +447,6 @@ class EncodeDispatcher:
             return False
         self._queue.remove(ticket)
         self.num_openings += 1  # others may have waited behind it
-        self._table.changes.note(ticket.work.request)
         return True
 
     def _free_capacity(self, encode: InFlightEncode, done: float) -> None:

@@ -24,7 +24,6 @@ class LauncherView:
 
     _reports: dict[Address, tuple[LauncherReport, float]] = field(default_factory=dict)
     """With the time at which it came, the latest last."""
-    _num_taken: int = 0
     """Reports so far."""
 
     def update(self, report: LauncherReport, now: float) -> list[LaunchedInstance]:
@@ -33,7 +32,6 @@ class LauncherView:
         earlier, _ = self._reports.pop(report.launcher, (None, 0.0))
         known = {(one.name, one.incarnation, one.state) for one in (earlier.instances if earlier else ())}
         self._reports[report.launcher] = report, now
-        self._num_taken += 1
         if len(self._reports) > MAX_LAUNCHERS:
             del self._reports[next(iter(self._reports))]
         ended = [one for one in report.instances if one.state in (LaunchState.RESTARTING, LaunchState.FAILED)]
@@ -56,10 +54,6 @@ class LauncherView:
     def launchers(self, now: float) -> list[Address]:
         """Return the supervisors that sent a report recently."""
         return [launcher for launcher, (_, received) in self._reports.items() if now - received <= FRESH_SECONDS]
-
-    def version(self, now: float) -> tuple[int, int]:
-        """Return a value that is another one when a report has come, or has become too old."""
-        return self._num_taken, len(self.launchers(now))
 
     def change(self, now: float) -> str:
         """Return the changes of processes in progress, and what they do; empty if there is none."""

@@ -71,15 +71,12 @@ class LoadWindow:
         self._lifecycle = lifecycle
         self._samples: deque[LoadSample] = deque(maxlen=round(WINDOW / INTERVAL))
         self._due = float("-inf")
-        self.number = 0
-        """Samples taken so far."""
 
     def tick(self, now: float) -> None:
         """Take a sample if one is due. ``now`` is by the router's clock."""
         if now >= self._due:
             self._due = now + INTERVAL
             self._samples.append(take_sample(self._membership, self._lifecycle, now))
-            self.number += 1
 
     @property
     def samples(self) -> list[LoadSample]:

@@ -112,11 +112,6 @@ class Membership:
         instance.next_role = role
         self.number += 1
 
-    def version(self, now: float) -> tuple[int, ...]:
-        """Return a value that is another one when instances, or what supervisors say of them, have changed. The work
-        that instances have been given isn't part of that."""
-        return self.number, *self.launched.version(now)
-
     def serves(self, stage: Stage, now: float) -> bool:
         """Return whether work for a stage can be taken on: an instance runs it, did a short time ago, or is being
         restarted. Call a few times a second."""

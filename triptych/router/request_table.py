@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from triptych.messages.work import PrefillNeeded
 from triptych.router.instance import Assignment, Instance
-from triptych.router.recent_changes import RecentChanges
 from triptych.router.request_state import (
     BEFORE_ANSWER,
     COMPUTING,
@@ -30,8 +29,6 @@ class RequestTable:
         self._waiting_for_prefill: dict[RequestId, RequestState] = {}
         self._deadlines: list[tuple[float, int, RequestId]] = []
         self._order = itertools.count()
-        self.changes = RecentChanges()
-        """Requests whose phase or instances have changed; ``EncodeDispatcher`` notes those whose items have."""
         self.num_openings = 0
         """Changes so far that may let waiting work go on: work was queued, room was freed, or a trial has ended."""
         self.computing_cost = 0.0
@@ -45,7 +42,6 @@ class RequestTable:
         self._num_in_phase[state.phase] += 1
         heapq.heappush(self._deadlines, (state.deadline, state.arrival, state.id))
         self.num_openings += 1
-        self.changes.note(state.id)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that has ended, and take all of its work off the instances' accounts."""
@@ -71,14 +67,12 @@ class RequestTable:
         self.computing_cost += state.cost * ((phase in COMPUTING) - (before in COMPUTING))
         if not self.num_computing:
             self.computing_cost = 0.0  # sums and differences of floats don't return to exactly 0
-        self.changes.note(state.id)
 
     def charge(self, state: RequestState, work: Assignment) -> None:
         """Note that an instance was given a piece of work for a request. ``release`` takes it back, at the latest when
         the request ends."""
         work.instance.account.charge(work)
         state.work[work] = None
-        self.changes.note(state.id)
 
     def release(self, state: RequestState, work: Assignment) -> bool:
         """Take a piece of work off its instance's account; return False if it isn't there any more."""
@@ -86,7 +80,6 @@ class RequestTable:
             return False
         del state.work[work]
         self.num_openings += 1
-        self.changes.note(state.id)
         return True
 
     def assign(self, state: RequestState, instance: Instance) -> None:
@@ -134,7 +127,6 @@ class RequestTable:
             self.num_openings += 1
         if state.may_stall:
             state.decode.instance.account.can_start(state.decode)
-            self.changes.note(state.id)
         state.has_answered = True
 
     def get(self, request: RequestId) -> RequestState | None:
@@ -207,4 +199,3 @@ class RequestTable:
             self._waiting_for_prefill[state.id] = state
         else:
             self._waiting_for_prefill.pop(state.id, None)
-        self.changes.note(state.id)

@@ -1,7 +1,5 @@
 // Talks to the service: the API key, requests, and streams of events. EventSource can't send a key, so fetch reads them.
 
-import { next } from "./snapshots.js";
-
 const ROOT = new URL("..", import.meta.url);
 const KEY = "triptych-api-key";
 const ANSWER = 30000; // milliseconds within which the service must answer
@@ -156,13 +154,11 @@ export function follow(onSnapshot, onState) {
   let failures = 0;
 
   async function read(response) {
-    let snapshot = null;
     for await (const data of events(response)) {
       patience.heard();
       failures = 0;
       onState("live", "");
-      snapshot = next(snapshot, JSON.parse(data));
-      onSnapshot(snapshot);
+      onSnapshot(JSON.parse(data));
     }
     throw new Error("the service ended it");
   }
