@@ -18,6 +18,7 @@ import torch
 
 from bench.measuring import like_an_instance, report
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig, ServeConfig
 from triptych.demo import MODEL_DIR
 from triptych.engine.loop import EngineLoop
@@ -41,7 +42,7 @@ class _Sink(Channel):
     """A channel that encodes messages and drops them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SystemClock())
         self.woken = threading.Event()
 
     def send(self, to: Address, message: Message) -> None:
@@ -78,7 +79,7 @@ def step_seconds(folder: Path, requests: int, steps: int) -> list[float]:
     config = ServeConfig(model=folder, engine=engine)
     channel = _Sink()
     spec = config.instance(Role.PD, "pd", "127.0.0.1:1")
-    instance = build_instance(spec, model=ModelBundle(Checkpoint(folder), engine), channel=channel)
+    instance = build_instance(spec, model=ModelBundle(Checkpoint(folder), engine), channel=channel, clock=SystemClock())
     (loop,) = (one for one in instance.loops if isinstance(one, EngineLoop))
     logits = torch.zeros(requests, 512)
     logits[:, 7] = 1.0

@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
 from triptych.messages.channel import Channel, endpoint
@@ -48,7 +49,7 @@ class Peer:
     def __init__(self, control: str, gap: float, groups: int = 1) -> None:
         host, _, port = control.rpartition(":")
         self._frontend = endpoint(host, port)
-        self._channel = Channel()
+        self._channel = Channel(SystemClock())
         self._gap = gap / groups
         self._groups = groups
         self._ended = threading.Event()

@@ -24,6 +24,7 @@ import psutil
 
 from bench.frontend import CHAT, WORD, body, cpu, picture, start_frontend
 from bench.measuring import report
+from triptych.clock import SystemClock
 from triptych.config import LeaseConfig
 from triptych.demo import MODEL_DIR
 from triptych.errors import TriptychError
@@ -43,7 +44,7 @@ class Stub:
     """Replaces an EPD instance, in a thread. Its leases and credits are those of a real instance."""
 
     def __init__(self, controls: list[str]) -> None:
-        self._channel = Channel()
+        self._channel = Channel(SystemClock())
         self._ended = threading.Event()
         capacity, model = Capacity(2**10, 2**10), identity_of(MODEL_DIR)
         layout = RowLayout(model.digest, "float32", 4, 16)
@@ -57,6 +58,7 @@ class Stub:
             capacity,
             registration=lambda: register,
             give_up=lambda _: None,
+            clock=SystemClock(),
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -116,7 +116,7 @@ class Tower:
 def run_instance(frontend: Address, pipe: Connection) -> None:
     """Run an encode instance until the pipe is closed. Each message there is answered with the
     counters, which then start at 0 again."""
-    channel = CountingChannel()
+    channel = CountingChannel(SystemClock())
     instance = InstanceProcess(
         name="e",
         role=Role.E,
@@ -126,9 +126,10 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
         channel=channel,
         join=[frontend.removeprefix("tcp://")],
         lease=LEASE,
+        clock=SystemClock(),
     )
     fabric = LocalFabric()
-    sender = Sender({fabric.name: fabric}, channel.address, instance.send)
+    sender = Sender({fabric.name: fabric}, channel.address, instance.send, clock=SystemClock())
     loop = EncodeLoop(
         preprocessors=Preprocessors(),
         runner=EncoderRunner(Tower(), torch.float32, instance.compute),
@@ -163,7 +164,7 @@ class Frontend:
     """A router on an event loop, and an encode instance in another process."""
 
     def __init__(self) -> None:
-        self.channel, self._language = Channel(), Channel()
+        self.channel, self._language = Channel(SystemClock()), Channel(SystemClock())
         self.longest = 0.0
         """Longest time for which the event loop was held, in seconds."""
         self._encoded: dict[TransferId, asyncio.Future[bool]] = {}
@@ -264,7 +265,7 @@ async def measure(frontend: Frontend, files: dict[str, bytes], plan: ItemPlan, *
 def in_one_message(size: int, rounds: int) -> dict[str, float]:
     """Return for how long a message with all bytes of a file would hold the loops at both ends: medians, in ms."""
     sends, receives = [], []
-    here, there = Channel(), Channel()
+    here, there = Channel(SystemClock()), Channel(SystemClock())
     for _ in range(rounds):
         whole = PromptLogprobs(0, os.urandom(size), b"", b"")
         message = Prefilled(TransferId("t"), 0, None, 0, [], 1, whole)

@@ -12,6 +12,7 @@ from tests.support.serving import Served, image, image_part, served, text_part
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
 from triptych.cli import main
+from triptych.clock import SystemClock
 from triptych.config import InstanceSpec
 from triptych.errors import InvalidRequest, MediaNotServed, StartError
 from triptych.messages.channel import Channel
@@ -84,13 +85,14 @@ def test_topologies_that_encode_are_refused_at_start(
 def test_an_instance_that_encodes_is_refused_at_start(folder: Path) -> None:
     """An instance that joins a frontend by itself."""
 
-    channel = Channel()
+    channel = Channel(SystemClock())
     try:
         with pytest.raises(StartError, match=r"E instances encode, and .* is a text-only model"):
             build_instance(
                 InstanceSpec(model=str(folder), role=Role.E, name="e0", join="127.0.0.1:1", engine=FLOAT32),
                 model=ModelBundle(Checkpoint(folder), FLOAT32),
                 channel=channel,
+                clock=SystemClock(),
             )
     finally:
         channel.close()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from triptych.clock import SystemClock
 from triptych.engine.active_request import ActiveRequest
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.cache_rows import CacheRows, DeviceEvent, HostCacheRows, cache_rows
@@ -63,7 +64,9 @@ class SlowRows(HostCacheRows):
 class SinkHarness:
     def __init__(self, make_rows: Callable[[KVTensors, TokenRows], CacheRows] = cache_rows) -> None:
         self.sent: list[Message] = []
-        self.sender = Sender({"local": LocalFabric()}, P, lambda _, message: self.sent.append(message))
+        self.sender = Sender(
+            {"local": LocalFabric()}, P, lambda _, message: self.sent.append(message), clock=SystemClock()
+        )
         self.pool = PagePool(8, 4)
         self.wakes = 0
         cache = KVTensors.allocate(SPECS, [8], 4, torch.device("cpu"))

@@ -13,6 +13,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from tests.support.relay import Relay
+from triptych.clock import SystemClock
 from triptych.errors import BadAddress, BadMessage, Unavailable
 from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
@@ -26,7 +27,7 @@ SECRET = b"a secret of 24 bytes ..."
 
 @pytest.fixture(params=[None, SECRET], ids=["plain", "curve"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
-    one, other = Channel(secret=request.param), Channel(secret=request.param)
+    one, other = Channel(SystemClock(), secret=request.param), Channel(SystemClock(), secret=request.param)
     yield one, other
     one.close(linger=0)
     other.close(linger=0)
@@ -146,13 +147,13 @@ def test_an_address_that_is_none_is_refused(pair: tuple[Channel, Channel], addre
 
 def test_a_taken_port_is_refused(pair: tuple[Channel, Channel]) -> None:
     with no_growth(), pytest.raises(BadAddress):
-        Channel(port=int(pair[0].address.rsplit(":", 1)[1]), secret=SECRET)
+        Channel(SystemClock(), port=int(pair[0].address.rsplit(":", 1)[1]), secret=SECRET)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no.such.host.invalid", "a" * 100, "192.0.2.1"])
 def test_a_host_that_no_process_is_reached_at_is_refused(host: str) -> None:
     with no_growth(), pytest.raises(BadAddress):
-        Channel(host)
+        Channel(SystemClock(), host)
 
 
 def test_without_descriptors_sending_fails_with_an_error_of_ours(
@@ -172,7 +173,7 @@ def test_without_descriptors_sending_fails_with_an_error_of_ours(
 
 
 def test_a_closed_channel_fails_with_an_error_of_ours() -> None:
-    one = Channel()
+    one = Channel(SystemClock())
     one.close()
     with pytest.raises(Unavailable):
         one.send(Address("tcp://127.0.0.1:1"), beat(1))
@@ -456,7 +457,7 @@ def test_bad_frames_by_the_thousand_are_a_few_lines_in_the_log(caplog: pytest.Lo
 
 @contextmanager
 def channel(host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Channel]:
-    opened = Channel(host, secret=secret)
+    opened = Channel(SystemClock(), host, secret=secret)
     try:
         yield opened
     finally:
@@ -494,7 +495,7 @@ def no_growth() -> Iterator[None]:
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "curve"])
 def test_an_address_is_listened_at_too_once_it_is_free(secret: bytes | None) -> None:
-    first, second, peer = Channel(secret=secret), Channel(secret=secret), Channel(secret=secret)
+    first, second, peer = (Channel(SystemClock(), secret=secret) for _ in range(3))
     control = first.address
     try:
         assert not second.listen_too(control)
@@ -525,7 +526,7 @@ def test_a_late_wake_writes_to_no_other_descriptor(monkeypatch: pytest.MonkeyPat
         return made[-1]
 
     monkeypatch.setattr(os, "eventfd", lambda *_: new())
-    channel = Channel()
+    channel = Channel(SystemClock())
     [number] = made
     channel.close()
     made.clear()

@@ -25,6 +25,7 @@ import zmq
 from tests.support.checkpoints import make_checkpoint
 from tests.support.harness import FLOAT32, Running, running
 from tests.support.image_cases import Case, picture, png
+from triptych.clock import SystemClock
 from triptych.config import EncodeConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.engine.loop import EngineLoop
@@ -249,7 +250,7 @@ def test_nonsense_covers_every_message_and_keeps_to_their_types() -> None:
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
 @pytest.mark.parametrize("secret", [None, b"a secret of 24 bytes ..."], ids=["plain", "curve"])
 def test_a_channel_takes_any_frame(secret: bytes | None, num_frames: int) -> None:
-    inbox, friend = Channel(secret=secret), Channel(secret=secret)
+    inbox, friend = Channel(SystemClock(), secret=secret), Channel(SystemClock(), secret=secret)
     outbox = friend.outbox(inbox.address).socket
     nonsense = Nonsense(1, addresses=[inbox.address])
     received: list[Message] = []
@@ -333,7 +334,7 @@ class Attacker:
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDTIMEO, 30_000)
         self._socket.connect(target)
-        self._ear = Channel()
+        self._ear = Channel(SystemClock())
 
     def __enter__(self) -> "Attacker":
         return self

@@ -19,6 +19,7 @@ from triptych.transfer.memory import PlainMemory
 from triptych.transfer.receiver import Receiver
 from triptych.transfer.sender import Sender
 from triptych.types import Address, Placement, RequestId, Span, TransferId
+from triptych.virtual_time import VirtualClock
 
 LAYOUT = RowLayout("m", "float32", 4, 16)
 
@@ -40,26 +41,26 @@ def request(timeout: float) -> ActiveRequest:
 
 @pytest.mark.parametrize(("timeout", "last"), [(3600.0, 3600.0), (60.0, 600.0)])
 def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float, last: float) -> None:
-    now = [0.0]
+    clock = VirtualClock(0.0)
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
-    receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=lambda: now[0])
+    receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=clock)
     incoming = IncomingTransfers(receiver, "pd0")
     assert EmbeddingSource(incoming, Address("me"), torch.float32, 4).expect(request(timeout))
-    now[0] = last
+    clock.run_until(last)
     assert not incoming.take_failures()
-    now[0] = last + 1
+    clock.run_until(last + 1)
     assert [failure.error for _, failure in incoming.take_failures()] == ["DeadlineExceeded"]
 
 
 def test_rows_are_kept_for_their_consumer_as_long_as_its_request_may_take() -> None:
-    now, sent = [0.0], list[Message]()
+    clock, sent = VirtualClock(0.0), list[Message]()
     fabric = LocalFabric()
-    sender = Sender({fabric.name: fabric}, Address("e0"), lambda _, message: sent.append(message), clock=lambda: now[0])
+    sender = Sender({fabric.name: fabric}, Address("e0"), lambda _, message: sent.append(message), clock=clock)
     sender.offer(TransferId("t"), Address("pd0"), 8, LAYOUT, timeout=3600.0)
-    now[0] = 3600.0
+    clock.run_until(3600.0)
     sender.check_deadlines()
     assert TransferId("t") in sender
-    now[0] = 3601.0
+    clock.run_until(3601.0)
     sender.check_deadlines()
     assert sender.idle
 

@@ -26,6 +26,7 @@ from triptych.server.frontend_lease import REFUSED_INTERVAL, RETRY_INTERVAL, Fro
 from triptych.server.frontends import FINISHING_SECONDS, MAX_FINISHING, Frontends
 from triptych.topology import Role
 from triptych.types import Address
+from triptych.virtual_time import VirtualClock
 
 OWN, PEER = Address("tcp://127.0.0.1:9"), Address("tcp://127.0.0.1:8")
 A, B = Address("tcp://127.0.0.1:1"), Address("tcp://127.0.0.1:2")
@@ -105,7 +106,7 @@ class Instance:
     """An instance's leases with frontends A and B, and the clock."""
 
     def __init__(self, *frontends: Address) -> None:
-        self.now = 100.0
+        self.clock = VirtualClock()
         self.wire = Wire()
         self.given_up: list[Address] = []
         self.frontends = Frontends(
@@ -115,7 +116,7 @@ class Instance:
             CAPACITY,
             registration=lambda: Register("pd0", Role.PD, OWN, [], 7, 1, CAPACITY, 100),
             give_up=self.given_up.append,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         self.frontends.register()
 
@@ -131,7 +132,7 @@ class Instance:
     def wait(self, seconds: float, *alive: Address, **demand: Demand) -> None:
         """Time passes, and these frontends answer heartbeats."""
         for _ in range(round(seconds / BEAT)):
-            self.now += BEAT
+            self.clock.advance(BEAT)
             self.frontends.beat(InstanceStats())
             self.get(*(HeartbeatReceived(one, demand.get(one[-1:], Demand())) for one in alive))
             self.frontends.step()
@@ -160,11 +161,11 @@ def test_a_silent_frontend_loses_its_work_alone_and_is_asked_again_and_again() -
 def test_a_pause_of_its_own_is_not_the_frontends_silence() -> None:
     instance = Instance()
     instance.registered(A, B)
-    instance.now += EXPIRY - BEAT
+    instance.clock.advance(EXPIRY - BEAT)
     instance.frontends.lose_after(EXPIRY - BEAT)
     instance.frontends.step()
     assert not instance.given_up
-    instance.now += EXPIRY
+    instance.clock.advance(EXPIRY)
     instance.frontends.lose_after(EXPIRY)
     assert instance.given_up == [A, B], "frontends have given it up"
 
@@ -491,7 +492,7 @@ def test_names_are_looked_up_again_for_each_attempt(monkeypatch: pytest.MonkeyPa
 
     def registered_at() -> list[Address]:
         for _ in range(200):
-            instance.now += RETRY_INTERVAL / 10
+            instance.clock.advance(RETRY_INTERVAL / 10)
             instance.frontends.step()
             if taken := instance.wire.take(Register):
                 return [to for to, _ in taken]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from triptych.clock import SystemClock
 from triptych.errors import StartError
 from triptych.messages.stats import EncodeStats, InstanceStats
-from triptych.running_time import running_time
 from triptych.server import health as health_module
 from triptych.server.health import MAX_CONNECTIONS, MAX_HEAD, HealthServer
 from triptych.server.pulse import Pulse
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def server() -> Iterator[HealthServer]:
-    made = HealthServer(HOST, 0, Pulse("e0", Role.E))
+    made = HealthServer(HOST, 0, Pulse("e0", Role.E, SystemClock()))
     yield made
     made.close()
 
@@ -41,7 +41,7 @@ def answer(server: HealthServer, sent: bytes) -> bytes:
 def test_probes_tell_loading_ready_and_stuck_apart(server: HealthServer) -> None:
     assert (get(server, "/health").status_code, get(server, "/ready").text) == (200, "loading the model\n")
     assert get(server, "/ready").status_code == 503
-    server.pulse.ticked, server.pulse.not_ready = running_time(), ""
+    server.pulse.ticked, server.pulse.not_ready = server.pulse.clock.now(), ""
     assert (get(server, "/health").text, get(server, "/ready").status_code) == ("ok\n", 200)
     server.pulse.ticked -= server.pulse.max_silence + 1
     assert get(server, "/health").status_code == get(server, "/ready").status_code == 503
@@ -96,4 +96,4 @@ def test_idle_connections_are_closed_and_keep_no_place(server: HealthServer, mon
 
 def test_a_port_in_use_is_named(server: HealthServer) -> None:
     with pytest.raises(StartError, match=f"--health-port {server.port}: can't listen on 127.0.0.1: Address already"):
-        HealthServer(HOST, server.port, Pulse("e1", Role.E))
+        HealthServer(HOST, server.port, Pulse("e1", Role.E, SystemClock()))

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from tests.support.disorder import LossyChannel
 from triptych import compute_thread
+from triptych.clock import SystemClock
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
 from triptych.messages import channel as channels
@@ -121,16 +122,17 @@ class InstanceHarness:
 
     def __init__(self, lease: LeaseConfig, loop: Recorder, others: Sequence[Channel] = ()) -> None:
         """``others`` are further frontends, which the test answers for."""
-        self.channel, self.loop = Channel(), loop
+        self.channel, self.loop = Channel(SystemClock()), loop
         self.instance = InstanceProcess(
             name="pd0",
             role=Role.PD,
             model=ModelIdentity(),
             layouts=[LAYOUT],
             capacity=Capacity(),
-            channel=Channel(),
+            channel=Channel(SystemClock()),
             join=[one.address.removeprefix("tcp://") for one in (self.channel, *others)],
             lease=lease,
+            clock=SystemClock(),
         )
         self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []
@@ -380,7 +382,7 @@ def test_another_instance_notices_that_the_last_message_was_lost(
     start: Callable[..., InstanceHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "PING_PAUSE", 0.0)
-    harness, peer = start(), Channel()
+    harness, peer = start(), Channel(SystemClock())
     harness.join()
     LossyChannel(peer, share=1.0, seed=0)
     own, received = harness.instance.channel, list[Message]()
@@ -625,7 +627,7 @@ def test_one_without_other_hosts_keeps_its_role(start: Callable[..., InstanceHar
 class OtherFrontend:
     """A second frontend of an instance."""
 
-    channel: Channel = field(default_factory=Channel)
+    channel: Channel = field(default_factory=lambda: Channel(SystemClock()))
     heard: list[Message] = field(default_factory=list)
     """What it was told of roles."""
 

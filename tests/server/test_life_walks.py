@@ -52,8 +52,8 @@ ACTS = {
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 64))])
-def test_instances_and_frontends_agree_whatever_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(seed, NAMES, monkeypatch)
+def test_instances_and_frontends_agree_whatever_happens(seed: int) -> None:
+    world = World(seed, NAMES)
     world.wait(2.0)
     for number in range(STEPS):
         for what in world.rng.choices(list(ACTS), [*ACTS.values()], k=world.rng.choice([1, 1, 2, 3])):

@@ -28,6 +28,7 @@ from tests.support.forward import (
     step,
 )
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig, InstanceSpec, RankSizes
 from triptych.engine.group import CacheSize, agree_on_size, gather_memory
 from triptych.errors import CheckpointError, ConfigError, StartError
@@ -325,12 +326,13 @@ def test_sizes_that_do_not_divide(tmp_path: Path, changes: dict[str, Any], size:
 
 
 def test_an_instance_refuses_a_size_before_it_starts_anything(tmp_path: Path) -> None:
-    engine, channel = replace(FP32, tensor_parallel_size=RankSizes(3)), Channel()
+    engine, channel = replace(FP32, tensor_parallel_size=RankSizes(3)), Channel(SystemClock())
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 doesn't divide the model's query heads"):
         build_instance(
             InstanceSpec(model=str(tmp_path), role=Role.PD, name="pd0", join="127.0.0.1:1", engine=engine),
             model=ModelBundle(Checkpoint(make_checkpoint(tmp_path)), engine),
             channel=channel,
+            clock=SystemClock(),
         )
     channel.close()
     assert not [child for child in psutil.Process().children() if "triptych.server.rank_main" in child.cmdline()]

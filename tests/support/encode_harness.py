@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.plans import plan_of
+from triptych.clock import SystemClock
 from triptych.compute_thread import ComputeThread
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
@@ -82,7 +83,7 @@ class EncodeHarness:
         self.store = store or MemoryStore(2**20)
         self.sent: list[tuple[Address, Message]] = []
         self.fabric = LocalFabric()
-        self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send)
+        self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send, clock=SystemClock())
         self.preprocessors = Preprocessors()
         self.compute = ComputeThread(lambda: None)
         self.loop = EncodeLoop(

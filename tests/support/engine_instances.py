@@ -13,6 +13,7 @@ import numpy as np
 from tests.support.harness import FLOAT32
 from tests.support.stage_loops import engine_loop
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
 from triptych.config import EngineConfig, ServeConfig
 from triptych.engine.loop import EngineLoop
 from triptych.messages.channel import Channel
@@ -41,7 +42,7 @@ class _TestChannel(Channel):
     """A channel that gives what is sent to the test."""
 
     def __init__(self, deliver: Callable[[Address, Message], None]) -> None:
-        super().__init__()
+        super().__init__(SystemClock())
         self._deliver = deliver
 
     def send(self, to: Address, message: Message) -> None:
@@ -81,7 +82,7 @@ class EngineInstances:
             model = ModelBundle(Checkpoint(folder), config.engine)
             channel = _TestChannel(self._send)
             spec = config.instance(role, name, "127.0.0.1:1")
-            self.instances[name] = build_instance(spec, model=model, channel=channel)
+            self.instances[name] = build_instance(spec, model=model, channel=channel, clock=SystemClock())
         self._by_address = {one.channel.address: one for one in self.instances.values()}
         self._encoders: dict[Address, Encoder] = {}
         self._fabrics: list[SharedMemoryFabric] = []
@@ -102,7 +103,7 @@ class EngineInstances:
         address = Address(f"tcp://{name}:1")
         fabric = SharedMemoryFabric()
         self._fabrics.append(fabric)
-        sender = Sender({fabric.name: fabric}, address, self._send)
+        sender = Sender({fabric.name: fabric}, address, self._send, clock=SystemClock())
         self._encoders[address] = Encoder(address, sender, components.embedding_layout)
         return self._encoders[address]
 

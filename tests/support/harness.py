@@ -156,7 +156,8 @@ def make_instance(config: ServeConfig, role: Role, name: str, control: str) -> I
     """An instance that joins the frontend at ``control`` once it runs."""
     torch.set_num_threads(1)
     model = ModelBundle(Checkpoint(config.model), config.engine)
-    return build_instance(config.instance(role, name, control), model=model, channel=Channel())
+    clock = SystemClock()
+    return build_instance(config.instance(role, name, control), model=model, channel=Channel(clock), clock=clock)
 
 
 def run_instance(instance: InstanceProcess) -> None:

@@ -6,9 +6,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-
-import pytest
 
 from tests.support.router_harness import prompt, request_of
 from triptych.config import AdmissionConfig, LeaseConfig
@@ -33,8 +30,6 @@ from triptych.messages.work import (
 from triptych.router.quarantine import MAX_LOSSES
 from triptych.router.request_state import RequestState
 from triptych.router.router import Router
-from triptych.server import instance as instances
-from triptych.server.frontends import Frontends
 from triptych.server.instance import InstanceProcess, RoleLoops
 from triptych.server.life import LifeState
 from triptych.stage_loop import Handlers
@@ -138,6 +133,7 @@ class Process:
             channel=self,  # type: ignore[arg-type]
             join=[CONTROL.removeprefix("tcp://")],
             lease=LEASE,
+            clock=world.clock,
             incarnation=incarnation,
         )
         self.instance.loop_builder = self
@@ -217,14 +213,8 @@ class Process:
 class World:
     """The service, and what an operator, its clients and accidents do to it."""
 
-    def __init__(self, seed: int, names: Sequence[str], patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, names: Sequence[str]) -> None:
         self.rng, self.clock = random.Random(seed), VirtualClock()
-        clock = self.clock.now
-        patch.setattr(instances, "time", SimpleNamespace(monotonic=clock, time_ns=lambda: int(self.now * 1e9)))
-        patch.setattr(instances, "running_time", clock)
-        defaults = Frontends.__init__.__kwdefaults__
-        assert defaults is not None
-        patch.setitem(defaults, "clock", clock)
         self.num_processes = 0
         self.links: defaultdict[tuple[Address, Address], deque[Message]] = defaultdict(deque)
         self.processes: dict[Address, Process] = {}

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from triptych.clock import SystemClock
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.operations import GetStatus, SetRole, StartRollout, StartScale
@@ -16,7 +17,7 @@ def answering(
     answers: Callable[[Question], Sequence[Message]], secret: bytes | None = None
 ) -> Iterator[tuple[str, list[Question]]]:
     """A control address, and what it was asked."""
-    channel, asked, over = Channel(secret=secret), list[Question](), threading.Event()
+    channel, asked, over = Channel(SystemClock(), secret=secret), list[Question](), threading.Event()
 
     def serve() -> None:
         while not over.is_set():

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from triptych.clock import SystemClock
 from triptych.config.injected_faults import InjectedFaults
 from triptych.messages.channel import Channel
 from triptych.messages.rows import Abort, Done, Grant, RowLayout
@@ -52,9 +53,9 @@ def left_soon(before: dict[str, int]) -> dict[str, int]:
 
 
 def produce(consumer: Address, count: int, faults: InjectedFaults) -> None:
-    channel, fabric = Channel(), FaultyFabric(SharedMemoryFabric(), faults)
+    channel, fabric = Channel(SystemClock()), FaultyFabric(SharedMemoryFabric(), faults, SystemClock())
     before = left()
-    sender = Sender({fabric.name: fabric}, channel.address, channel.send)
+    sender = Sender({fabric.name: fabric}, channel.address, channel.send, clock=SystemClock())
     handlers: dict[type, Callable[[Any], None]] = {Grant: sender.on_grant, Done: sender.on_done, Abort: sender.on_abort}
     begun: list[TransferId] = []
     waiting: list[int] = []  # offered, and provided a turn later

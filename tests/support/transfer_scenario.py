@@ -31,7 +31,7 @@ class Scenario:
         self.wire.allocate = SharedMemory
         for faulty in self.wire.all_faulty:
             faulty.land_held()
-        self.wire.now += 31.0  # blocks that a lost producer may write to are freed after a while
+        self.wire.clock.advance(31.0)  # blocks that a lost producer may write to are freed after a while
         self.wire.check_deadlines()
         self.wire.finish()
 
@@ -90,7 +90,7 @@ class Scenario:
     def stall(self) -> None:
         """Let so much time pass that deadlines expire: usually those of writes, sometimes those of transfers."""
         if self.chance.random() < 0.2:
-            self.wire.now += self.chance.choice([31.0, 31.0, 31.0, 700.0])
+            self.wire.clock.advance(self.chance.choice([31.0, 31.0, 31.0, 700.0]))
             self.wire.check_deadlines()
 
     def hold(self) -> None:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from triptych.clock import Clock
 from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import RegionError
 from triptych.messages.codec import Message, decode, encode
@@ -29,6 +30,7 @@ from triptych.transfer.receiver import Receiver, TransferFailure
 from triptych.transfer.sender import Sender
 from triptych.transfer.states import Deadlines
 from triptych.types import Address, TransferId
+from triptych.virtual_time import VirtualClock
 
 ALL_FABRICS = ["local", "shm", "nixl", "mooncake"]
 FABRICS = ["local", "shm"]  # the others start and stop too slowly to be opened for every case of the protocol
@@ -75,9 +77,7 @@ class ControlledFabric:
     stopped process, or a network card that can't be stopped.
     """
 
-    def __init__(
-        self, fabric: Fabric, faults: InjectedFaults, clock: Callable[[], float], times: float = math.inf
-    ) -> None:
+    def __init__(self, fabric: Fabric, faults: InjectedFaults, clock: Clock, times: float = math.inf) -> None:
         self.name = fabric.name
         self.scope = fabric.scope
         self.checksums = True
@@ -177,7 +177,7 @@ class Wire:
             return self.allocate(num_bytes)  # a test may have replaced it
 
         self.buffer = RowBuffer(LAYOUT, num_blocks, block_rows, [fabrics[0]], allocate)
-        self.now = 0.0
+        self.clock = VirtualClock(0.0)
         self.receiver = Receiver(
             self.buffer,
             CONSUMER,
@@ -185,7 +185,7 @@ class Wire:
             grant_rows=grant_rows,
             check_always=faults is not None,
             deadlines=deadlines,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         self.items: dict[TransferId, Item] = {}
         self.failures: list[TransferFailure] = []
@@ -202,14 +202,14 @@ class Wire:
     def _sender(self, address: Address) -> Sender:
         """A producer with its own mappings."""
         fabric = SharedMemoryFabric() if self.fabrics[1].name == "shm" else self.fabrics[1]
-        faulty = self.faulty[address] = ControlledFabric(fabric, self._faults, lambda: self.now)
+        faulty = self.faulty[address] = ControlledFabric(fabric, self._faults, self.clock)
         self.all_faulty.append(faulty)
 
         def send(to: Address, message: Message) -> None:
             if self.senders[address] is sender:
                 self._send(address, to, message)
 
-        sender = Sender({faulty.name: faulty}, address, send, deadlines=self._deadlines, clock=lambda: self.now)
+        sender = Sender({faulty.name: faulty}, address, send, deadlines=self._deadlines, clock=self.clock)
         return sender
 
     def lose(self, producer: Address) -> Sender:
@@ -366,7 +366,7 @@ class Wire:
 
     def poll(self) -> None:
         """Let a tenth of a second pass."""
-        self.now += 0.1
+        self.clock.advance(0.1)
         for sender in [*self.senders.values(), *self.ghosts]:
             sender.poll()
 

@@ -60,10 +60,10 @@ def test_one_fault_and_then_clean(fabric: str, fault: str, resent: int, retries:
         w.buffer.pool.free([hole[0].run])
         item = w.expect(9, (0, 0))
         grant(w, item)
-        began = w.now
+        began = w.clock.now()
         w.provide(item)
         w.deliver_all()
-        assert (w.now - began >= 1.0) == (fault == "delay")
+        assert (w.clock.now() - began >= 1.0) == (fault == "delay")
         assert w.readable(item) == 9
         w.consume(item, 9)
         w.deliver_all()
@@ -145,7 +145,7 @@ def test_a_write_that_never_ends_leaves_the_rows_as_suspect_as_they_were(fabric:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = held(w)
         w.senders[item.producer].abort(item.transfer, "the instance drains", suspect=suspect)
-        w.now += LIMITS.write + 1
+        w.clock.advance(LIMITS.write + 1)
         w.senders[item.producer].poll()
         [abort] = [one for one in w.sent if isinstance(one, Abort)]
         assert (abort.released, abort.suspect) == (False, suspect)
@@ -157,10 +157,10 @@ def test_a_write_that_never_ends_fails_only_its_transfer(fabric: str) -> None:
     with wire(fabric, 2, 2, deadlines=LIMITS) as w:
         item = held(w)
         sender, faulty = w.senders[item.producer], w.faulty[item.producer]
-        w.now += LIMITS.write + 1
+        w.clock.advance(LIMITS.write + 1)
         sender.poll()
         assert sender.next_poll < 1, "cancelled, but perhaps still writing"
-        w.now += LIMITS.write + 1
+        w.clock.advance(LIMITS.write + 1)
         sender.poll()
         assert sender.idle
         w.deliver_all()
@@ -273,11 +273,11 @@ def test_without_memory_to_relocate_to_blocks_stay_allocated(fabric: str) -> Non
         w.lose(item.producer)
         assert [failure.error for failure in w.failures] == ["InstanceLost"]
         assert (w.buffer.pool.num_free, w.receiver.counters.relocated) == (0, 0)
-        w.now += LIMITS.failed + 1
+        w.clock.advance(LIMITS.failed + 1)
         w.check_deadlines()
         assert w.buffer.pool.num_free == 0
         w.allocate = allocate
-        w.now += LIMITS.failed + 1
+        w.clock.advance(LIMITS.failed + 1)
         w.check_deadlines()
         assert w.receiver.counters.relocated == 1
         is_clean(w)
@@ -309,10 +309,10 @@ def test_a_region_with_pending_grants_stays_open(fabric: str) -> None:
 
 def wait_for(w: Wire, seconds: float) -> None:
     """Wait until just after a deadline. Nothing fails before it."""
-    w.now += seconds - 1.0
+    w.clock.advance(seconds - 1.0)
     w.receiver.check_deadlines()
     assert not w.receiver.take_failures()
-    w.now += 1.01
+    w.clock.advance(1.01)
 
 
 @pytest.mark.parametrize(
@@ -359,11 +359,11 @@ def test_every_state_of_a_producer_has_a_deadline(
         prepare(w, item)
         sender = w.senders[item.producer]
         assert sender.state(item.transfer) is state
-        since = w.now
-        w.now = since + seconds - 0.2
+        since = w.clock.now()
+        w.clock.run_until(since + seconds - 0.2)
         sender.check_deadlines()
         assert w.ended == []
-        w.now = since + seconds + 0.01
+        w.clock.run_until(since + seconds + 0.01)
         sender.check_deadlines()
         assert w.ended == [(item.transfer, False)]
         assert sender.idle
@@ -397,7 +397,7 @@ def test_progress_extends_deadlines(fabric: str) -> None:
             w.deliver_all()
             w.receiver.grant()
             w.deliver_all()
-            w.now += LIMITS.transferring - 1
+            w.clock.advance(LIMITS.transferring - 1)
             w.check_deadlines()
             w.consume(item, 1)
         w.deliver_all()

@@ -1,5 +1,6 @@
 """A peer that is lost for one frontend's requests goes on with those of another one."""
 
+from triptych.clock import SystemClock
 from triptych.errors import ErrorKind
 from triptych.messages.codec import Message
 from triptych.messages.rows import Extent, FabricId, Grant, Offer, RowLayout
@@ -19,7 +20,7 @@ FIRST, SECOND, UNOFFERED = TransferId("first"), TransferId("second"), TransferId
 def test_a_producer_is_lost_for_one_owner_alone() -> None:
     fabric = LocalFabric()
     buffer = RowBuffer(LAYOUT, 8, 4, [fabric], allocate=PlainMemory)
-    receiver = Receiver(buffer, CONSUMER, lambda *_: None)
+    receiver = Receiver(buffer, CONSUMER, lambda *_: None, clock=SystemClock())
     for transfer, owner in ((FIRST, A), (SECOND, B), (UNOFFERED, B)):
         receiver.expect(transfer, 4, owner=owner)
     for transfer in (FIRST, SECOND):
@@ -33,7 +34,7 @@ def test_a_producer_is_lost_for_one_owner_alone() -> None:
 def test_a_consumer_or_an_owner_is_lost_by_itself() -> None:
     sent = list[Message]()
     fabric = LocalFabric()
-    sender = Sender({fabric.name: fabric}, PRODUCER, lambda _, message: sent.append(message))
+    sender = Sender({fabric.name: fabric}, PRODUCER, lambda _, message: sent.append(message), clock=SystemClock())
     sender.offer(FIRST, CONSUMER, 4, LAYOUT, owner=A)
     sender.offer(SECOND, CONSUMER, 4, LAYOUT, owner=B)
     sender.consumer_lost(CONSUMER, A)
@@ -49,7 +50,7 @@ def test_no_region_outlives_the_owner_that_would_report_its_loss() -> None:
     fabric = LocalFabric()
     buffer = RowBuffer(LAYOUT, 8, 4, [fabric], allocate=PlainMemory)
     region = buffer.handle(fabric)
-    sender = Sender({fabric.name: fabric}, PRODUCER, lambda *_: None)
+    sender = Sender({fabric.name: fabric}, PRODUCER, lambda *_: None, clock=SystemClock())
     for transfer, owner in ((FIRST, A), (SECOND, B)):
         sender.offer(transfer, CONSUMER, 4, LAYOUT, owner=owner)
         sender.on_grant(Grant(transfer, 0, [Extent(0, 4)], region, False))

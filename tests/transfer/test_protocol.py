@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.transfer_scenario import Scenario
 from tests.support.wire import CONSUMER, FABRICS, LAYOUT, PRODUCERS, fabric_pair, wire
+from triptych.clock import SystemClock
 from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import TransferError, Unavailable
 from triptych.messages.codec import decode
@@ -513,7 +514,7 @@ def test_a_consumer_that_cannot_reach_the_producer_loses_no_block(fabric: str) -
 
     with fabric_pair(fabric) as fabrics:
         buffer = RowBuffer(LAYOUT, 4, 1, [fabrics[0]], SharedMemory)
-        receiver = Receiver(buffer, CONSUMER, unreachable)
+        receiver = Receiver(buffer, CONSUMER, unreachable, clock=SystemClock())
         for number, act in enumerate([receiver.grant, lambda: None]):
             transfer = TransferId(f"t{number}")
             receiver.expect(transfer, 2, (0,))

@@ -212,11 +212,11 @@ def test_without_memory_to_relocate_to_other_blocks_are_used(fabric: str) -> Non
         w.consume(item, 4)
         w.deliver_all()
         assert not w.receiver.idle, "two blocks may still be written to"
-        w.now += limits.failed + 1
+        w.clock.advance(limits.failed + 1)
         w.check_deadlines()
         assert w.buffer.pool.num_free == 2
         w.allocate = SharedMemory
-        w.now += limits.failed + 1
+        w.clock.advance(limits.failed + 1)
         w.check_deadlines()
         assert (w.receiver.counters.relocated, w.failures) == (1, [])
         w.finish()
@@ -235,7 +235,7 @@ def test_without_any_other_block_the_transfer_fails(fabric: str) -> None:
         assert w.buffer.pool.num_free == 0
         w.allocate = SharedMemory
         w.queues.clear()
-        w.now += limits.failed + 1
+        w.clock.advance(limits.failed + 1)
         w.check_deadlines()
         assert w.receiver.idle
         w.receiver.check_idle()

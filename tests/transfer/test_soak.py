@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.transfer_producer import LAYOUT, left, left_soon, rows_of
+from triptych.clock import SystemClock
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.rows import Abort, Done, Offer, Wrote
@@ -34,7 +35,7 @@ class Consumer:
         self.channel = channel
         self.fabric = SharedMemoryFabric()
         self.buffer = RowBuffer(LAYOUT, 24, 4, [self.fabric], SharedMemory)
-        self.receiver = Receiver(self.buffer, channel.address, channel.send, check_always=True)
+        self.receiver = Receiver(self.buffer, channel.address, channel.send, check_always=True, clock=SystemClock())
         self.began: dict[TransferId, float] = {}
         self.open: dict[TransferId, int] = {}
         self.failed: list[str] = []
@@ -109,7 +110,7 @@ def producer(channel: Channel, count: int) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_transfers_between_processes_survive_faults(count: int) -> None:
-    channel = Channel()
+    channel = Channel(SystemClock())
     before, named = left(), sorted(os.listdir("/dev/shm"))
     consumer = Consumer(channel)
     with producer(channel, count) as process:

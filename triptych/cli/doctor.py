@@ -20,6 +20,7 @@ from triptych.checkpoint.safetensors_header import INDEX_FILE, SINGLE_FILE, Tens
 from triptych.cli import flags
 from triptych.cli.choices import size
 from triptych.cli.fitting import smaller
+from triptych.clock import SystemClock
 from triptych.config import AuthConfig, MediaFetchConfig, ObserveConfig, ServeConfig, TlsConfig, is_loopback
 from triptych.control_groups import OWN_GROUPS
 from triptych.errors import ConfigError, StartError, TriptychError
@@ -333,7 +334,8 @@ def _fabric(config: ServeConfig, name: str) -> Check:
     from triptych.transfer.fabrics.opening import open_fabrics
 
     try:
-        for fabric in reversed(open_fabrics(replace(config.transfer, fabric=name), config.cluster.cluster_host)):
+        transfer, host = replace(config.transfer, fabric=name), config.cluster.cluster_host
+        for fabric in reversed(open_fabrics(transfer, host, SystemClock())):
             fabric.close()
     except StartError as error:
         wanted = config.transfer.fabric != "auto"

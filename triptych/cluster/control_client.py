@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from triptych.clock import SystemClock
 from triptych.config import ClusterConfig, split_addresses
 from triptych.errors import BadAddress, ConfigError, FrontendSilent, StartError
 from triptych.messages.channel import Channel, endpoint_of
@@ -50,7 +51,7 @@ class ControlClient:
         self._received: deque[Message] = deque()
         try:
             self._frontends = [endpoint_of(one) for one in split_addresses(control)]
-            self._channel = Channel(cluster.cluster_host, secret=cluster.secret())
+            self._channel = Channel(SystemClock(), cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
 

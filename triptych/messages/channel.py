@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +21,14 @@ from dataclasses import dataclass
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from triptych.clock import Clock
 from triptych.config import MAX_MESSAGE_BYTES, host_and_port
 from triptych.errors import BadAddress, BadMessage, Unavailable
 from triptych.messages.codec import Message, decode, encode
 from triptych.messages.curve import ClusterKeys
 from triptych.messages.links import Arrival, Link, Links, decode_header
 from triptych.messages.work import MessagesLost
-from triptych.running_time import MAX_WAIT, running_time
+from triptych.running_time import MAX_WAIT
 from triptych.types import Address
 
 log = logging.getLogger(__name__)
@@ -108,9 +108,10 @@ class Outbox:
 class Channel:
     """A process's inbox and outboxes. Used by one thread, except ``wake``."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None) -> None:
+    def __init__(self, clock: Clock, host: str = "127.0.0.1", port: int = 0, secret: bytes | None = None) -> None:
         """Bind the inbox; port 0 takes any free one. All peers must have the same ``secret``, or none. Raises
         BadAddress if the inbox can't be bound."""
+        self._clock = clock
         self._keys = None if secret is None else ClusterKeys.derive(secret)
         self._outboxes: OrderedDict[Address, Outbox] = OrderedDict()
         self._links = Links()
@@ -155,7 +156,7 @@ class Channel:
             raise BadMessage(f"{type(message).__name__} of {len(frame)} bytes")
         try:
             outbox = self.outbox(to)
-            outbox.used = time.monotonic()
+            outbox.used = self._clock.monotonic()
             outbox.send(outbox.link.header(), frame)
         except zmq.Again:
             raise Unavailable("a peer has stopped reading its messages") from None
@@ -165,7 +166,7 @@ class Channel:
     def ping(self) -> None:
         """Tell each peer that was lately sent messages how many these are, so that it notices if the last ones were
         lost. Call about twice a second, unless such peers get messages as often in any case."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         for outbox in self._outboxes.values():
             if PING_PAUSE < now - outbox.used < PING_SECONDS:
                 with contextlib.suppress(zmq.ZMQError):  # the next one will do
@@ -173,14 +174,14 @@ class Channel:
 
     def receive(self, timeout: float | None) -> list[Message]:
         """Return the messages received; waits up to ``timeout`` seconds (None: forever) for one or for ``wake``."""
-        ends = None if timeout is None else running_time() + timeout
+        ends = None if timeout is None else self._clock.now() + timeout
         while timeout != 0 and not self._to_self:
             woken = self._wait(timeout if timeout is None else min(timeout, MAX_WAIT))
             messages = self.drain()
             if messages or woken:
                 return messages
             if ends is not None:
-                timeout = max(0.0, ends - running_time())  # what came was a ping, or no message
+                timeout = max(0.0, ends - self._clock.now())  # what came was a ping, or no message
         return self.drain()
 
     def drain(self) -> list[Message]:
@@ -324,7 +325,7 @@ class Channel:
         if timeout is not None and timeout < POLL_RESOLUTION:
             milliseconds = 0
             if not self._has_frame():
-                time.sleep(timeout)
+                self._clock.sleep(timeout)
         woken = any(item == self._wake_fd for item, _ in self._poller.poll(milliseconds))
         if woken:
             self._clear_wake()
@@ -343,7 +344,7 @@ class Channel:
 
     def _log_dropped(self, frames: list[bytes], error: BadMessage) -> None:
         self._num_dropped += 1
-        if (now := time.monotonic()) >= self._log_at:
+        if (now := self._clock.monotonic()) >= self._log_at:
             self._log_at = now + LOG_INTERVAL
             size = sum(map(len, frames))
             log.warning("dropped %d messages, the last of %d bytes: %s", self._num_dropped, size, error)

@@ -1,12 +1,12 @@
 """Loads what an instance's role needs and wires it into the role's stage loops."""
 
 import logging
-import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from triptych.clock import Clock
 from triptych.compute_thread import Device
 from triptych.config import InstanceSpec
 from triptych.config.injected_faults import InjectedFaults
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) -> InstanceProcess:
+def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, clock: Clock) -> InstanceProcess:
     """Load what the role needs, and nothing else, and return an instance that can be run.
 
     Takes as long as reading the weights takes. Call it on the process's main thread when an instance has several ranks.
@@ -52,6 +52,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) 
         channel=channel,
         join=spec.joins,
         lease=spec.lease,
+        clock=clock,
         incarnation=spec.incarnation,
     )
     ranks = _start_ranks(spec, model, instance)
@@ -68,7 +69,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel) 
 
 def _load(spec: InstanceSpec, instance: InstanceProcess, model: ModelBundle, ranks: Ranks) -> Components:
     role = spec.role
-    fabrics = open_fabrics(spec.transfer, spec.cluster.cluster_host)
+    fabrics = open_fabrics(spec.transfer, spec.cluster.cluster_host, instance.clock)
     for fabric in fabrics:
         instance.at_end(fabric.close)
     num_threads = torch.get_num_threads()
@@ -78,13 +79,14 @@ def _load(spec: InstanceSpec, instance: InstanceProcess, model: ModelBundle, ran
     start_workers = WorkerStarter(model, spec.encode, num_threads) if role.encodes else None
     if start_workers:
         instance.at_end(start_workers.close)
-    with LoadProgress(model.num_bytes(role)) as progress:
+    with LoadProgress(model.num_bytes(role), instance.clock) as progress:
         model.checkpoint.on_read = progress.advance
-        encoder = _loaded("encoder", instance.compute.submit(model.load_encoder)) if role.encodes else None
+        encoder = _loaded("encoder", instance, model.load_encoder) if role.encodes else None
         group = ranks.connect(rank_device(model.device, 0))
-        decoder = _loaded("decoder", instance.compute.submit(model.load_decoder, group)) if role.has_decoder else None
+        decoder = _loaded("decoder", instance, lambda: model.load_decoder(group)) if role.has_decoder else None
     model.check_unchanged()
-    sender = Sender({fabric.name: fabric for fabric in fabrics}, instance.channel.address, instance.send)
+    by_name = {fabric.name: fabric for fabric in fabrics}
+    sender = Sender(by_name, instance.channel.address, instance.send, clock=instance.clock)
     engine = make_encode_loop = None
     if decoder is not None:
         engine = build_engine(
@@ -148,8 +150,9 @@ def _start_ranks(spec: InstanceSpec, model: ModelBundle, instance: InstanceProce
     return ChildRanks(spec.model, spec.engine, size, instance.fail)
 
 
-def _loaded(what: str, loading: "Future[T]") -> T:
-    began = time.monotonic()
-    loaded = loading.result()
-    log.info("loaded the %s in %.1f s", what, time.monotonic() - began)
+def _loaded(what: str, instance: InstanceProcess, load: Callable[[], T]) -> T:
+    """Load something on the compute thread."""
+    began = instance.clock.monotonic()
+    loaded = instance.compute.submit(load).result()
+    log.info("loaded the %s in %.1f s", what, instance.clock.monotonic() - began)
     return loaded

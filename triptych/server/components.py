@@ -132,6 +132,7 @@ class Components:
             self.instance.send,
             grant_rows=pool.grant_rows,
             check_always=parts.check_always,
+            clock=self.instance.clock,
         )
 
 

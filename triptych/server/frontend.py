@@ -19,7 +19,7 @@ from triptych.api.response_store import ResponseStore
 from triptych.api.security import add_security
 from triptych.api.uuid_cache import UuidMediaCache
 from triptych.checkpoint.config_files import load_config
-from triptych.clock import SystemClock
+from triptych.clock import Clock, SystemClock
 from triptych.config import FrontendConfig, MediaConfig, ObserveConfig, ServeConfig
 from triptych.errors import BadAddress, InstanceLost, StartError, TriptychError
 from triptych.messages.channel import Channel, endpoint_of
@@ -94,13 +94,13 @@ class Frontend:
         self._config = config
         takes_media = family_of(load_config(config.model)).takes_media
         builder = _prompt_builder(config)
-        secret = config.cluster.secret()
         config.frontend.tls.check_files()
         self._media = _media_source(config.frontend)
         self._responses = ResponseStore(config.frontend.responses) if config.frontend.responses.response_store else None
         self._socket = listener or listen(config.frontend.http)
         self._sockets = [self._socket, *([own_listener] if own_listener else [])]
-        self.channel = _open_channel(config, secret, self._socket)
+        clock = SystemClock()
+        self.channel = _open_channel(config, clock, config.cluster.secret(), self._socket)
         self.router = Router(
             address=self.channel.address,
             send=self.channel.send,
@@ -109,7 +109,7 @@ class Frontend:
             admission=config.frontend.admission,
             lease=config.lease,
             expects_encoders=expects_encoders and takes_media,
-            clock=SystemClock(),
+            clock=clock,
         )
         self._log, self._traces = _open_log(config.observe), _open_traces(config.observe.otlp_traces_endpoint)
         self.api = ApiContext(
@@ -303,10 +303,10 @@ def _http_settings(api: ApiContext, config: FrontendConfig) -> uvicorn.Config:
     )
 
 
-def _open_channel(config: ServeConfig, secret: bytes | None, listener: socket.socket) -> Channel:
+def _open_channel(config: ServeConfig, clock: Clock, secret: bytes | None, listener: socket.socket) -> Channel:
     """Return the frontend's channel. Raises StartError, with ``listener`` closed, if its port isn't free."""
     try:
-        return Channel(config.cluster.cluster_host, config.frontend.http.control_port, secret)
+        return Channel(clock, config.cluster.cluster_host, config.frontend.http.control_port, secret)
     except BadAddress as error:
         listener.close()
         raise StartError(str(error)) from None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from triptych.clock import Clock
 from triptych.config import LeaseConfig
 from triptych.errors import BadAddress, FrontendSilent, InstanceRefused, TriptychError
 from triptych.messages.codec import Message
@@ -25,7 +26,6 @@ from triptych.messages.work import (
     Registered,
     RegistrationRefused,
 )
-from triptych.running_time import running_time
 from triptych.server.credits import divide
 from triptych.server.frontend_lease import FrontendLease
 from triptych.server.name_lookup import NameLookup
@@ -81,7 +81,7 @@ class Frontends:
         *,
         registration: Callable[[], Register],
         give_up: Callable[[Address], None],
-        clock: Callable[[], float] = running_time,
+        clock: Clock,
     ) -> None:
         """``joins`` are the frontends' control addresses (HOST:PORT). ``registration`` returns the instance's
         registration. ``give_up`` is called with the address of a frontend whose work is to be dropped."""
@@ -145,7 +145,7 @@ class Frontends:
 
     def register(self) -> None:
         """Register with every frontend, or register again, because the instance has changed."""
-        now = self._clock()
+        now = self._clock.now()
         for one in self._all:
             one.lease.register_now()
             one.remind_at = now + REMINDER_INTERVAL
@@ -155,7 +155,7 @@ class Frontends:
     def step(self) -> None:
         """Give up silent frontends, and register where no lease is held. Raises FrontendSilent when no frontend has
         held a lease for as long as a start may take, and InstanceRefused when none is left that may."""
-        now = self._clock()
+        now = self._clock.now()
         for one in self._held:
             if one.lease.is_silent(now):
                 log.warning(
@@ -300,7 +300,7 @@ class Frontends:
         self._deregister(one, suspect=False)
         one.lease.lose(suspect=False)
         one.lost_peers.clear()
-        one.remind_at = self._clock() + REMINDER_INTERVAL
+        one.remind_at = self._clock.now() + REMINDER_INTERVAL
 
     def _forget(self, one: _Frontend) -> None:
         """Register no more with a frontend that had requests to finish."""
@@ -334,10 +334,10 @@ class Frontends:
                 if one in self._places:  # one that has said that it hands over, and stays
                     self._finishing = [o for o in self._finishing if o.lease.address != message.frontend]
                 if same := [o for o in self._held if o is not one and o.lease.address == message.frontend]:
-                    one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock())
+                    one.lease.refused(f"it is the same as the one at {same[0].lease.join}", self._clock.now())
                     continue
                 first = not one.lease.held
-                if before := one.lease.accepted(message, self._clock()):
+                if before := one.lease.accepted(message, self._clock.now()):
                     self._give_up(before)
                 if message.frontend in self._unheard:
                     self._unheard.discard(message.frontend)
@@ -353,7 +353,7 @@ class Frontends:
             return  # another process may have used its address
         for one in self._all:
             if one.lease.join == message.join and not one.lease.held:
-                one.lease.refused(message.reason, self._clock())
+                one.lease.refused(message.reason, self._clock.now())
 
     def _on_register_again(self, message: RegisterAgain) -> None:
         """The frontend has no lease for this instance, so its work here has no owner."""
@@ -364,7 +364,7 @@ class Frontends:
     def _on_heartbeat_received(self, message: HeartbeatReceived) -> None:
         for one in self._held:
             if one.lease.address == message.frontend:
-                one.lease.answered(message, self._clock())
+                one.lease.answered(message, self._clock.now())
 
     def _on_ending(self, message: FrontendEnding) -> None:
         for one in [one for one in self._all if one.lease.address == message.frontend]:
@@ -377,7 +377,7 @@ class Frontends:
 
     def _on_handing_over(self, message: HandingOver) -> None:
         """A frontend finishes its requests: keep its lease, or get one, and register where another takes over."""
-        now = self._clock()
+        now = self._clock.now()
         for one in [one for one in self._places if one.lease.address == message.frontend]:
             log.info("another frontend takes over at %s", one.lease.join)
             successor = one.lease.hand_over()

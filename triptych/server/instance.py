@@ -7,12 +7,12 @@ workers, which wake the loop when they are done.
 import enum
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from triptych.clock import Clock
 from triptych.compute_thread import ANSWER_TIMEOUT, ComputeThread
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
@@ -36,7 +36,6 @@ from triptych.messages.work import (
     Stop,
 )
 from triptych.observe.machine import resident_bytes
-from triptych.running_time import running_time
 from triptych.server.drain import QUIET_SECONDS, Drain
 from triptych.server.frontends import Frontends
 from triptych.server.life import Life, LifeState
@@ -84,7 +83,7 @@ class _Order(enum.IntEnum):
 
 @dataclass(frozen=True)
 class _PendingRole:
-    """A role to take once the instance is idle. Times are those of ``running_time``."""
+    """A role to take once the instance is idle. Times are those of the clock's ``now``."""
 
     role: Role
     frontend: Address
@@ -109,12 +108,14 @@ class InstanceProcess:
         channel: Channel,
         join: Sequence[str],
         lease: LeaseConfig,
+        clock: Clock,
         incarnation: int = 0,
     ) -> None:
         """``join`` are the control addresses of its frontends (HOST:PORT), and ``incarnation`` as in
         ``InstanceSpec``."""
         self.name = name
-        self._incarnation = incarnation or time.time_ns() // 10**6
+        self.clock = clock
+        self._incarnation = incarnation or int(clock.wall() * 1000)
         self.role = role
         self.compute = ComputeThread(channel.wake, self.fail)
         self.on_broken: Callable[[InstanceBroken], object] = lambda _: None
@@ -125,7 +126,7 @@ class InstanceProcess:
         self._model = model
         self._capacity = capacity
         self.frontends = Frontends(
-            join, channel, lease, capacity, registration=self._registration, give_up=self._give_up
+            join, channel, lease, capacity, registration=self._registration, give_up=self._give_up, clock=clock
         )
         self.loops: list[StageLoop] = []
         self._at_end: list[Callable[[], object]] = []
@@ -138,13 +139,13 @@ class InstanceProcess:
         }
         self._loop_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
         self._pending_role: _PendingRole | None = None
-        self.pulse = Pulse(name, role, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat))
+        self.pulse = Pulse(name, role, clock, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat))
         """Signs of life, for the instance's own HTTP port."""
         self.life = Life()
         self._order = _Order.NONE
         self._drain: Drain | None = None
         self._failure: StartError | None = None
-        self._last_heartbeat = time.monotonic()
+        self._last_heartbeat = self.clock.monotonic()
         self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
 
     def add_loop(self, loop: StageLoop, peer: TransferSide | None = None) -> None:
@@ -205,7 +206,7 @@ class InstanceProcess:
         """Register, and serve until ``stop`` or the end of a drain. Raises StartError when no frontend takes the
         instance, InstanceBroken when its device doesn't answer or its work keeps failing, and what was given to
         ``fail``."""
-        self._last_heartbeat = time.monotonic()  # loading may have taken longer than a lease lasts
+        self._last_heartbeat = self.clock.monotonic()  # loading may have taken longer than a lease lasts
         self.life.enter(LifeState.REGISTERING)
         self.frontends.register()
         try:
@@ -235,7 +236,7 @@ class InstanceProcess:
             self.close_parts()
 
     def _run_once(self) -> None:
-        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - time.monotonic())
+        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - self.clock.monotonic())
         until_look = QUIET_SECONDS / 3 if self._drain else self.frontends.next_step
         self._beat()
         messages = self.channel.receive(min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops)))
@@ -251,21 +252,21 @@ class InstanceProcess:
         self._take_pending_role()
         if self._order is _Order.DRAIN:
             self._continue_drain()
-        if time.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
+        if self.clock.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
             self._check_lease()
-            self._last_heartbeat = time.monotonic()
+            self._last_heartbeat = self.clock.monotonic()
             self.pulse.stats = self._stats()
             self.frontends.beat(self.pulse.stats)
             self.channel.ping()  # other instances get no heartbeats
             self._check_idle()
 
     def _beat(self) -> None:
-        self.pulse.ticked, self.pulse.role = running_time(), self.role
+        self.pulse.ticked, self.pulse.role = self.clock.now(), self.role
         self.pulse.not_ready = DRAINING if self.life.is_ending else "" if self.frontends.registered else NO_LEASE
 
     def _continue_drain(self) -> None:
         """Begin the drain, or end the instance once it is over."""
-        now = running_time()
+        now = self.clock.now()
         if self._drain is None:
             log.info("draining: finishing the work in flight, for at most %g s", self._lease.drain_timeout)
             self._drain = Drain(now, self._lease.drain_timeout)
@@ -307,7 +308,7 @@ class InstanceProcess:
         except Exception as error:
             log.exception("this instance failed; aborting the work in flight")
             self.compute.ask(error)
-            self._failures.append(time.monotonic())
+            self._failures.append(self.clock.monotonic())
             if len(self._failures) == MAX_FAILURES and self._failures[-1] - self._failures[0] < FAILURE_WINDOW:
                 often = f"it failed {MAX_FAILURES} times within {FAILURE_WINDOW:g} s"
                 raise InstanceBroken(f"{often}; the last time: {error!r}") from error
@@ -316,7 +317,7 @@ class InstanceProcess:
     def _check_lease(self) -> None:
         """Give up what this process worked on if it was stopped (SIGSTOP, a suspended machine) for longer than a lease
         lasts."""
-        self.frontends.lose_after(time.monotonic() - self._last_heartbeat)
+        self.frontends.lose_after(self.clock.monotonic() - self._last_heartbeat)
 
     def _reset(self) -> None:
         """Abort all work, then register again. The order matters: once frontends report this instance as lost,
@@ -345,16 +346,16 @@ class InstanceProcess:
         if (pending := self._pending_role) is None:
             return
         if self.channel.pending or not all(loop.idle for loop in self.loops):
-            if running_time() > pending.deadline:
+            if self.clock.now() > pending.deadline:
                 self._keep_role(f"it was not done with its work within {pending.deadline - pending.began:g} s")
             return
-        before, began = self.role, running_time()
+        before, began = self.role, self.clock.now()
         try:
             self.take_role(pending.role)
         except (TriptychError, OSError, MemoryError) as error:
             self._keep_role(str(error))
             return
-        now = running_time()
+        now = self.clock.now()
         log.info(
             "role changed from %s to %s; drained in %.3f s, changed in %.3f s",
             before,
@@ -431,7 +432,7 @@ class InstanceProcess:
             log.warning("the role doesn't become %s: %s", message.role, error)
             self.send(message.frontend, RoleKept(self.channel.address, str(error)))
         else:
-            now = running_time()
+            now = self.clock.now()
             self.life.enter(LifeState.CHANGING)
             self._pending_role = _PendingRole(message.role, message.frontend, now, now + message.timeout)
             log.info("draining to change its role to %s", message.role)

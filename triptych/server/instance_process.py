@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
 from triptych.config import InstanceSpec
 from triptych.errors import BadAddress, InstanceBroken, StartError
 from triptych.heap import gc_frozen, keep_freed_memory, share_heap
@@ -27,17 +28,18 @@ def run_instance(spec: InstanceSpec) -> None:
     share_heap()
     torch.set_num_threads(spec.engine.threads)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception here wouldn't stop the thread that loads
+    clock = SystemClock()
     with contextlib.ExitStack() as stack:
-        loading = Pulse(spec.name, spec.role)
+        loading = Pulse(spec.name, spec.role, clock)
         health = _open_health(spec, loading, stack)
         try:
-            channel = Channel(spec.cluster.cluster_host, secret=spec.cluster.secret())
+            channel = Channel(clock, spec.cluster.cluster_host, secret=spec.cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
         stack.callback(channel.close)
         stack.callback(_ignore_signals)
         model = ModelBundle(Checkpoint(Path(spec.model)), spec.engine)
-        instance = build_instance(spec, model=model, channel=channel)
+        instance = build_instance(spec, model=model, channel=channel, clock=clock)
         if health:
             health.pulse = instance.pulse
         torch.set_num_threads(1)  # from here on this thread runs the loop, and the compute thread has its own number

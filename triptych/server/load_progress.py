@@ -3,9 +3,10 @@
 import contextlib
 import logging
 import sys
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING
+
+from triptych.clock import Clock
 
 if TYPE_CHECKING:  # few instances have a terminal
     from rich.progress import Progress
@@ -19,10 +20,11 @@ LINE_INTERVAL = 2.0
 class LoadProgress:
     """Progress of loading ``total`` bytes. A context manager, which removes the bar at its end."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, clock: Clock) -> None:
         self._total = total
+        self._clock = clock
         self._loaded = 0
-        self._next_line = time.monotonic() + LINE_INTERVAL
+        self._next_line = self._clock.monotonic() + LINE_INTERVAL
         self._bar: Progress | None = None
         self._stack = contextlib.ExitStack()
 
@@ -48,6 +50,6 @@ class LoadProgress:
         self._loaded += num_bytes
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._loaded)
-        elif self._loaded < self._total and (now := time.monotonic()) >= self._next_line:
+        elif self._loaded < self._total and (now := self._clock.monotonic()) >= self._next_line:
             self._next_line = now + LINE_INTERVAL
             log.info("loading: %.0f %% of %.2f GiB", 100 * self._loaded / self._total, self._total / 2**30)

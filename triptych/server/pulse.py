@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from triptych.clock import Clock
 from triptych.messages.stats import InstanceStats
-from triptych.running_time import running_time
 from triptych.topology import Role
 
 LOADING = "loading the model"
@@ -19,8 +19,9 @@ class Pulse:
 
     name: str
     role: Role
+    clock: Clock
     ticked: float | None = None
-    """When the loop last turned, by ``running_time``; None while the model is loaded, before there is a loop."""
+    """When the loop last turned, by the clock's ``now``; None while the model is loaded, before there is a loop."""
     not_ready: str = LOADING
     """Why the instance isn't ready; empty if it is."""
     stats: InstanceStats = field(default_factory=InstanceStats)
@@ -29,7 +30,7 @@ class Pulse:
 
     def why_unhealthy(self) -> str:
         """Return why the process should be started again; empty if it shouldn't."""
-        silent = 0.0 if self.ticked is None else running_time() - self.ticked
+        silent = 0.0 if self.ticked is None else self.clock.now() - self.ticked
         return f"no turn of the loop for {silent:.1f} s" if silent > self.max_silence else ""
 
     def why_not_ready(self) -> str:

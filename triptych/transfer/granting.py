@@ -1,7 +1,8 @@
 """Grants blocks of the receive buffer to transfers, as the policy decides."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
+from triptych.clock import Clock
 from triptych.messages.codec import Send
 from triptych.messages.rows import Grant
 from triptych.messages.stats import ReceiverCounters
@@ -20,7 +21,7 @@ class Granter:
         counters: ReceiverCounters,
         *,
         check_always: bool,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.policy = GrantPolicy(buffer.num_blocks)
         self._buffer = buffer
@@ -81,7 +82,7 @@ class Granter:
         checked = fabric.checksums or self._check_always
         region, number = self._buffer.handle(fabric), incoming.next_grant()
         grant = OutstandingGrant(number, incoming.granted, segments, region, checked)
-        incoming.add(grant, self._clock())  # before sending, which may raise, so that the blocks have an owner
+        incoming.add(grant, self._clock.now())  # before sending, which may raise, so that the blocks have an owner
         self._send_grant(incoming, grant)
 
     def _send_grant(self, incoming: IncomingTransfer, grant: OutstandingGrant) -> None:

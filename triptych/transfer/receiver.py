@@ -18,16 +18,16 @@ A resumable transfer outlives its producer: rows that have landed stay, and anot
 
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from triptych.clock import Clock
 from triptych.errors import ErrorKind, Unavailable
 from triptych.job_faults import Culprit
 from triptych.messages.codec import Send
 from triptych.messages.rows import Abort, Done, Offer, TransferSide, Wrote
 from triptych.messages.stats import ReceiverCounters
-from triptych.running_time import running_time
 from triptych.transfer.buffers import RowBuffer, Segment
 from triptych.transfer.checksum import checksum
 from triptych.transfer.granting import Granter
@@ -83,7 +83,7 @@ class Receiver:
         grant_rows: int = 0,
         check_always: bool = False,
         deadlines: Deadlines | None = None,
-        clock: Callable[[], float] = running_time,
+        clock: Clock,
     ) -> None:
         """``grant_rows`` limits the size of one grant, and so the number of rows that land at once; 0 means no limit.
         ``check_always`` requests checksums over every fabric, not only over those that cross hosts."""
@@ -127,7 +127,7 @@ class Receiver:
             transfer,
             rows,
             position,
-            Progress(transfer, self._clock(), timeout),
+            Progress(transfer, self._clock.now(), timeout),
             grant_blocks=max(1, part_rows // self.buffer.block_rows) if part_rows else self._grant_blocks,
             first_row=first_row,
             resumable=resumable,
@@ -186,7 +186,7 @@ class Receiver:
         """Free the blocks of rows below ``up_to``, which must have landed. The next ``grant`` can reuse them. Consuming
         the last row completes the transfer. Raises TransferError for rows that haven't landed."""
         incoming = self._transfers[transfer]
-        incoming.consume(self.buffer, up_to, self._clock())
+        incoming.consume(self.buffer, up_to, self._clock.now())
         if incoming.state is TransferState.SUCCESS:
             del self._transfers[transfer]
             self.counters.completed += 1
@@ -199,7 +199,7 @@ class Receiver:
         incoming = self._transfers.get(transfer)
         if incoming is None or incoming.closing:
             return
-        incoming.close(self._clock())
+        incoming.close(self._clock.now())
         if not incoming.exposed(self.buffer):
             self._drop(incoming)
         if incoming.producer is not None:
@@ -240,7 +240,7 @@ class Receiver:
 
     def check_deadlines(self) -> None:
         """Fail transfers that have made no progress within their deadlines. Call a few times a second."""
-        now = self._clock()
+        now = self._clock.now()
         self._relocation.retry(now)
         overdue = [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]
         safe = self._relocation.protect(overdue, now)
@@ -271,7 +271,7 @@ class Receiver:
             return
         if not incoming.position:
             incoming.position = (next(self._offers),)
-        incoming.offer(Producer(offer.producer, self.buffer.common_fabric(offer.fabrics)), self._clock())
+        incoming.offer(Producer(offer.producer, self.buffer.common_fabric(offer.fabrics)), self._clock.now())
         if mismatch := self._mismatch(offer, incoming):
             reason = f"the two ends of a transfer are incompatible: {mismatch}"
             self._fail(incoming, Cause(ErrorKind.INTERNAL_ERROR, reason))
@@ -284,7 +284,7 @@ class Receiver:
         if incoming is None or grant is None:
             log.warning("transfer %s: rows %d+%d were not granted", wrote.transfer, wrote.first_row, wrote.rows)
             return
-        incoming.progress.touch(self._clock())
+        incoming.progress.touch(self._clock.now())
         if incoming.closing:
             grant.state = GrantState.RELEASED  # Done still follows
             return
@@ -344,7 +344,7 @@ class Receiver:
     def _revoke(self, incoming: IncomingTransfer) -> None:
         """Revoke a transfer's blocks. If they hold rows of an earlier producer, another one must send them again."""
         producer, attempt = incoming.producer, incoming.attempt
-        incoming.revoke(self.buffer, self._clock())
+        incoming.revoke(self.buffer, self._clock.now())
         self.counters.revoked += 1
         if incoming.lacks_producer:
             self._orphan(incoming, "rows of an earlier producer were revoked")
@@ -375,7 +375,7 @@ class Receiver:
     def _detach_all(self, incomings: Collection[IncomingTransfer], cause: Cause) -> None:
         """Fail or orphan transfers whose producers may be writing and can't be stopped. If the buffer can't relocate,
         their blocks stay allocated."""
-        safe = self._relocation.protect(incomings, self._clock())
+        safe = self._relocation.protect(incomings, self._clock.now())
         for incoming in incomings:
             if safe or (incoming.can_resume and self._relocation.can_strand(incoming)):
                 self._detach(incoming, cause)
@@ -398,7 +398,7 @@ class Receiver:
 
     def _orphan(self, incoming: IncomingTransfer, reason: str) -> None:
         """Begin the next attempt of a transfer, in which another producer sends the rows that haven't landed."""
-        self._relocation.strand(incoming.transfer, incoming.orphan(self.buffer, self._clock()))
+        self._relocation.strand(incoming.transfer, incoming.orphan(self.buffer, self._clock.now()))
         if incoming.landed < incoming.rows:
             log.warning("transfer %s: %s; rows from %d on are needed again", incoming.transfer, reason, incoming.landed)
             if incoming.transfer not in self._orphaned:

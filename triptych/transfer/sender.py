@@ -5,14 +5,13 @@ is held back, until the write has ended. If the write doesn't end in time, the f
 """
 
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
+from triptych.clock import Clock
 from triptych.errors import TransferError
 from triptych.messages.codec import Message, Send
 from triptych.messages.rows import Abort, Done, FabricId, Grant, Offer, RegionHandle, RowLayout, TransferSide, Wrote
 from triptych.messages.stats import SenderCounters
-from triptych.running_time import running_time
 from triptych.transfer.checksum import checksum
 from triptych.transfer.fabrics.base import Fabric
 from triptych.transfer.memory import Bytes
@@ -39,7 +38,7 @@ class Sender:
         send: Send,
         *,
         deadlines: Deadlines | None = None,
-        clock: Callable[[], float] = running_time,
+        clock: Clock,
     ) -> None:
         self.counters = SenderCounters()
         self._fabrics = fabrics
@@ -83,7 +82,7 @@ class Sender:
             rows,
             layout,
             on_end=on_end,
-            progress=Progress(transfer, self._clock(), timeout),
+            progress=Progress(transfer, self._clock.now(), timeout),
             attempt=attempt,
             owner=owner,
         )
@@ -98,7 +97,7 @@ class Sender:
         """
         if (outgoing := self._transfers.get(transfer)) is None:
             return
-        for pending in outgoing.provide(rows, first_row, self._clock()):
+        for pending in outgoing.provide(rows, first_row, self._clock.now()):
             self._begin_if_ready(outgoing, pending)
 
     def abort(self, transfer: TransferId, reason: str, *, suspect: bool = True) -> None:
@@ -179,7 +178,7 @@ class Sender:
 
     def check_deadlines(self) -> None:
         """Abort transfers that have made no progress within their deadlines. Call a few times a second."""
-        now = self._clock()
+        now = self._clock.now()
         for outgoing in [t for t in self._transfers.values() if t.progress.overdue(now, self._deadlines)]:
             self.abort(outgoing.transfer, f"it made no progress while {outgoing.progress.state.value}")
 
@@ -198,7 +197,7 @@ class Sender:
             return
         self.counters.grants += 1
         self._note_region(outgoing.consumer, grant.region)
-        self._begin_if_ready(outgoing, outgoing.add(grant, self._clock()))
+        self._begin_if_ready(outgoing, outgoing.add(grant, self._clock.now()))
 
     def on_done(self, done: Done) -> None:
         """Complete a transfer: the consumer has received all rows it needed."""
@@ -227,9 +226,9 @@ class Sender:
     def _begin_if_ready(self, outgoing: OutgoingTransfer, pending: PendingWrite) -> None:
         if outgoing.over or pending.missing > 0:
             return
-        outgoing.start(pending, self._clock())
+        outgoing.start(pending, self._clock.now())
         self._writing[outgoing] = None
-        pending.began = time.time()
+        pending.began = self._clock.wall()
         self._advance(outgoing, pending)
 
     def _advance(self, outgoing: OutgoingTransfer, pending: PendingWrite) -> None:
@@ -264,13 +263,13 @@ class Sender:
                 raise
             self.counters.retries += 1
             return False
-        if self._clock() > pending.deadline:
+        if self._clock.now() > pending.deadline:
             raise TransferError(f"a write took longer than {self._deadlines.write:g} s")
         return False
 
     def _begin(self, pending: PendingWrite) -> None:
         grant = pending.grant
-        pending.deadline = self._clock() + self._deadlines.write
+        pending.deadline = self._clock.now() + self._deadlines.write
         pending.write = self._fabrics[grant.region.fabric].write(grant.region, pending.copies)
         if grant.checked and pending.checksum is None:
             pending.checksum = checksum([copy.source for copy in pending.copies])  # while the bytes are being written
@@ -278,7 +277,7 @@ class Sender:
     def _report(self, outgoing: OutgoingTransfer, pending: PendingWrite) -> None:
         grant = pending.grant
         self.counters.bytes += grant.rows * outgoing.layout.row_bytes
-        outgoing.progress.touch(self._clock())
+        outgoing.progress.touch(self._clock.now())
         wrote = Wrote(
             outgoing.transfer,
             grant.first_row,
@@ -296,14 +295,14 @@ class Sender:
         """End a transfer and cancel its writes."""
         del self._transfers[outgoing.transfer]
         self._writing.pop(outgoing, None)
-        now = self._clock()
+        now = self._clock.now()
         outgoing.end(state, final_message, now + self._deadlines.write, now)
         self._ending.append(outgoing)
         self._finish_if_written(outgoing)
 
     def _finish_if_written(self, outgoing: OutgoingTransfer) -> None:
         """Drop an ended transfer, and send its final message, once nothing of it is being written."""
-        now = self._clock()
+        now = self._clock.now()
         outgoing.writes = [pending for pending in outgoing.writes if self._still_writing(outgoing, pending, now)]
         if outgoing.writes:
             return

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from triptych import children
+from triptych.clock import SystemClock
 from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
 from triptych.messages.channel import Channel
@@ -210,7 +211,7 @@ class ProducerLoop(_BenchLoop):
         self._source = self._reference = _touched(0)  # frees the last payload's memory before allocating
         self._source, self._reference = _touched(payload.num_bytes), _touched(payload.num_bytes)
         fabrics = {fabric.name: fabric for fabric in self.fabrics}
-        self._sender = Sender(fabrics, self.instance.channel.address, self.send)
+        self._sender = Sender(fabrics, self.instance.channel.address, self.send, clock=self.instance.clock)
         self._offered = self._pinged = 0.0
 
     @property
@@ -286,7 +287,7 @@ class ConsumerLoop(_BenchLoop):
                 (pair,) = self._buffer.pool.take(2)
                 self._buffer.pool.free([pair._replace(length=1)])
         self._payload = command.payload
-        self._receiver = Receiver(self._buffer, self.instance.channel.address, self.send)
+        self._receiver = Receiver(self._buffer, self.instance.channel.address, self.send, clock=self.instance.clock)
         self._transfer: TransferId | None = None
         self._consuming = ConsumeMode()
         self._consumed = 0
@@ -372,7 +373,7 @@ def _touched(num_bytes: int) -> Bytes:
 def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
     """Main function of both processes. Errors at start are sent through the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the bench, which closes the pipes
-    channel = Channel()
+    channel = Channel(SystemClock())
     try:
         instance = InstanceProcess(
             name=role.value,
@@ -383,8 +384,10 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
             channel=channel,
             join=[frontend.removeprefix("tcp://")],
             lease=LEASE,
+            clock=SystemClock(),
         )
-        fabrics = [item for item in open_fabrics(TransferConfig(fabric=fabric), HOST) if item.name == fabric]
+        opened = open_fabrics(TransferConfig(fabric=fabric), HOST, instance.clock)
+        fabrics = [item for item in opened if item.name == fabric]
         for item in fabrics:
             instance.at_end(item.close)
         if role.encodes:
@@ -415,7 +418,7 @@ class Pair:
 
     def __init__(self, fabric: str) -> None:
         """Start both. Raises StartError when the fabric can't be opened."""
-        self._channel = Channel()
+        self._channel = Channel(SystemClock())
         self._number = 0
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[Role, Connection] = {}

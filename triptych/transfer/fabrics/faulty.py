@@ -1,11 +1,11 @@
 """Fabric that injects faults into the writes of another fabric, for tests."""
 
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from triptych.clock import Clock
 from triptych.config.injected_faults import InjectedFaults
 from triptych.errors import TransferError
 from triptych.messages.rows import RegionHandle
@@ -16,7 +16,7 @@ from triptych.transfer.memory import Memory
 class FaultyFabric:
     """Wraps a fabric and injects faults into its writes. ``injected`` counts the faults by name."""
 
-    def __init__(self, fabric: Fabric, faults: InjectedFaults, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fabric: Fabric, faults: InjectedFaults, clock: Clock) -> None:
         self.name = fabric.name
         self.scope = fabric.scope
         self.checksums = True  # as over the network that it simulates
@@ -38,7 +38,7 @@ class FaultyFabric:
             return self._fabric.write(region, copies)
         self.injected[fault] += 1
         stages = self._stages(fault, region, copies)
-        ready_at = self._clock() + (self._faults.seconds if fault == "delay" else 0.0)
+        ready_at = self._clock.monotonic() + (self._faults.seconds if fault == "delay" else 0.0)
         return _FaultyWrite(stages, ready_at, self._clock, fails=fault == "half")
 
     def release(self, region: RegionHandle) -> None:
@@ -81,9 +81,7 @@ class FaultyFabric:
 
 
 class _FaultyWrite:
-    def __init__(
-        self, stages: list[Callable[[], Write]], ready_at: float, clock: Callable[[], float], *, fails: bool
-    ) -> None:
+    def __init__(self, stages: list[Callable[[], Write]], ready_at: float, clock: Clock, *, fails: bool) -> None:
         self._stages = stages
         self._ready_at = ready_at
         self._clock = clock
@@ -91,7 +89,7 @@ class _FaultyWrite:
         self._current: Write | None = None
 
     def done(self) -> bool:
-        if self._clock() < self._ready_at:
+        if self._clock.monotonic() < self._ready_at:
             return False
         while True:
             if self._current is not None and not self._current.done():

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from triptych.clock import Clock
 from triptych.config import TransferConfig, is_loopback
 from triptych.config.injected_faults import InjectedFaults
 from triptych.transfer.fabrics.base import Fabric
@@ -10,14 +11,14 @@ from triptych.transfer.fabrics.local import LocalFabric
 from triptych.transfer.fabrics.shm import SharedMemoryFabric
 
 
-def open_fabrics(config: TransferConfig, host: str) -> list[Fabric]:
+def open_fabrics(config: TransferConfig, host: str, clock: Clock) -> list[Fabric]:
     """Open the fabrics of an instance, in order of preference. ``host`` is the address at which peers reach this
     process. Raises StartError when the fabric that the settings name isn't installed."""
     fabrics: list[Fabric] = [LocalFabric(), *(_open(name, config, host) for name in _names(config.fabric, host))]
     faults = InjectedFaults.parse(config.inject_faults)
     if not any(faults.probabilities.values()):
         return fabrics
-    return [FaultyFabric(fabric, faults) for fabric in fabrics]
+    return [FaultyFabric(fabric, faults, clock) for fabric in fabrics]
 
 
 def is_installed(name: str) -> bool:
