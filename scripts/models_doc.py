@@ -176,7 +176,7 @@ def page() -> str:
         "",
         _text_families(),
         "",
-        "gpt-oss is published in MXFP4 only, so a copy in bf16 is needed.",
+        "gpt-oss is published with experts in MXFP4, which are dequantized when they are loaded.",
         "Quantized checkpoints of any family are served in [these formats](operating.md#quantized-checkpoints).",
         "",
         "## RoPE scaling",

@@ -16,7 +16,7 @@ from triptych.checkpoint.identity import model_identity
 from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
 from triptych.layers.linear import WEIGHT_FORMATS
-from triptych.layers.stored.compressed_tensors import GroupQuantization
+from triptych.layers.stored.pack_quantized import GroupQuantization
 from triptych.models.quantize import quantize_checkpoint
 from triptych.prompt.prompt import PromptBuilder
 

@@ -23,7 +23,7 @@ from tests.support.tiny import HEARING, SHARED, make_tiny
 from triptych.cli import main
 from triptych.layers import devices, native
 from triptych.layers.specs import AttentionSpec
-from triptych.layers.stored.compressed_tensors import GroupQuantization
+from triptych.layers.stored.pack_quantized import GroupQuantization
 from triptych.models.quantize import quantize_checkpoint
 from triptych.models.registry import identity_of
 
@@ -122,15 +122,15 @@ def test_what_a_requests_state_takes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_format_is_named_before_its_weights_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As gpt-oss is published, without its tensors."""
+    """A model without its tensors."""
     config = BACKBONES["gpt_oss"].config | {
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+        "quantization_config": {"quant_method": "hqq", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(tmp_path), "--port", "0", "--device", "cpu"])
     assert ended.value.code == 78
-    assert "quant_method 'mxfp4' is not served" in " ".join(capsys.readouterr().err.split())
+    assert "quant_method 'hqq' is not served" in " ".join(capsys.readouterr().err.split())
 
 
 def made(folder: Path, family: str) -> Path:

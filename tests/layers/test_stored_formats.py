@@ -8,21 +8,15 @@ import pytest
 
 from triptych.checkpoint.config_files import quantization_section
 from triptych.errors import CheckpointError
-from triptych.layers.stored.compressed_tensors import (
-    GroupQuantization,
-    PackedScheme,
-    PackQuantized,
-    quantization_config,
-)
-from triptych.layers.stored.format import StoredFormat
 from triptych.layers.stored.fp8 import Fp8
-from triptych.layers.stored.registry import read_format
+from triptych.layers.stored.pack_quantized import GroupQuantization, PackQuantized, quantization_config
+from triptych.layers.stored.registry import StoredFormats, read_formats
 
 PACKED = ["model.layers.0.mlp.down_proj.weight_packed", "lm_head.weight"]
 
 
-def read_quantization(config: dict[str, Any], tensors: list[str]) -> StoredFormat | None:
-    return read_format(quantization_section(config), tensors)
+def read_quantization(config: dict[str, Any], tensors: list[str]) -> StoredFormats | None:
+    return read_formats(quantization_section(config), tensors)
 
 
 def section(**changes: Any) -> dict[str, Any]:
@@ -36,7 +30,7 @@ def section(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_what_is_written_is_read(group: int, has_zeros: bool) -> None:
     written = quantization_config(GroupQuantization(group, has_zeros), ["lm_head"])
-    expected = PackQuantized((PackedScheme(4, group, has_zeros),))
+    expected = StoredFormats("compressed-tensors", [PackQuantized(4, group, has_zeros)])
     assert read_quantization({"quantization_config": written}, PACKED) == expected
     assert read_quantization({"text_config": {"quantization_config": written}}, PACKED) == expected
 
@@ -78,15 +72,16 @@ def test_other_weights_are_refused(changes: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not served; served: 'compressed-tensors'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not served; served: 'compressed-tensors'"),
         ({"quant_method": None}, "quant_method None"),
-        ({"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": {"deep": [[[[1] * 10**6]]]}}, r"quant_method .{1,60} is not served"),
+        ({"format": "marlin-24"}, "format 'marlin-24' is not served; served: 'pack-quantized'"),
+        ({"format": "mixed-precision"}, "format None is not served"),
         ({"config_groups": None}, "config_groups must be objects"),
         ({"config_groups": {}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": 7}}, "config_groups must be objects"),
         ({"config_groups": {"group_0": {"weights": []}}}, "weights must be an object"),
-        ({"config_groups": {"group_0": {"weights": {}, "input_activations": {"num_bits": 8}}}}, "input_activations"),
+        ({"config_groups": {"group_0": {"weights": {}}}}, "num_bits None is not served"),
     ],
 )
 def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -97,11 +92,11 @@ def test_other_formats_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_layers_of_different_groups() -> None:
     both = section()
     both["config_groups"]["group_1"] = deepcopy(both["config_groups"]["group_0"])
-    scheme = PackedScheme(4, 64, has_zeros=True)
-    assert read_quantization({"quantization_config": both}, PACKED) == PackQuantized((scheme,))
-    both["config_groups"]["group_1"]["weights"]["group_size"] = 128
-    schemes = scheme, replace(scheme, group=128)
-    assert read_quantization({"quantization_config": both}, PACKED) == PackQuantized(schemes)
+    one = PackQuantized(4, 64, has_zeros=True)
+    for groups, expected in ((64, [one]), (128, [one, replace(one, group=128)])):
+        both["config_groups"]["group_1"]["weights"]["group_size"] = groups
+        found = read_quantization({"quantization_config": both}, PACKED)
+        assert found == StoredFormats("compressed-tensors", expected)
 
 
 @pytest.mark.parametrize("wrong", [7, [], "compressed-tensors", True])
@@ -129,10 +124,12 @@ def float_quantized(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> None:
-    stored = read_format(found, ["a.weight", "a.weight_scale_inv"])
-    assert isinstance(stored, Fp8)
-    assert stored.block == block
-    assert stored.kept_as is None
+    stored = read_formats(found, ["a.weight", "a.weight_scale_inv"])
+    assert stored is not None
+    [only] = stored.formats
+    assert isinstance(only, Fp8)
+    assert only.block == block
+    assert stored.kept_as == ()
 
 
 @pytest.mark.parametrize(
@@ -145,12 +142,11 @@ def test_fp8_is_read(found: dict[str, Any], block: tuple[int, int] | None) -> No
         (float_quantized(num_bits=4), "num_bits 4 is not served; served: 8"),
         (float_quantized(symmetric=False), "symmetric False"),
         (float_quantized(strategy="tensor_group"), "strategy 'tensor_group'"),
-        (float_quantized() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ],
 )
 def test_other_fp8_is_refused(found: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        read_format(found, ["a.weight_scale_inv"])
+        read_formats(found, ["a.weight_scale_inv"])
 
 
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
@@ -172,9 +168,9 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
     ],
 )
 def test_what_is_kept_in_4_bits(found: dict[str, Any], kept: str | None, words: str) -> None:
-    stored = read_format(found, ["a.qweight", "a.weight_packed"])
+    stored = read_formats(found, ["a.qweight", "a.weight_packed"])
     assert stored is not None
-    assert (stored.kept_as, stored.described) == (kept, words)
+    assert (stored.kept_as, stored.described) == (() if kept is None else (kept,), words)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +183,12 @@ def test_what_is_kept_in_4_bits(found: dict[str, Any], kept: str | None, words: 
         (GPTQ | {"bits": 3}, "bits 3 is not served; served: 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"desc_act": "yes"}, "desc_act 'yes'"),
-        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic .* is not served"),
-        (GPTQ | {"dynamic": 5}, "dynamic 5 is not served"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 3}}}, "bits 3 is not served"),
+        (GPTQ | {"dynamic": {"+:.*": 5}}, "dynamic must hold objects, not .*5"),
+        (GPTQ | {"dynamic": 5}, "dynamic must hold objects, not 5"),
+        (GPTQ | {"format": "gptq_p"}, "format 'gptq_p'"),
     ],
 )
 def test_other_awq_and_gptq_is_refused(found: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=f"quantization_config: {words}"):
-        read_format(found, ["a.qweight"])
+        read_formats(found, ["a.qweight"])

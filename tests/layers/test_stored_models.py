@@ -34,7 +34,6 @@ from triptych.errors import CheckpointError
 from triptych.layers import native
 from triptych.layers.linear import WEIGHT_FORMATS, ConcatenatedLinear, PackedLinear, PlainFormat
 from triptych.layers.products import WeightKind
-from triptych.layers.stored.reader import StoredReader
 
 CPU = torch.device("cpu")
 FP32 = PlainFormat(torch.float32)
@@ -137,11 +136,26 @@ def test_outlines_read_every_tensor(tmp_path: Path, name: str) -> None:
     assert outline.names_read == set(outline.tensors)
 
 
-IN_4_BITS = ("pack-quantized", "pack-quantized, asymmetric", "awq", "awq by output", "gptq", "gptq_v2")
+IN_4_BITS = (
+    "pack-quantized",
+    "pack-quantized, asymmetric",
+    "awq",
+    "awq by output",
+    "gptq",
+    "gptq_v2",
+    "gptq, unlike layers",
+)
+IN_8_BITS = (
+    "pack-quantized, 8 bits by output",
+    "pack-quantized, unlike layers",
+    "int-quantized",
+    "int-quantized, tensors",
+    "bitsandbytes int8",
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_the_kernels_take_stays_in_4_bits(tmp_path: Path, name: str) -> None:
+def test_what_the_kernels_take_stays_as_it_is(tmp_path: Path, name: str) -> None:
     """All else is packed as the values that it has."""
     if native.library() is None:
         pytest.skip("there are no compiled kernels")
@@ -152,14 +166,19 @@ def test_what_the_kernels_take_stays_in_4_bits(tmp_path: Path, name: str) -> Non
         layers_of(adapter.load_decoder(Checkpoint(folder), form, CPU))[1].mlp.down
         for folder, form in ((stored, WEIGHT_FORMATS["float32"]), (dense, FP32))
     )
-    kind = WeightKind.INT4 if name in IN_4_BITS else WeightKind.FLOAT
+    kind = WeightKind.INT4 if name in IN_4_BITS else WeightKind.INT8 if name in IN_8_BITS else WeightKind.FLOAT
     assert ours.product.operands.kind == kind
     tokens = torch.randn(5, 96)
     error = (ours(tokens) - expected(tokens)).norm() / expected(tokens).norm()
-    assert error < (0.02 if kind == WeightKind.INT4 else 1e-5)
+    assert error < (1e-5 if kind == WeightKind.FLOAT else 0.02)
 
 
 LAYER = "model.layers.1.mlp.down_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def text(words: str) -> Tensor:
+    return torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +199,34 @@ LAYER = "model.layers.1.mlp.down_proj"
         ("gptq", "qweight", torch.ones(12, 64), "qweight: is float32, not int32"),
         ("gptq", "g_idx", torch.full((96,), 3, dtype=torch.int32), "g_idx has groups from 3 to 3"),
         ("gptq", "g_idx", torch.full((96,), -1, dtype=torch.int32), "g_idx has groups from -1 to -1"),
+        ("int-quantized", "weight", torch.ones(64, 96, dtype=torch.int16), "weight: is int16, not int8"),
+        ("int-quantized", "weight_scale", torch.full((64, 1), torch.nan), "weight_scale has values that aren't finite"),
+        ("int-quantized", "weight_scale", torch.ones(64, 2), r"weight_scale' has shape \[64, 2\]"),
+        ("int-quantized, asymmetric", "weight_zero_point", torch.zeros(64, 2, dtype=torch.int8), r"shape \[64, 2\]"),
+        ("nvfp4-pack-quantized", "weight_global_scale", torch.zeros(1), "weight_scale has values that aren't finite"),
+        ("nvfp4-pack-quantized", "weight_global_scale", torch.ones(2), r"weight_global_scale' has shape \[2\]"),
+        ("nvfp4-pack-quantized", "weight_global_scale", None, "weight_global_scale' is missing"),
+        ("nvfp4-pack-quantized", "weight_packed", torch.zeros(64, 47, dtype=torch.uint8), r"shape \[64, 47\]"),
+        ("mxfp4-pack-quantized", "weight_scale", torch.full((64, 3), 255, dtype=torch.uint8), "aren't finite"),
+        ("modelopt", "weight_scale_2", torch.tensor(torch.inf), "weight_scale has values that aren't finite"),
+        ("bitsandbytes nf4", "weight", torch.zeros(3071, 1, dtype=torch.uint8), r"has shape \[3071, 1\]"),
+        ("bitsandbytes nf4", "weight.absmax", torch.ones(95), r"absmax' has shape \[95\]"),
+        ("bitsandbytes nf4", "weight.quant_map", torch.full((16,), torch.nan), "quant_map has values that aren't"),
+        ("bitsandbytes nf4", STATE, torch.zeros(10**5, dtype=torch.uint8), "must be a short text"),
+        ("bitsandbytes nf4", STATE, torch.full((2000,), ord("["), dtype=torch.uint8), "isn't valid JSON"),
+        ("bitsandbytes nf4", STATE, text('{"blocksize": 0, "shape": [64, 96]}'), "blocksize is 0, not 64 or 32"),
+        (
+            "bitsandbytes nf4",
+            STATE,
+            text('{"blocksize": 64, "shape": [96, 64]}'),
+            r"shape is \[96, 64\], not \[64, 96\]",
+        ),
+        ("bitsandbytes nf4", STATE, text("[]"), "must be a JSON object"),
+        ("bitsandbytes nf4, nested", "weight.nested_absmax", torch.ones(2), r"nested_absmax' has shape \[2\]"),
+        ("bitsandbytes nf4, nested", "weight.nested_quant_map", torch.ones(16), r"nested_quant_map' has shape \[16\]"),
+        ("bitsandbytes int8", "SCB", torch.full((64,), torch.inf), "SCB has values that aren't finite"),
+        ("bitsandbytes int8", "weight_format", torch.tensor(2, dtype=torch.uint8), "weight_format is 2; 0, for rows"),
+        ("gptq, unlike layers", "qweight", torch.ones(11, 64, dtype=torch.int32), r"qweight' has shape \[11, 64\]"),
         ("pack-quantized, ordered", "weight_g_idx", torch.zeros(95, dtype=torch.int32), r"has shape \[95\]"),
     ],
 )
@@ -213,10 +260,28 @@ def test_groups_larger_than_a_layer_are_all_of_it(tmp_path: Path, section: dict[
     assert_same_weights(*(load_adapter(dense).load_decoder(Checkpoint(one), FP32, CPU) for one in (stored, dense)))
 
 
-def test_stacks_of_quantized_weights_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"experts": torch.ones(2, 4, 8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    reader = StoredReader(Checkpoint(tmp_path), str, FP32, CPU)
-    for shape, transposed in (((2, 4, 8), False), ((2, 8, 4), True)):
-        with pytest.raises(CheckpointError, match="experts: is float8_e4m3fn, not bfloat16"):
-            reader.stack("experts", shape, transposed=transposed)
+def test_biases_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
+    one = FORMATS["gptq"]
+    stored, _ = quantized_pair(make_tiny(tmp_path / "source", "qwen2_5_vl"), tmp_path, one.section, one.encode)
+    weights = load_file(stored / "model.safetensors")
+    for value in (0.0, 0.5):
+        save_file(weights | {f"{LAYER}.bias": torch.full((64,), value)}, stored / "model.safetensors")
+        if not value:
+            load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU)
+            continue
+        with pytest.raises(CheckpointError, match=f"no place for tensor '{LAYER}.bias'"):
+            load_adapter(stored).load_decoder(Checkpoint(stored), FP32, CPU)
+
+
+def test_a_quantized_head_is_dequantized(tmp_path: Path) -> None:
+    one, source = FORMATS["gptq"], make_tiny(tmp_path / "source", "qwen2_5_vl")
+    weights = load_file(source / "model.safetensors")
+    tensors, value = one.encode("lm_head", weights.pop("lm_head.weight")) or ({}, None)
+    assert value is not None
+    head = {f"lm_head.{kind}": tensor.contiguous() for kind, tensor in tensors.items()}
+    stored, dense = quantized_pair(source, tmp_path, one.section, one.encode)
+    for folder, added in ((stored, head), (dense, {"lm_head.weight": value})):
+        kept = load_file(folder / "model.safetensors")
+        del kept["lm_head.weight"]
+        save_file(kept | added, folder / "model.safetensors")
+    assert_same_weights(*(load_adapter(one).load_decoder(Checkpoint(one), FP32, CPU) for one in (stored, dense)))

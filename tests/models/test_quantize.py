@@ -26,9 +26,9 @@ from triptych.layers.devices import weight_format
 from triptych.layers.linear import PackedLinear, PlainFormat
 from triptych.layers.parallel import SINGLE_RANK, Group, SingleRank
 from triptych.layers.products import CompiledProduct, WeightKind
-from triptych.layers.stored.compressed_tensors import GroupQuantization
+from triptych.layers.stored.pack_quantized import GroupQuantization
 from triptych.layers.stored.reader import StoredReader
-from triptych.layers.stored.registry import read_format
+from triptych.layers.stored.registry import read_formats
 from triptych.models.quantize import quantize_checkpoint
 from triptych.server.model_bundle import ModelBundle
 
@@ -190,7 +190,7 @@ def test_what_stays_as_it_is_is_listed(tmp_path: Path) -> None:
 
 def test_settings_that_contradict_the_checkpoint(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
-    tensors, stored = checkpoint.tensors, read_format(checkpoint.quantization, checkpoint.tensors)
+    tensors, stored = checkpoint.tensors, read_formats(checkpoint.quantization, checkpoint.tensors)
     for quantization in ("none", "int4"):
         weights = weight_format(EngineConfig(quantization=quantization), torch.device("cpu"), tensors, stored)
         assert weights.linear_dtype == "int4"
@@ -264,8 +264,8 @@ def test_missing_zero_points_and_another_group_are_refused(folder: Path, tmp_pat
         (copy / "config.json").write_text(json.dumps(with_changes))
         with pytest.raises(CheckpointError, match=words):
             load(copy)
-    edit_config(copy, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(CheckpointError, match="quant_method 'mxfp4' is not served"):
+    edit_config(copy, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match="quant_method 'hqq' is not served"):
         load(copy)
 
 

@@ -4,7 +4,8 @@ in dense checkpoints."""
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,27 @@ LINEAR = re.compile(r".*(_proj|\.qkv|\.proj|fc\d|wqkv|\.wo|linear_\d)\.weight")
 """Keys of linear layers of decoders and towers."""
 
 
-def quantized_pair(source: Path, to: Path, section: dict[str, Any], encode: Encode) -> tuple[Path, Path]:
-    """Writes copies of a checkpoint folder: with layers as ``encode`` stores them, and with their values."""
+STACK = re.compile(r".*\.experts\.(gate_up|down)_proj")
+"""Keys of stacks of all experts."""
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """How the checkpoint's stacks of experts are stored."""
+
+    is_transposed: bool
+    """Whether the dense one's are [experts, in, out]."""
+    stores_transposed: bool
+    """Whether the quantized ones, and their scales, are."""
+    ends: Mapping[str, str]
+    """What follows the stack's name in those of its tensors, by kind."""
+
+
+def quantized_pair(
+    source: Path, to: Path, section: dict[str, Any], encode: Encode, stacks: StackLayout | None = None
+) -> tuple[Path, Path]:
+    """Writes copies of a checkpoint folder: with layers as ``encode`` stores them, and with their values. If ``stacks``
+    is given, experts are such layers, else those that aren't in stacks."""
     stored, dense = to / "stored", to / "dense"
     for folder in (stored, dense):
         shutil.copytree(source, folder)
@@ -29,16 +49,33 @@ def quantized_pair(source: Path, to: Path, section: dict[str, Any], encode: Enco
     values: dict[str, Tensor] = {}
     for key, weight in load_file(source / "model.safetensors").items():
         name = key.removesuffix(".weight")
-        found = encode(name, weight) if LINEAR.fullmatch(key) and weight.dim() == 2 else None
-        kept |= {key: weight} if found is None else {f"{name}.{kind}": one for kind, one in found[0].items()}
-        values[key] = weight if found is None else found[1]
+        tensors, values[key] = {key: weight}, weight
+        if stacks is not None and STACK.fullmatch(key):
+            tensors, values[key] = _stack(key, weight, encode, stacks)
+        elif LINEAR.fullmatch(key) and weight.dim() == 2 and (found := encode(name, weight)) is not None:
+            tensors, values[key] = {f"{name}.{kind}": one for kind, one in found[0].items()}, found[1]
+        kept |= tensors
     assert kept.keys() != values.keys()
-    for folder, tensors in ((stored, kept), (dense, values)):
-        contiguous = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+    for folder, written in ((stored, kept), (dense, values)):
+        contiguous = {key: tensor.contiguous().clone() for key, tensor in written.items()}
         save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     return stored, dense
+
+
+def _stack(key: str, weight: Tensor, encode: Encode, stacks: StackLayout) -> tuple[dict[str, Tensor], Tensor]:
+    def turned(one: Tensor, is_turned: bool) -> Tensor:
+        return one.T if is_turned and one.dim() == 2 else one
+
+    found = [encode(key, turned(one, stacks.is_transposed)) for one in weight]
+    members = [one for one in found if one is not None]
+    assert len(members) == len(weight)
+    tensors = {
+        key + end: torch.stack([turned(one[kind], stacks.stores_transposed) for one, _ in members])
+        for kind, end in stacks.ends.items()
+    }
+    return tensors, torch.stack([turned(value, stacks.is_transposed) for _, value in members])
 
 
 def words(levels: Tensor, bits: int) -> Tensor:

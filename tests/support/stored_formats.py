@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.four_bit_floats import bits4, bits8, mxfp4, mxfp8, nvfp4
 from tests.support.quantized import Encode, rounded, value, words
-from triptych.layers.stored.compressed_tensors import GroupQuantization, quantization_config
+from triptych.layers.stored.pack_quantized import GroupQuantization, quantization_config
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,27 @@ def gptq(bits: int, group: int | None, *, version: int, symmetric: bool, shuffle
     return encode
 
 
+def int8(group: int | None, *, symmetric: bool, of_tensor: bool = False) -> Encode:
+    """Scales of a tensor, of outputs or of groups; the lowest number that occurs is -128."""
+
+    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = groups_of(weight.shape[1], group)
+        levels, scales, zeros = rounded(weight, 8, groups, symmetric=symmetric)
+        if of_tensor:
+            scales = torch.full_like(scales, (weight.abs().max() / 128).bfloat16().float().item())
+            levels = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, 255)
+        levels[0, 0] = 0
+        tensors = {
+            "weight": (levels - 128).to(torch.int8),
+            "weight_scale": scales[:1, 0] if of_tensor else scales.bfloat16(),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
+        return tensors, value(levels, scales, zeros, groups)
+
+    return encode
+
+
 def mixed(encode: Encode, other: Encode, *names: str) -> Encode:
     """Layers whose names end like that are as in ``other``."""
     return lambda name, weight: (other if name.endswith(names) else encode)(name, weight)
@@ -113,6 +135,19 @@ def float_quantized(strategy: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
+def of_groups(format_name: str, *groups: dict[str, Any]) -> dict[str, Any]:
+    """As compressed-tensors describes groups of layers."""
+    numbered = {f"group_{number}": group for number, group in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": format_name, "config_groups": numbered}
+
+
+def group(kind: str, bits: int, strategy: str, **weights: Any) -> dict[str, Any]:
+    """A group of layers of weights that are integers (``int``) or ``float``, and of activations in 8 bits."""
+    activations = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True}
+    served = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    return {"targets": ["Linear"], "weights": served, "input_activations": activations}
+
+
 def pack_quantized(*schemes: dict[str, Any]) -> dict[str, Any]:
     """As compressed-tensors describes groups of layers with these weights."""
     served = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "actorder": None}
@@ -122,6 +157,7 @@ def pack_quantized(*schemes: dict[str, Any]) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+BITS4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FORMATS = {
     "pack-quantized": Stored(
         quantization_config(GroupQuantization(32, has_zeros=False), []), packed(4, 32, symmetric=True)
@@ -164,5 +200,60 @@ FORMATS = {
     "gptq, ordered": Stored(
         GPTQ | {"desc_act": True, "bits": 8, "sym": False}, gptq(8, 32, version=1, symmetric=False, shuffled=True)
     ),
+    "gptq, unlike layers": Stored(
+        GPTQ | {"dynamic": {"-:.*o_proj": {}, "+:.*(up|q)_proj": {"bits": 8, "group_size": 16}}},
+        but(
+            mixed(gptq(4, 32, version=1, symmetric=True), gptq(8, 16, version=1, symmetric=True), "up_proj", "q_proj"),
+            "o_proj",
+        ),
+    ),
+    "int-quantized": Stored(of_groups("int-quantized", group("int", 8, "channel")), int8(None, symmetric=True)),
+    "int-quantized, tensors": Stored(
+        of_groups("naive-quantized", group("int", 8, "tensor")), int8(None, symmetric=True, of_tensor=True)
+    ),
+    "int-quantized, asymmetric": Stored(
+        of_groups("int-quantized", group("int", 8, "channel", symmetric=False)), int8(None, symmetric=False)
+    ),
+    "int-quantized, groups": Stored(
+        of_groups("int-quantized", group("int", 8, "group", group_size=32)), int8(32, symmetric=True)
+    ),
+    "nvfp4-pack-quantized": Stored(
+        of_groups("nvfp4-pack-quantized", group("float", 4, "tensor_group", group_size=16)), nvfp4(modelopt=False)
+    ),
+    "mxfp4-pack-quantized": Stored(of_groups("mxfp4-pack-quantized", group("float", 4, "group", group_size=32)), mxfp4),
+    "mxfp8-quantized": Stored(of_groups("mxfp8-quantized", group("float", 8, "group", group_size=32)), mxfp8),
+    "mixed-precision": Stored(
+        of_groups(
+            "mixed-precision",
+            group("float", 4, "tensor_group", group_size=16) | {"format": "nvfp4-pack-quantized"},
+            group("float", 8, "channel") | {"format": "float-quantized"},
+            group("int", 8, "channel") | {"format": "int-quantized"},
+            group("int", 4, "group", group_size=32) | {"format": "pack-quantized"},
+        ),
+        mixed(
+            mixed(
+                mixed(nvfp4(modelopt=False), packed(4, 32, symmetric=True), "up_proj"),
+                int8(None, symmetric=True),
+                "q_proj",
+                "o_proj",
+            ),
+            fp8(None, "weight_scale", per_output=True),
+            "k_proj",
+            "down_proj",
+        ),
+    ),
+    "modelopt": Stored({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4(modelopt=True)),
+    "modelopt, unlike layers": Stored(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a": {"quant_algo": "NVFP4", "group_size": 16}, "b": {"quant_algo": "FP8"}},
+        },
+        mixed(nvfp4(modelopt=True), fp8(None, "weight_scale", input_scale=torch.tensor(0.5)), "q_proj", "down_proj"),
+    ),
+    "bitsandbytes nf4": Stored(BITS4, bits4(nested=False)),
+    "bitsandbytes nf4, nested": Stored(BITS4 | {"bnb_4bit_use_double_quant": True}, bits4(nested=True)),
+    "bitsandbytes fp4": Stored(BITS4 | {"bnb_4bit_quant_type": "fp4"}, bits4(nested=False, kind="fp4", run=32)),
+    "bitsandbytes int8": Stored({"quant_method": "bitsandbytes", "load_in_8bit": True}, bits8),
     "gptq_v2": Stored(GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, version=2, symmetric=False)),
 }

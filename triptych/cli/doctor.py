@@ -27,8 +27,7 @@ from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.state_spec import state_bytes
-from triptych.layers.stored.format import StoredFormat
-from triptych.layers.stored.registry import described_format, read_format
+from triptych.layers.stored.registry import StoredFormats, described_formats, read_formats
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, model_type_of, resolve
 from triptych.observe.machine import available_bytes, check_cores
@@ -76,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     section = quantization_section(checkpoint_config)
     if stored := has_weights(config.model):
         tensors = read_folder(config.model)
-        quantized = read_format(section, tensors)
+        quantized = read_formats(section, tensors)
         stages, model = adapter.weight_bytes_by_stage(tensors), _identity(identity_of(config.model))
     else:
-        quantized = described_format(section)
+        quantized = described_formats(section)
         tensors, stages = _outline(config.model, adapter, has_towers=family.takes_media)
         model = "no weights are there; sizes follow from config.json, for weights that aren't quantized"
     console = Console()
@@ -215,7 +214,7 @@ def _device(config: ServeConfig) -> str:
 
 
 def _formats(
-    config: ServeConfig, tensors: Mapping[str, TensorInfo], quantized: StoredFormat | None, *, has_towers: bool
+    config: ServeConfig, tensors: Mapping[str, TensorInfo], quantized: StoredFormats | None, *, has_towers: bool
 ) -> str:
     from triptych.layers.devices import find_device, tower_format, weight_format
 

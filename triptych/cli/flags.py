@@ -40,7 +40,7 @@ from triptych.config import (
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, ConfigError
 from triptych.hub import Check, HubName, fetch, no_check
-from triptych.layers.stored.registry import described_format
+from triptych.layers.stored.registry import described_formats
 from triptych.models.registry import family_of
 from triptych.server.worker_extra import check_installed
 from triptych.topology import Role, Topology
@@ -289,7 +289,7 @@ def _check_served(folder: Path, _: int = 0) -> None:
     """Check what a folder's config says, before anything is said of weights that wouldn't help."""
     if any((folder / name).exists() for name in ("config.json", MISTRAL_CONFIG)):
         family_of(config := load_config(folder))
-        described_format(quantization_section(config))
+        described_formats(quantization_section(config))
 
 
 def model_name(arguments: argparse.Namespace, config: ServeConfig) -> str:

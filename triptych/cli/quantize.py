@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from triptych.cli import flags
-from triptych.layers.stored.compressed_tensors import GROUP_SIZES, GroupQuantization
+from triptych.layers.stored.pack_quantized import GROUP_SIZES, GroupQuantization
 from triptych.server.worker_extra import check_installed
 
 

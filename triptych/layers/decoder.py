@@ -94,11 +94,12 @@ class Decoder(nn.Module):
         A config may tie it to the embedding only because that is the default. As in transformers 5, a checkpoint's own
         one is used if it differs.
         """
-        if not config.tie_embeddings:
-            return reader.tensor(HEAD, embedding.shape)
-        if not reader.has(HEAD):
+        outputs, inputs = embedding.shape
+        if config.tie_embeddings and not reader.stored.has_layer(HEAD):
             return self.embedding
-        stored = reader.tensor(HEAD, embedding.shape)
+        stored = reader.stored.stored(HEAD, outputs, inputs).dequantized()
+        if not config.tie_embeddings:
+            return stored
         # an outline has no values to compare
         return self.embedding if stored.is_meta or torch.equal(stored, embedding) else stored
 

@@ -16,7 +16,7 @@ from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.float_product import has_bf16
 from triptych.layers.linear import CUDA_FORMATS, QUANTIZED_FORMATS, WEIGHT_FORMATS, PackedFormat, WeightFormat
 from triptych.layers.parallel import rank_device
-from triptych.layers.stored.format import StoredFormat
+from triptych.layers.stored.registry import StoredFormats
 from triptych.observe.machine import available_bytes, resident_bytes
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -60,7 +60,7 @@ def weight_format(
     engine: EngineConfig,
     device: torch.device,
     tensors: Mapping[str, TensorInfo],
-    stored: StoredFormat | None = None,
+    stored: StoredFormats | None = None,
 ) -> WeightFormat:
     """Return the decoder's weight format for the settings, a device and a checkpoint's tensors, whose quantized weights
     are ``stored`` like that.
@@ -69,12 +69,13 @@ def weight_format(
     format that the device or the checkpoint doesn't support.
     """
     plain, quantization = _dtype_format(engine.dtype, device, tensors), engine.quantization
-    kept = None if stored is None else stored.kept_as
-    if kept is None:
+    kept = () if stored is None else stored.kept_as
+    if not kept:
         return _quantized("--quantization", quantization, plain, device)
-    if quantization not in ("none", kept):
-        raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to {kept}")
-    return plain.keeping(kept) if isinstance(plain, PackedFormat) else plain
+    name = " and ".join(kept)
+    if quantization not in ("none", *kept):
+        raise ConfigError(f"--quantization {quantization}: the checkpoint's weights are quantized already, to {name}")
+    return plain.keeping(name) if isinstance(plain, PackedFormat) else plain
 
 
 def tower_format(engine: EngineConfig, device: torch.device, tensors: Mapping[str, TensorInfo]) -> WeightFormat:

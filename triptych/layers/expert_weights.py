@@ -21,7 +21,7 @@ from triptych.layers.weights import WeightReader
 def load_experts(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int) -> Sequence[GatedMLP | ClampedMLP]:
     """Load this rank's part of each expert; ``prefix`` is the experts' name. The ranks' outputs still have to be
     summed. Raises CheckpointError, as the reader does."""
-    is_stacked = any(reader.has(f"{prefix}.{name}") for name in ("gate_up_proj", "down_proj"))
+    is_stacked = any(reader.stored.has_stack(f"{prefix}.{name}") for name in ("gate_up_proj", "down_proj"))
     load = _stacked if is_stacked else _separate
     gate_ups, downs = load(spec, reader, prefix, hidden_size)
     if isinstance(spec.activation, ClampedSwiGLU):
@@ -44,7 +44,7 @@ def _stacked(spec: MoESpec, reader: WeightReader, prefix: str, hidden_size: int)
     part = ShardedDimension(width).part(reader.group)
     gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     # One of the two may be square, which doesn't tell the layouts apart, but never both.
-    found = reader.shape(gate_up), reader.shape(down)
+    found = tuple(reader.shape(name) if reader.has(name) else () for name in (gate_up, down))
     transposed = found == ((experts, hidden_size, 2 * width), (experts, width, hidden_size))
 
     def biases(name: str, outputs: int) -> list[Tensor | None]:

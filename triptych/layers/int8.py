@@ -1,17 +1,56 @@
 """Products with int8 weights and activations quantized dynamically, with one scale per token: by the compiled kernel if
 there is one, else by oneDNN."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from triptych.errors import ConfigError
 from triptych.layers import native
+from triptych.layers.grouped_weight import by_rows
 from triptych.layers.products import CompiledProduct, Product, WeightKind, in_panels, panel_layout
 
 SMALLEST = 1e-30
 """Lower bound of a token's largest activation, the same as in the kernel."""
 MAX_INPUTS = 2**16
 """Number of 8-bit products whose sum fits 32 bits, offsets included."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight W [out, in]: W[o, i] = values[o, i] * scales[o]."""
+
+    values: Tensor
+    """int8 [out, in]."""
+    scales: Tensor
+    """float32 [out], of any sign."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    def rows(self, part: slice | Tensor) -> "Int8Weight":
+        """Return a range of the outputs, or those with the given indices."""
+        return Int8Weight(self.values[part], self.scales[part])
+
+    def columns(self, part: slice) -> "Int8Weight":
+        """Return a range of the inputs."""
+        return Int8Weight(self.values[:, part], self.scales)
+
+    def dequantized(self) -> Tensor:
+        """Return W in float32."""
+        return by_rows(self.shape, self.values.device, lambda rows: self.values[rows] * self.scales[rows, None])
+
+
+def concatenate_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
+    """Concatenate the outputs of weights with the same inputs."""
+    if len(weights) == 1:
+        return weights[0]
+    return Int8Weight(torch.cat([one.values for one in weights]), torch.cat([one.scales for one in weights]))
 
 
 class OneDnnInt8Product:
@@ -34,18 +73,28 @@ class OneDnnInt8Product:
 
 
 def int8_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return ``x W^T + b`` for W [out, in] quantized to int8 with one scale per output.
+    """Return ``x W^T + b`` for W [out, in] quantized to int8 with one scale per output. Raises ConfigError as
+    ``stored_int8_product`` does."""
+    _check_inputs(weight.shape[1])
+    return stored_int8_product(Int8Weight(*quantize_rows(weight)), bias)
+
+
+def stored_int8_product(weight: Int8Weight, bias: Tensor | None) -> Product:
+    """Return ``x W^T + b`` for a weight in int8.
 
     A token with a NaN or an infinity yields NaNs, and doesn't affect other tokens. Raises ConfigError for more inputs
     than can be summed exactly.
     """
-    if weight.shape[1] > MAX_INPUTS:
-        raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {weight.shape[1]}")
-    whole, scales = quantize_rows(weight)
+    _check_inputs(weight.values.shape[1])
     if (library := native.library()) is None:
-        return OneDnnInt8Product(whole, scales, bias)
-    panels = in_panels(whole, panel_layout(library, WeightKind.INT8))
-    return CompiledProduct(library, WeightKind.INT8, weight.shape, panels, scales, bias)
+        return OneDnnInt8Product(weight.values.contiguous(), weight.scales, bias)
+    panels = in_panels(weight.values, panel_layout(library, WeightKind.INT8))
+    return CompiledProduct(library, WeightKind.INT8, weight.values.shape, panels, weight.scales, bias)
+
+
+def _check_inputs(inputs: int) -> None:
+    if inputs > MAX_INPUTS:
+        raise ConfigError(f"int8 is for layers of at most {MAX_INPUTS} inputs, not {inputs}")
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

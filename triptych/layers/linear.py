@@ -12,7 +12,7 @@ from triptych.errors import ConfigError
 from triptych.layers.float_product import bf16_product, float_product, half_product
 from triptych.layers.grouped_weight import GroupedWeight
 from triptych.layers.int4 import grouped_product, int4_product
-from triptych.layers.int8 import int8_product
+from triptych.layers.int8 import Int8Weight, int8_product, stored_int8_product
 from triptych.layers.pointwise import layer_norm, rms_norm
 from triptych.layers.products import Product
 from triptych.layers.pruned_head import PrunedHead, pruned_head_of
@@ -112,6 +112,9 @@ class WeightFormat(Protocol):
     def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
         """Make a layer from a checkpoint's 4-bit weight and bias [out]."""
 
+    def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
+        """Make a layer from a checkpoint's 8-bit weight and bias [out]."""
+
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         """Make the whole projection to the vocabulary from a checkpoint's weight [vocab, hidden]."""
 
@@ -142,6 +145,9 @@ class PlainFormat:
         return self.linear(weight, bias, device)
 
     def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
+        return self.linear(weight.dequantized(), bias, device)
+
+    def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
         return self.linear(weight.dequantized(), bias, device)
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
@@ -186,6 +192,10 @@ class PackedFormat:
     def grouped(self, weight: GroupedWeight, bias: Tensor | None, device: torch.device) -> Linear:
         _check_cpu(device)
         return PackedLinear(grouped_product(weight, bias))
+
+    def int8(self, weight: Int8Weight, bias: Tensor | None, device: torch.device) -> Linear:
+        _check_cpu(device)
+        return PackedLinear(stored_int8_product(weight, bias))
 
     def head(self, weight: Tensor, device: torch.device) -> LMHead:
         _check_cpu(device)

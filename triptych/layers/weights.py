@@ -16,8 +16,8 @@ from triptych.layers.parallel import AllReduce, GatherLogits, Group, Segments, S
 from triptych.layers.stored.linears import StoredLinear, concatenate
 from triptych.layers.stored.reader import StoredReader
 
-HEAD = "head.weight"
-"""The decoder's own name for the output projection."""
+HEAD = "head"
+"""The decoder's own name for the output projection, a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class DecoderKeys:
 
     def key(self, name: str) -> str:
         """Return the checkpoint's name of the decoder's tensor ``name``."""
-        if name == HEAD:
-            return self.head
+        if name.startswith(f"{HEAD}."):
+            return self.head.removesuffix("weight") + name.removeprefix(f"{HEAD}.")
         for own, theirs in self.names.renamed:
             name = name.replace(own, theirs)
         return self.prefix + name
@@ -52,7 +52,7 @@ class DecoderKeys:
 
     def owns(self, key: str) -> bool:
         """Return whether the checkpoint's tensor ``key`` belongs to the decoder; those that it ignores do, too."""
-        return key == self.head or key.startswith((self.prefix, *self.names.ignored_modules))
+        return key.startswith((self.head.removesuffix("weight"), self.prefix, *self.names.ignored_modules))
 
     def ignores(self, key: str) -> bool:
         """Return whether the decoder doesn't need the checkpoint's tensor ``key``."""

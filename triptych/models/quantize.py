@@ -20,8 +20,8 @@ from triptych.checkpoint.safetensors_header import INDEX_FILE, TensorInfo
 from triptych.errors import CheckpointError, ConfigError
 from triptych.layers.encoder import ModelAdapter
 from triptych.layers.grouped_weight import quantize_groups
-from triptych.layers.stored.compressed_tensors import GroupQuantization, quantization_config, stored_tensors
-from triptych.layers.stored.registry import read_format
+from triptych.layers.stored.pack_quantized import GroupQuantization, quantization_config, stored_tensors
+from triptych.layers.stored.registry import read_formats
 from triptych.models.registry import family_of, resolve
 
 _LAYER = re.compile(r".*\blayers\.\d+\..*_proj\.weight")
@@ -53,7 +53,7 @@ def quantize_checkpoint(source: Path, target: Path, quantization: GroupQuantizat
     """
     config, checkpoint = load_config(source), Checkpoint(source)
     adapter: ModelAdapter = resolve(family_of(config).adapter)(config)
-    if read_format(checkpoint.quantization, checkpoint.tensors) is not None:
+    if read_formats(checkpoint.quantization, checkpoint.tensors) is not None:
         raise CheckpointError(f"{source}: its weights are quantized already")
     if lora_folders(source):
         raise CheckpointError(

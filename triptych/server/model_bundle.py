@@ -16,7 +16,7 @@ from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_for
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.layers.state_spec import StateSpec, record_bytes
-from triptych.layers.stored.registry import read_format
+from triptych.layers.stored.registry import read_formats
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import ModelConfig, Planner
@@ -35,7 +35,7 @@ class ModelBundle:
         processors = load_preprocessor_config(checkpoint.folder), load_video_config(checkpoint.folder)
         self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
         self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
-        stored = read_format(checkpoint.quantization, checkpoint.tensors)
+        stored = read_formats(checkpoint.quantization, checkpoint.tensors)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors, stored)
         """The decoder's weight format."""

@@ -8,8 +8,9 @@ from triptych.layers.stored.format import (
     LayerTensors,
     Section,
     group_size,
+    grouping,
     inputs_per_group,
-    kept_in_4_bits,
+    kept_integers,
     require,
 )
 
@@ -33,22 +34,28 @@ class Awq:
     """Inputs per group; None: all inputs of an output are one."""
 
     @classmethod
-    def of(cls, section: Section) -> "Awq":
-        """See ``StoredFormat``."""
-        require(section, "version", (None, "gemm", "GEMM"))
+    def of(cls, section: Section) -> "list[Awq]":
+        """Return the formats that a config's section describes. Raises CheckpointError for settings that aren't
+        served."""
+        for name in ("version", "format", "checkpoint_format"):  # as AutoAWQ, transformers and GPTQModel call it
+            require(section, name, (None, "gemm", "GEMM"))
         require(section, "bits", (4,))
-        require(section, "zero_point", (True,))
-        return cls(group_size(section))
+        require(section, "zero_point", (None, True))
+        return [cls(group_size(section))]
 
     @property
     def kept_as(self) -> str | None:
         """See ``StoredFormat``."""
-        return kept_in_4_bits(self.group)
+        return kept_integers(4, self.group)
 
     @property
     def described(self) -> str:
         """See ``StoredFormat``."""
-        return f"AWQ gemm, 4 bits {'by output' if self.group is None else f'in groups of {self.group}'}"
+        return f"AWQ gemm, 4 bits {grouping(self.group)}"
+
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """See ``StoredFormat``."""
+        return True
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""

@@ -1,181 +1,49 @@
-"""compressed-tensors' format ``pack-quantized`` (https://github.com/vllm-project/compressed-tensors) with 4 or 8 bits
-in groups, which ``triptych quantize`` writes, too."""
+"""compressed-tensors (https://github.com/vllm-project/compressed-tensors): groups of layers, each with a format."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import (
-    KERNEL_GROUPS,
-    SCALE_DTYPES,
-    LayerTensors,
-    Section,
-    config_groups,
-    group_size,
-    inputs_per_group,
-    kept_in_4_bits,
-    require,
-)
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from triptych.layers.grouped_weight import GroupedWeight
-    from triptych.layers.stored.linears import StoredLinear
-
-PACKED, SCALE, ZEROS, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
-ORDER = "weight_g_idx"
-"""Last parts of the names of a quantized module's tensors: int32 [out, ceil(in * bits / 32)]; floats [out, groups];
-int32 [ceil(out * bits / 32), groups]; integers [2]; int32 [in], each input's group."""
-GROUP_SIZES = KERNEL_GROUPS
-"""Numbers of inputs that may share a scale in what ``triptych quantize`` writes."""
-PER_WORD = 8
+from triptych.layers.stored.format import Section, StoredFormat, require, shown
+from triptych.layers.stored.fp8 import Fp8
+from triptych.layers.stored.int_quantized import IntQuantized
+from triptych.layers.stored.mxfp4 import Mxfp4Packed
+from triptych.layers.stored.nvfp4 import Nvfp4Packed
+from triptych.layers.stored.pack_quantized import PackQuantized
 
 
-@dataclass(frozen=True)
-class GroupQuantization:
-    """What ``triptych quantize`` writes: 4-bit weights in groups along the inputs."""
-
-    group: int
-    """Inputs per group, one of ``GROUP_SIZES``."""
-    has_zeros: bool
-    """Whether groups have zero points (asymmetric quantization)."""
+def _of_type(weights: Section) -> StoredFormat:
+    """Return the format of weights that are stored as what their type says."""
+    return IntQuantized.of_weights(weights) if weights.get("type") == "int" else Fp8.of_weights(weights)
 
 
-@dataclass(frozen=True)
-class PackedScheme:
-    """How the weights of some layers are quantized."""
-
-    bits: int
-    group: int | None
-    """Inputs per group; None: all inputs of an output are one."""
-    has_zeros: bool
-    is_ordered: bool = False
-    """Whether any inputs may be a group."""
-
-    def __str__(self) -> str:
-        parts = [f"{self.bits} bits " + ("by output" if self.group is None else f"in groups of {self.group}")]
-        parts += ["with zero points"] * self.has_zeros + ["in any order"] * self.is_ordered
-        return ", ".join(parts)
+FORMATS: Mapping[str, Callable[[Section], StoredFormat]] = {
+    "pack-quantized": PackQuantized.of,
+    "float-quantized": Fp8.of_weights,
+    "int-quantized": IntQuantized.of_weights,
+    "naive-quantized": _of_type,
+    "nvfp4-pack-quantized": Nvfp4Packed.of_weights,
+    "mxfp4-pack-quantized": Mxfp4Packed.of_weights,
+    "mxfp8-quantized": Fp8.of_groups,
+}
+"""By their names, what makes one of a group's ``weights``."""
+MIXED = "mixed-precision"
+"""The name for groups that have formats of their own."""
 
 
-@dataclass(frozen=True)
-class PackQuantized:
-    """``StoredFormat`` of such checkpoints."""
-
-    markers: ClassVar[tuple[str, ...]] = (PACKED,)
-    schemes: tuple[PackedScheme, ...]
-    """A layer's tensors say which of them it has."""
-
-    @classmethod
-    def of(cls, section: Section) -> "PackQuantized":
-        """See ``StoredFormat``."""
-        require(section, "kv_cache_scheme", (None,))
-        return cls(tuple(dict.fromkeys(_parse_group(group) for group in config_groups(section))))
-
-    @property
-    def kept_as(self) -> str | None:
-        """See ``StoredFormat``."""
-        found = (kept_in_4_bits(one.group) for one in self.schemes if one.bits == 4 and not one.is_ordered)
-        return next((name for name in found if name is not None), None)
-
-    @property
-    def described(self) -> str:
-        """See ``StoredFormat``."""
-        return f"compressed-tensors pack-quantized, {'; '.join(map(str, self.schemes))}"
-
-    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
-        """See ``StoredFormat``."""
-        from triptych.layers.stored.integers import IntegerWeight, group_order, of_bits
-
-        outputs, inputs = shape
-        scheme = next((one for one in self.schemes if _suits(tensors, shape, one)), self.schemes[0])
-        group, per_word = inputs_per_group(scheme.group, inputs), 32 // scheme.bits
-        groups = -(-inputs // group)
-        words = tensors.read(PACKED, (outputs, -(-inputs // per_word)), ("int32",))
-        scales = tensors.read(SCALE, (outputs, groups), SCALE_DTYPES)
-        if (found := tensors.read(SHAPE, (2,)).tolist()) != list(shape):
-            raise tensors.wrong(f"{SHAPE} is {found}; the config makes it {list(shape)}")
-        zeros = None
-        if scheme.has_zeros:
-            packed = tensors.read(ZEROS, (-(-outputs // per_word), groups), ("int32",))
-            zeros = of_bits(packed.T, scheme.bits)[:, :outputs].T
-        order = group_order(tensors, ORDER, inputs, group) if scheme.is_ordered and tensors.has(ORDER) else None
-        return IntegerWeight(words, scheme.bits, scales, zeros, inputs, group, order).stored(tensors, SCALE)
-
-
-def _suits(tensors: LayerTensors, shape: tuple[int, int], scheme: PackedScheme) -> bool:
-    """Return whether a layer's tensors have the shapes of a scheme."""
-    (outputs, inputs), per_word = shape, 32 // scheme.bits
-    groups = -(-inputs // inputs_per_group(scheme.group, inputs))
-    return (
-        tensors.shape(PACKED) == (outputs, -(-inputs // per_word))
-        and tensors.shape(SCALE) == (outputs, groups)
-        and tensors.has(ZEROS) == scheme.has_zeros
-    )
-
-
-def _parse_group(group: Section) -> PackedScheme:
-    for name in ("input_activations", "output_activations"):
-        require(group, name, (None,))
-    weights = group["weights"]
-    for name, served in (
-        ("num_bits", (4, 8)),
-        ("type", ("int",)),
-        ("strategy", ("group", "channel")),
-        ("symmetric", (True, False)),
-        ("dynamic", (False, None)),
-        ("actorder", (None, "weight", "static", "group")),  # the inputs of "group" alone are in another order
-    ):
-        require(weights, name, served)
-    size = group_size(weights)
-    if (size is None) != (weights["strategy"] == "channel"):
+def formats_of(section: Section) -> list[StoredFormat]:
+    """Return the formats that a config's section describes, the first group's first. Raises CheckpointError for
+    settings that aren't served."""
+    common = require(section, "format", (*FORMATS, MIXED))
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(one, Mapping) for one in groups.values()):
         raise CheckpointError(
-            f"config.json: {QUANTIZATION}: group_size {size!r} contradicts strategy {weights['strategy']!r}"
+            f"config.json: {QUANTIZATION}: config_groups must be objects by name, not {shown(groups)}"
         )
-    return PackedScheme(weights["num_bits"], size, not weights["symmetric"], weights.get("actorder") == "group")
-
-
-def stored_tensors(weight: "GroupedWeight", dtype: "torch.dtype") -> "dict[str, Tensor]":
-    """Return a weight as a checkpoint's tensors, from which ``PackQuantized`` makes it again, with scales in ``dtype``
-    or, if a checkpoint can't have scales in it, in float32."""
-    import torch
-    from torch.nn import functional as F
-
-    from triptych.layers.grouped_weight import packed
-
-    is_served = str(dtype).removeprefix("torch.") in SCALE_DTYPES
-    stored = {
-        PACKED: weight.words.contiguous(),
-        SCALE: weight.scales.to(dtype if is_served else torch.float32),
-        SHAPE: torch.tensor(weight.shape),
-    }
-    if weight.zeros is not None:
-        stored[ZEROS] = packed(F.pad(weight.zeros.T, (0, -len(weight.zeros) % PER_WORD))).T.contiguous()
-    return stored
-
-
-def quantization_config(quantization: GroupQuantization, ignore: Sequence[str]) -> dict[str, Any]:
-    """Return the section of ``config.json`` for a checkpoint whose linear layers are quantized, but for the modules
-    that ``ignore`` names: names, or ``re:`` and a regular expression."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "strategy": "group",
-        "group_size": quantization.group,
-        "symmetric": not quantization.has_zeros,
-        "dynamic": False,
-        "actorder": None,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-    }
+    found = []
+    for group in groups.values():
+        if not isinstance(weights := group.get("weights"), Mapping):
+            raise CheckpointError(f"config.json: {QUANTIZATION}: weights must be an object, not {shown(weights)}")
+        own = group if common == MIXED or group.get("format") is not None else section
+        found.append(FORMATS[require(own, "format", tuple(FORMATS))](weights))
+    return list(dict.fromkeys(found))

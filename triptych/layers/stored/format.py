@@ -6,6 +6,7 @@ layer is read, because the supervisor and ``triptych doctor`` ask what a config 
 """
 
 from collections.abc import Mapping, Sequence
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from triptych.checkpoint.config_files import QUANTIZATION
@@ -21,6 +22,11 @@ KERNEL_GROUPS = (32, 64, 128)
 """Numbers of inputs that share a scale in the kernels for 4 bits."""
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of the scales of integers, named as in PyTorch."""
+ACTIVATION_TENSORS = (
+    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
+    *("input_scale_ub", "output_scale", "output_zero_point"),
+)
+"""Last parts of the names of tensors that quantize activations, which aren't quantized as the checkpoint says."""
 
 
 class LayerTensors(Protocol):
@@ -32,6 +38,10 @@ class LayerTensors(Protocol):
     def shape(self, kind: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises CheckpointError, naming it, if it is missing."""
 
+    def dtype(self, kind: str) -> str:
+        """Return a tensor's dtype as safetensors files name it (``F8_E4M3``). Raises CheckpointError, naming it, if it
+        is missing."""
+
     def read(self, kind: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> "Tensor":
         """Return a tensor, memory-mapped. Raises CheckpointError, naming it, for one that is missing, has another shape
         or is of none of ``dtypes``, named as in PyTorch; empty: it may be of any."""
@@ -41,7 +51,7 @@ class LayerTensors(Protocol):
 
 
 class StoredFormat(Protocol):
-    """How a checkpoint stores the weights of quantized linear layers."""
+    """How a checkpoint stores the weights of some quantized linear layers."""
 
     markers: ClassVar[tuple[str, ...]]
     """Last parts of the names of tensors that only quantized layers have, one of them for each."""
@@ -55,10 +65,9 @@ class StoredFormat(Protocol):
     def described(self) -> str:
         """The format in words, for people."""
 
-    @classmethod
-    def of(cls, section: Section) -> "StoredFormat":
-        """Return the format that a config's section describes. Raises CheckpointError for settings that aren't
-        served."""
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """Return whether a layer, which has one of ``markers``, is stored like this rather than as another format of
+        its checkpoint has it."""
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """Return a quantized layer's weight of ``shape``, (out, in). Raises CheckpointError, naming the tensor, if one
@@ -71,8 +80,15 @@ def require(section: Section, name: str, served: Sequence[object]) -> Any:
     value = section.get(name)
     if not any(type(value) is type(one) and value == one for one in served):
         options = ", ".join(map(repr, served))
-        raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {value!r} is not served; served: {options}")
+        raise CheckpointError(f"config.json: {QUANTIZATION}: {name} {shown(value)} is not served; served: {options}")
     return value
+
+
+def shown(value: object) -> str:
+    """Return a setting as one short line, for messages."""
+    short = Repr()
+    short.maxlevel, short.maxdict, short.maxlist, short.maxstring, short.maxother = 3, 8, 8, 80, 80
+    return short.repr(value)
 
 
 def group_size(section: Section) -> int | None:
@@ -83,7 +99,9 @@ def group_size(section: Section) -> int | None:
         case int(size) if type(size) is int and size > 0:
             return size
         case other:
-            raise CheckpointError(f"config.json: {QUANTIZATION}: group_size must be a positive integer, not {other!r}")
+            raise CheckpointError(
+                f"config.json: {QUANTIZATION}: group_size must be a positive integer, not {shown(other)}"
+            )
 
 
 def inputs_per_group(group: int | None, inputs: int) -> int:
@@ -98,18 +116,15 @@ def kernel_group(group: int, inputs: int) -> int | None:
     return KERNEL_GROUPS[-1] if largest is None and group >= inputs else largest
 
 
-def kept_in_4_bits(group: int | None) -> str | None:
-    """Return how CPUs keep 4-bit weights with groups of that many consecutive inputs, None for all of them."""
-    return "int4" if group is None or kernel_group(group, group + 1) else None
+def kept_integers(bits: int, group: int | None, *, is_ordered: bool = False, has_zeros: bool = False) -> str | None:
+    """Return how CPUs keep weights with groups of that many inputs, None for all of them: consecutive ones, unless it
+    ``is_ordered``."""
+    if bits == 8:
+        return "int8" if group is None and not has_zeros else None
+    fits = group is None or kernel_group(group, group + 1)
+    return "int4" if bits == 4 and fits and not is_ordered else None
 
 
-def config_groups(section: Section) -> list[Section]:
-    """Return compressed-tensors' groups of layers, whose ``weights`` are objects. Raises CheckpointError unless all
-    are."""
-    groups = section.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups or not all(isinstance(one, Mapping) for one in groups.values()):
-        raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups must be objects by name, not {groups!r}")
-    for group in groups.values():
-        if not isinstance(weights := group.get("weights"), Mapping):
-            raise CheckpointError(f"config.json: {QUANTIZATION}: weights must be an object, not {weights!r}")
-    return list(groups.values())
+def grouping(group: int | None) -> str:
+    """Return the words for groups of that many inputs, None for all of them."""
+    return "by output" if group is None else f"in groups of {group}"

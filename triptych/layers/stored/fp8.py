@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
-from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, config_groups, require
+from triptych.layers.stored.format import SCALE_DTYPES, LayerTensors, Section, require, shown
 
 if TYPE_CHECKING:
     from triptych.layers.stored.linears import ScaledWeight
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 VALUES = ("float8_e4m3fn", "float8_e5m2")
 SCALES = ("weight_scale_inv", "weight_scale")
 """Last parts of the names of scales: floats [], [1], [out, 1], or one per block. All are multiplied by."""
-FLOATS = (*SCALE_DTYPES, "float8_e8m0fnu")
-"""Dtypes of scales."""
-UNUSED = ("input_scale", "activation_scale")
-"""Last parts of the names of tensors that quantize activations."""
+EXPONENTS = ("uint8", "float8_e8m0fnu")
+"""Dtypes of scales that are powers of 2."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +28,40 @@ class Fp8:
     """Outputs and inputs that share a scale; None: a layer has one scale, or one for each output."""
 
     @classmethod
-    def of(cls, section: Section) -> "Fp8":
-        """See ``StoredFormat``."""
-        method: str = section["quant_method"]
-        if method == "fp8":
-            require(section, "fmt", (None, "e4m3", "e5m2"))
-            return cls(method, _block(section, "weight_block_size"))
-        require(section, "kv_cache_scheme", (None,))
-        blocks = set()
-        for weights in (group["weights"] for group in config_groups(section)):
-            for name, served in (
-                ("num_bits", (8,)),
-                ("type", ("float",)),
-                ("strategy", ("tensor", "channel", "block")),
-                ("symmetric", (True,)),
-                ("dynamic", (False, None)),
-            ):
-                require(weights, name, served)
-            blocks.add(_block(weights, "block_structure"))
-        if len(blocks) > 1:
-            raise CheckpointError(f"config.json: {QUANTIZATION}: config_groups with different blocks aren't served")
-        return cls(f"{method} {section['format']}", blocks.pop())
+    def of(cls, section: Section) -> "list[Fp8]":
+        """Return the formats that a config's section describes. Raises CheckpointError for settings that aren't
+        served."""
+        require(section, "fmt", (None, "e4m3", "e5m2"))
+        return [cls(section["quant_method"], block_of(section, "weight_block_size"))]
+
+    @classmethod
+    def of_weights(cls, weights: Section) -> "Fp8":
+        """Return the format that the ``weights`` of compressed-tensors describe. Raises CheckpointError for settings
+        that aren't served."""
+        for name, served in (
+            ("num_bits", (8,)),
+            ("type", ("float",)),
+            ("strategy", ("tensor", "channel", "block")),
+            ("symmetric", (True,)),
+            ("dynamic", (False, None)),
+        ):
+            require(weights, name, served)
+        return cls("float-quantized", block_of(weights, "block_structure"))
+
+    @classmethod
+    def of_groups(cls, weights: Section) -> "Fp8":
+        """Return the format of ``mxfp8-quantized``, whose groups of inputs have scales that are powers of 2. Raises
+        CheckpointError as ``of_weights`` does."""
+        for name, served in (
+            ("num_bits", (8,)),
+            ("type", ("float",)),
+            ("strategy", ("group",)),
+            ("group_size", (32,)),
+            ("symmetric", (True,)),
+            ("dynamic", (False, None)),
+        ):
+            require(weights, name, served)
+        return cls("mxfp8-quantized", (1, 32))
 
     @property
     def kept_as(self) -> str | None:
@@ -63,15 +74,17 @@ class Fp8:
         scales = "of a tensor or an output" if self.block is None else "of {} × {} weights".format(*self.block)
         return f"{self.method}, 8-bit floating point with scales {scales}"
 
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """See ``StoredFormat``."""
+        return tensors.has("weight") and tensors.dtype("weight").startswith("F8")
+
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
         """See ``StoredFormat``."""
         import torch
 
+        from triptych.layers.stored.float_codes import powers
         from triptych.layers.stored.linears import ScaledWeight, finite
 
-        for kind in UNUSED:
-            if tensors.has(kind):
-                tensors.read(kind, tensors.shape(kind))
         outputs, inputs = shape
         values = tensors.read("weight", shape, VALUES)
         kind = next(kind for kind in SCALES if tensors.has(kind))
@@ -83,17 +96,20 @@ class Fp8:
         else:
             block = min(self.block[0], outputs), min(self.block[1], inputs)
         grid = -(-outputs // block[0]), -(-inputs // block[1])
-        scales = tensors.read(kind, found if found in (*of_tensor, *of_outputs) else grid, FLOATS)
+        # ModelOpt has blocks' scales as [rows, 1, columns, 1]
+        is_stored = found in (*of_tensor, *of_outputs) or found == (grid[0], 1, grid[1], 1)
+        scales = tensors.read(kind, found if is_stored else grid, (*SCALE_DTYPES, *EXPONENTS)).reshape(grid)
+        scales = powers(scales) if str(scales.dtype).removeprefix("torch.") in EXPONENTS else scales
         return ScaledWeight(
             values,
-            finite(scales.reshape(grid), tensors, kind),
+            finite(scales, tensors, kind),
             None,
             torch.arange(outputs) // block[0],
             torch.arange(inputs) // block[1],
         )
 
 
-def _block(section: Section, name: str) -> tuple[int, int] | None:
+def block_of(section: Section, name: str) -> tuple[int, int] | None:
     """Return the setting ``name``, the shape of a block. Raises CheckpointError if it is none."""
     match section.get(name):
         case None:
@@ -101,4 +117,6 @@ def _block(section: Section, name: str) -> tuple[int, int] | None:
         case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
             return outputs, inputs
         case other:
-            raise CheckpointError(f"config.json: {QUANTIZATION}: {name} must be two positive integers, not {other!r}")
+            raise CheckpointError(
+                f"config.json: {QUANTIZATION}: {name} must be two positive integers, not {shown(other)}"
+            )

@@ -1,5 +1,6 @@
 """GPTQ's format, version 1 and 2 (https://github.com/ModelCloud/GPTQModel)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,9 +11,11 @@ from triptych.layers.stored.format import (
     LayerTensors,
     Section,
     group_size,
+    grouping,
     inputs_per_group,
-    kept_in_4_bits,
+    kept_integers,
     require,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 WORDS, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
 """Last parts of the names of a quantized module's tensors: int32 [in * bits / 32, out]; int32 [groups, out * bits /
 32]; floats [groups, out]; int32 [in], each input's group."""
-VERSIONS = {None: 1, "gptq": 1, "gptq_v2": 2}
-"""By ``checkpoint_format``. In version 1, stored zero points are less by one."""
+VERSIONS = {None: None, "gptq": 1, "gptq_v2": 2}
+"""By ``checkpoint_format`` or ``format``; 1 without either. In version 1, stored zero points are less by one."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,41 @@ class Gptq:
     version: int
 
     @classmethod
-    def of(cls, section: Section) -> "Gptq":
-        """See ``StoredFormat``."""
-        version = VERSIONS[require(section, "checkpoint_format", list(VERSIONS))]
-        bits, ordered = require(section, "bits", (4, 8)), require(section, "desc_act", (False, None, True))
+    def of(cls, section: Section) -> "list[Gptq]":
+        """Return the formats that a config's section describes: one, and those that ``dynamic`` gives to some layers.
+        Raises CheckpointError for settings that aren't served."""
+        require(section, "format", list(VERSIONS))
+        version = (
+            VERSIONS[require(section, "checkpoint_format", list(VERSIONS))] or VERSIONS[section.get("format")] or 1
+        )
         dynamic = section.get("dynamic") or {}
-        if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):
-            raise CheckpointError(f"config.json: {QUANTIZATION}: dynamic {dynamic!r} is not served; served: '-:' alone")
-        return cls(bits, group_size(section), bool(ordered), version)
+        if not isinstance(dynamic, Mapping) or not all(isinstance(one, Mapping) for one in dynamic.values()):
+            raise CheckpointError(f"config.json: {QUANTIZATION}: dynamic must hold objects, not {shown(dynamic)}")
+        settings = [section, *({**section, **one} for name, one in dynamic.items() if not name.startswith("-:"))]
+        return list(dict.fromkeys(cls._with(one, version) for one in settings))
+
+    @classmethod
+    def _with(cls, settings: Section, version: int) -> "Gptq":
+        bits, ordered = require(settings, "bits", (4, 8)), require(settings, "desc_act", (False, None, True))
+        return cls(bits, group_size(settings), bool(ordered), version)
 
     @property
     def kept_as(self) -> str | None:
         """See ``StoredFormat``."""
-        return kept_in_4_bits(self.group) if self.bits == 4 and not self.is_ordered else None
+        return kept_integers(self.bits, self.group, is_ordered=self.is_ordered)
 
     @property
     def described(self) -> str:
         """See ``StoredFormat``."""
-        groups = "by output" if self.group is None else f"in groups of {self.group}"
-        return f"GPTQ version {self.version}, {self.bits} bits {groups}" + (", in any order" if self.is_ordered else "")
+        parts = [f"GPTQ version {self.version}, {self.bits} bits {grouping(self.group)}"]
+        return ", ".join(parts + ["in any order"] * self.is_ordered)
+
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """See ``StoredFormat``."""
+        outputs, inputs = shape
+        groups = -(-inputs // inputs_per_group(self.group, inputs))
+        expected = (inputs * self.bits // 32, outputs), (groups, outputs)
+        return (tensors.shape(WORDS), tensors.shape(SCALES)) == expected
 
     def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "StoredLinear":
         """See ``StoredFormat``."""

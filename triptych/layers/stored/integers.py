@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from triptych.layers.grouped_weight import GroupedWeight, unpacked
+from triptych.layers.int8 import Int8Weight
 from triptych.layers.stored.format import LayerTensors, kernel_group
-from triptych.layers.stored.linears import ScaledWeight, finite
+from triptych.layers.stored.linears import ScaledWeight, StoredLinear, finite
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class IntegerWeight:
     order: Tensor | None = None
     """int64 [in]."""
 
-    def stored(self, tensors: LayerTensors, kind: str) -> GroupedWeight | ScaledWeight:
+    def stored(self, tensors: LayerTensors, kind: str) -> StoredLinear:
         """Return the weight as the kernels take it if they do, else one to dequantize. Raises CheckpointError for
         scales, the tensor ``kind``, that aren't finite or, for the kernels, aren't numbers of float16."""
         scales, middle = finite(self.scales, tensors, kind), 1 << (self.bits - 1)
@@ -44,9 +45,26 @@ class IntegerWeight:
                 zeros = zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups].contiguous()
             return GroupedWeight(self.words, halves, zeros, self.inputs, step)
         levels = of_bits(self.words, self.bits)[:, : self.inputs]
+        if self.bits == 8 and zeros is None and scales.shape[1] == 1:
+            return Int8Weight((levels ^ middle).view(torch.int8), scales[:, 0].contiguous())
         all_zeros = torch.full_like(scales, middle, dtype=torch.uint8) if zeros is None else zeros
         columns = torch.arange(self.inputs) // self.group if self.order is None else self.order
         return ScaledWeight(levels, scales, all_zeros, torch.arange(len(levels)), columns)
+
+
+def scaled_int8(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, layer: tuple[LayerTensors, str, int]
+) -> StoredLinear:
+    """Return the weight of ``values``, int8 [out, in], whose groups of inputs have ``scales``, floats [out, groups],
+    and ``zeros``, integers [out, groups]; ``layer`` has its tensors, the scales' kind, and the inputs per group. Raises
+    CheckpointError for scales that aren't finite."""
+    tensors, kind, group = layer
+    wide = finite(scales, tensors, kind)
+    if zeros is not None and not zeros.is_meta and not zeros.any():
+        zeros = None
+    if zeros is None and wide.shape[1] == 1:
+        return Int8Weight(values, wide[:, 0].contiguous().to(values.device))  # outlines have single scales' values
+    return ScaledWeight(values, wide, zeros, torch.arange(len(values)), torch.arange(values.shape[1]) // group)
 
 
 def group_order(tensors: LayerTensors, kind: str, inputs: int, group: int) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triptych.layers.grouped_weight import GroupedWeight, by_rows, concatenate_grouped
+from triptych.layers.int8 import Int8Weight, concatenate_int8
 from triptych.layers.linear import ConcatenatedLinear, Linear, WeightFormat
 from triptych.layers.stored.format import LayerTensors
 
@@ -63,7 +64,7 @@ class ScaledWeight:
     ``row_groups[o]`` and c is ``column_groups[i]``. It is dequantized when it becomes a layer."""
 
     values: Tensor
-    """[out, in], of any dtype."""
+    """[out, in], of any dtype; integers, if there are ``levels``."""
     scales: Tensor
     """Floats [R, C]."""
     zeros: Tensor | None
@@ -72,6 +73,8 @@ class ScaledWeight:
     """int64 [out]."""
     column_groups: Tensor
     """int64 [in]."""
+    levels: Tensor | None = None
+    """Floats [n]: the numbers that ``values`` are the indices of; None: they are the numbers."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +95,8 @@ class ScaledWeight:
         return by_rows(self.shape, self.values.device, self._floats)
 
     def _floats(self, rows: slice) -> Tensor:
-        groups, weight = self.row_groups[rows], self.values[rows].float()
+        groups, values = self.row_groups[rows], self.values[rows]
+        weight = values.float() if self.levels is None else self.levels[values.int()].float()
         if self.zeros is not None:
             weight -= self.zeros[groups].float()[:, self.column_groups]
         return weight.mul_(self.scales[groups].float()[:, self.column_groups])
@@ -121,14 +125,17 @@ def linear_of(
     for run, vector in zip(runs, biases, strict=True):
         if grouped := [one for one in run if isinstance(one, GroupedWeight)]:
             linears.append(weights.grouped(concatenate_grouped(grouped), vector, device))
+        elif whole := [one for one in run if isinstance(one, Int8Weight)]:
+            linears.append(weights.int8(concatenate_int8(whole), vector, device))
         else:
             linears.append(weights.linear(_dense(run), vector, device))
     return linears[0] if len(linears) == 1 else ConcatenatedLinear(linears)
 
 
-def _kind(weight: StoredLinear) -> int:
-    """Return what weights of one product have in common: the inputs per group of 4-bit weights, 0 for others."""
-    return weight.group if isinstance(weight, GroupedWeight) else 0
+def _kind(weight: StoredLinear) -> tuple[bool, int]:
+    """Return what weights of one product have in common: whether they are in int8, and the inputs per group of 4-bit
+    weights, 0 for others."""
+    return isinstance(weight, Int8Weight), weight.group if isinstance(weight, GroupedWeight) else 0
 
 
 def _dense(parts: Sequence[StoredLinear]) -> Tensor:

@@ -3,7 +3,7 @@ stored."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from triptych.checkpoint.reader import Checkpoint, listed
 from triptych.errors import CheckpointError
 from triptych.layers.linear import Linear, WeightFormat
+from triptych.layers.stored.format import ACTIVATION_TENSORS
 from triptych.layers.stored.linears import DenseWeight, StoredLinear, linear_of
-from triptych.layers.stored.registry import read_format
+from triptych.layers.stored.registry import read_formats
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """Dtypes of weights that aren't quantized."""
@@ -29,7 +30,7 @@ class StoredReader:
         weights that isn't served."""
         self.weights = weights
         self.device = device
-        self.format = read_format(checkpoint.quantization, checkpoint.tensors)
+        self.formats = read_formats(checkpoint.quantization, checkpoint.tensors)
         self.keys_read: set[str] = set()
         """The checkpoint's names of what has been read."""
         self._checkpoint = checkpoint
@@ -44,6 +45,10 @@ class StoredReader:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the checkpoint."""
         return tuple(self._checkpoint.info(self._key_of(name)).shape)
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as the checkpoint's files name it."""
+        return self._checkpoint.info(self._key_of(name)).dtype
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has the tensor ``name``."""
@@ -60,20 +65,41 @@ class StoredReader:
         self.keys_read.add(key)
         return tensor
 
+    def has_layer(self, name: str) -> bool:
+        """Return whether the checkpoint has the weight of the linear layer ``name``."""
+        layer = _Layer(self, name)
+        return any(map(layer.has, ("weight", *self._markers)))
+
+    def has_stack(self, name: str) -> bool:
+        """Return whether the checkpoint has the weights of a stack of layers, ``name``."""
+        member = _StackMember(self, name, 0, 1)
+        return any(map(member.has, ("weight", *self._markers)))
+
     def stored(self, name: str, outputs: int, inputs: int) -> StoredLinear:
         """Return the weight of the linear layer ``name``."""
-        found, layer = self.format, _Layer(self, name)
-        if found is not None and any(layer.has(marker) for marker in found.markers):
-            return found.load(layer, (outputs, inputs))
-        return DenseWeight(layer.read("weight", (outputs, inputs), FLOATS))
+        return self._load(_Layer(self, name), (outputs, inputs))
 
     def stack(self, name: str, shape: tuple[int, int, int], *, transposed: bool) -> list[StoredLinear]:
-        """Return the weights of a stack of layers, ``shape`` being (layers, out, in), from one tensor. If it is
-        ``transposed``, it is [layers, in, out]."""
+        """Return the weights of a stack of layers, ``shape`` being (layers, out, in), from one tensor or, if they are
+        quantized, one for each kind. If it is ``transposed``, tensors are [layers, in, out]."""
         layers, outputs, inputs = shape
-        if transposed:
-            return [DenseWeight(one.T) for one in self.tensor(name, (layers, inputs, outputs), FLOATS)]
-        return [DenseWeight(one) for one in self.tensor(name, shape, FLOATS)]
+        read: dict[str, Tensor] = {}
+        members = [_StackMember(self, name, number, layers, transposed, read) for number in range(layers)]
+        return [self._load(member, (outputs, inputs)) for member in members]
+
+    def _load(self, layer: "_Layer | _StackMember", shape: tuple[int, int]) -> StoredLinear:
+        found = None if self.formats is None else self.formats.of_layer(layer, shape)
+        if found is None:
+            return DenseWeight(layer.read("weight", shape, FLOATS))
+        weight = found.load(layer, shape)
+        for kind in filter(layer.has, ACTIVATION_TENSORS):
+            key = layer.name_of(kind)
+            self.tensor(key, self.shape(key))
+        return weight
+
+    @property
+    def _markers(self) -> tuple[str, ...]:
+        return () if self.formats is None else self.formats.markers
 
     def linear(self, parts: Sequence[StoredLinear], bias: Tensor | None) -> Linear:
         """Make the layer that concatenates the outputs of ``parts``; see ``linear_of``."""
@@ -82,8 +108,16 @@ class StoredReader:
     def check_all_read(self, keys: Iterable[str], part: str) -> None:
         """Raise CheckpointError, which names one and counts them, if some of the checkpoint's tensors ``keys`` weren't
         read: ``part``, the decoder or a tower, has no place for them."""
-        if unread := [key for key in keys if key not in self.keys_read]:
+        if unread := [key for key in keys if key not in self.keys_read and not self._is_empty_bias(key)]:
             raise CheckpointError(f"{self._checkpoint.folder}: the {part} has no place for tensor {listed(unread)}")
+
+    def _is_empty_bias(self, key: str) -> bool:
+        """Return whether a tensor is a bias of zeros, which AutoGPTQ gives to every quantized layer."""
+        layer = key.removesuffix("bias")
+        if layer == key or not any(layer + marker in self._checkpoint.tensors for marker in self._markers):
+            return False
+        bias = self._checkpoint.read([key])[key]
+        return bias.is_meta or not bias.any()
 
     def wrong(self, name: str, problem: str) -> CheckpointError:
         """Return the error that there is a problem with ``name``, a tensor or a layer."""
@@ -97,14 +131,65 @@ class _Layer:
     reader: StoredReader
     name: str
 
+    def name_of(self, kind: str) -> str:
+        return f"{self.name}.{kind}"
+
     def has(self, kind: str) -> bool:
-        return self.reader.has(f"{self.name}.{kind}")
+        return self.reader.has(self.name_of(kind))
 
     def shape(self, kind: str) -> tuple[int, ...]:
-        return self.reader.shape(f"{self.name}.{kind}")
+        return self.reader.shape(self.name_of(kind))
+
+    def dtype(self, kind: str) -> str:
+        return self.reader.dtype(self.name_of(kind))
 
     def read(self, kind: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> Tensor:
-        return self.reader.tensor(f"{self.name}.{kind}", shape, dtypes)
+        return self.reader.tensor(self.name_of(kind), shape, dtypes)
 
     def wrong(self, problem: str) -> CheckpointError:
         return self.reader.wrong(f"{self.name}.weight", problem)
+
+
+@dataclass(frozen=True)
+class _StackMember:
+    """``LayerTensors`` of a layer of a stack. The stack's weight has its name; other tensors, its name and the kind:
+    ``_blocks``, ``_scale`` or ``_weight_scale``."""
+
+    reader: StoredReader
+    name: str
+    number: int
+    layers: int
+    transposed: bool = False
+    stacks: dict[str, Tensor] = field(default_factory=dict)
+    """What has been read of the stack, by kind."""
+
+    def name_of(self, kind: str) -> str:
+        if kind == "weight":
+            return self.name
+        names = [f"{self.name}_{kind}", f"{self.name}_{kind.removeprefix('weight_')}"]
+        return next(filter(self.reader.has, names), names[-1])
+
+    def has(self, kind: str) -> bool:
+        return self.reader.has(self.name_of(kind))
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        _, *rest = self.reader.shape(self.name_of(kind)) or [1]  # a single value is that of all layers
+        return self._turned(rest)
+
+    def dtype(self, kind: str) -> str:
+        return self.reader.dtype(self.name_of(kind))
+
+    def read(self, kind: str, shape: Sequence[int], dtypes: Sequence[str] = ()) -> Tensor:
+        if kind not in self.stacks:
+            name = self.name_of(kind)
+            whole = () if not self.reader.shape(name) and not shape else (self.layers, *self._turned(shape))
+            self.stacks[kind] = self.reader.tensor(name, whole, dtypes)
+        stack = self.stacks[kind]
+        own = stack[self.number] if stack.dim() else stack
+        return own.T if self.transposed and own.dim() == 2 else own
+
+    def wrong(self, problem: str) -> CheckpointError:
+        return self.reader.wrong(self.name, problem)
+
+    def _turned(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(reversed(shape)) if self.transposed and len(shape) == 2 else tuple(shape)

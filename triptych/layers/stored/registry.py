@@ -1,48 +1,89 @@
-"""The formats of quantized checkpoints that are served, and which one a checkpoint has."""
+"""The formats of quantized checkpoints that are served, and which ones a checkpoint has."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from triptych.checkpoint.config_files import QUANTIZATION
 from triptych.errors import CheckpointError
+from triptych.layers.stored import bitsandbytes, compressed_tensors, modelopt
 from triptych.layers.stored.awq import Awq
-from triptych.layers.stored.compressed_tensors import PackQuantized
-from triptych.layers.stored.format import StoredFormat, require
+from triptych.layers.stored.bitsandbytes import Bits4, Bits8
+from triptych.layers.stored.format import LayerTensors, Section, StoredFormat, require, shown
 from triptych.layers.stored.fp8 import Fp8
 from triptych.layers.stored.gptq import Gptq
+from triptych.layers.stored.int_quantized import IntQuantized
+from triptych.layers.stored.mxfp4 import Mxfp4Blocks
+from triptych.layers.stored.nvfp4 import ModelOptNvfp4
+from triptych.layers.stored.pack_quantized import PackQuantized
 
-FORMATS: Mapping[tuple[str, str | None], type[StoredFormat]] = {
-    ("compressed-tensors", "pack-quantized"): PackQuantized,
-    ("compressed-tensors", "float-quantized"): Fp8,
-    ("compressed-tensors", "naive-quantized"): Fp8,
-    ("fp8", None): Fp8,
-    ("awq", None): Awq,
-    ("gptq", None): Gptq,
+METHODS: Mapping[str, Callable[[Section], Sequence[StoredFormat]]] = {
+    "compressed-tensors": compressed_tensors.formats_of,
+    "fp8": Fp8.of,
+    "fbgemm_fp8": Fp8.of,
+    "awq": Awq.of,
+    "gptq": Gptq.of,
+    "modelopt": modelopt.formats_of,
+    "mxfp4": Mxfp4Blocks.of,
+    "bitsandbytes": bitsandbytes.formats_of,
 }
-"""By ``quant_method`` and, of methods with several formats, ``format``."""
-MARKERS = frozenset(marker for one in FORMATS.values() for marker in one.markers)
+"""By ``quant_method``, what returns the formats that a config's section describes, or raises CheckpointError."""
+MARKED: Sequence[type[StoredFormat]] = (PackQuantized, Fp8, IntQuantized, Awq, ModelOptNvfp4, Bits4, Bits8)
+"""Formats whose markers show that a checkpoint's weights are quantized, whatever its config says."""
 
 
-def described_format(section: object) -> StoredFormat | None:
-    """Return the format that a config describes, whose ``config_files.quantization_section`` is given, or None. Raises
+@dataclass(frozen=True)
+class StoredFormats:
+    """The formats of a checkpoint's quantized layers."""
+
+    method: str
+    formats: Sequence[StoredFormat]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Last parts of the names of tensors that only quantized layers have, one of them for each."""
+        return _markers(self.formats)
+
+    @property
+    def kept_as(self) -> tuple[str, ...]:
+        """The weight formats (``triptych.config.QUANTIZATIONS``) in which CPUs keep weights that aren't dequantized
+        when they are loaded."""
+        return tuple(dict.fromkeys(one.kept_as for one in self.formats if one.kept_as is not None))
+
+    @property
+    def described(self) -> str:
+        """The formats in words, for people."""
+        words = "; ".join(one.described for one in self.formats)
+        return words if words.lower().startswith(self.method) else f"{self.method} {words}"
+
+    def of_layer(self, tensors: LayerTensors, shape: tuple[int, int]) -> StoredFormat | None:
+        """Return a layer's format, None if it isn't quantized; ``shape`` is its weight's, (out, in)."""
+        marked = [one for one in self.formats if any(map(tensors.has, one.markers))]
+        return next((one for one in marked if one.suits(tensors, shape)), next(iter(marked), None))
+
+
+def described_formats(section: object) -> StoredFormats | None:
+    """Return the formats that a config describes, whose ``config_files.quantization_section`` is given, or None. Raises
     CheckpointError for one that isn't served."""
     if section is None:
         return None
     if not isinstance(section, Mapping):
-        raise CheckpointError(f"config.json: {QUANTIZATION} must be an object, not {section!r}")
-    method = require(section, "quant_method", list(dict.fromkeys(name for name, _ in FORMATS)))
-    formats = [name for served, name in FORMATS if served == method]
-    return FORMATS[method, None if None in formats else require(section, "format", formats)].of(section)
+        raise CheckpointError(f"config.json: {QUANTIZATION} must be an object, not {shown(section)}")
+    method = require(section, "quant_method", list(METHODS))
+    return StoredFormats(method, METHODS[method](section))
 
 
-def read_format(section: object, tensors: Iterable[str]) -> StoredFormat | None:
+def read_formats(section: object, tensors: Iterable[str]) -> StoredFormats | None:
     """Return how a checkpoint's weights are stored, or None if they aren't quantized; ``section`` is its config's, and
     ``tensors`` are its tensors' names.
 
     Raises CheckpointError for a format that isn't served, and if config and tensors contradict each other.
     """
-    found = described_format(section)
-    markers = MARKERS if found is None else found.markers
-    marked = next((name for name in tensors if name.rpartition(".")[2] in markers), None)
+    found = described_formats(section)
+    markers = _markers(MARKED) if found is None else found.markers
+    ends = tuple(f".{marker}" for marker in markers)
+    if found is not None:  # stacks' names
+        ends += tuple(f"_proj_{marker.removeprefix('weight_')}" for marker in markers)
+    marked = next((name for name in tensors if name.endswith(ends)), None)
     if found is None and marked is not None:
         raise CheckpointError(f"config.json has no {QUANTIZATION}, but the checkpoint has a tensor {marked!r}")
     if found is not None and marked is None:
@@ -51,3 +92,7 @@ def read_format(section: object, tensors: Iterable[str]) -> StoredFormat | None:
             f"config.json has a {QUANTIZATION} ({found.described}), but the checkpoint has no tensor {kinds}"
         )
     return found
+
+
+def _markers(formats: Iterable[StoredFormat | type[StoredFormat]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(marker for one in formats for marker in one.markers))

@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks, every second layer with a sliding window, and mixtures of experts with biases and a
 clamped activation.
 
-The reference is ``GptOssModel`` in transformers, whose layout ``save_pretrained`` writes. Experts in MXFP4, as they are
-published, are refused like other quantized weights.
+The reference is ``GptOssModel`` in transformers, whose layout ``save_pretrained`` writes. Experts are published in
+MXFP4 (``layers/stored/mxfp4.py``).
 """
 
 from dataclasses import replace

@@ -142,7 +142,7 @@ class TowerAdapter(ABC):
         for key in keys:
             if key.startswith(towers):
                 encoder.append(key)
-            elif key.startswith(prefixes.decoder) or key == prefixes.head:
+            elif key.startswith((prefixes.decoder, prefixes.head.removesuffix("weight"))):
                 decoder.append(key)
             elif not key.startswith(prefixes.others):
                 known = "… nor in ".join((*towers, prefixes.decoder))

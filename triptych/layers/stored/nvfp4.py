@@ -1,0 +1,105 @@
+"""NVFP4: 4-bit floating point whose groups of 16 inputs have scales in 8-bit floating point, and whose tensors have one
+more: as compressed-tensors stores it (``nvfp4-pack-quantized``), and as ModelOpt does."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from triptych.layers.stored.format import LayerTensors, Section, require
+from triptych.layers.stored.fp4 import PER_BYTE, check_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from triptych.layers.stored.linears import ScaledWeight
+
+GROUP = 16
+PACKED, SCALES, DIVISOR = "weight_packed", "weight_scale", "weight_global_scale"
+"""Last parts of the names of a module's tensors, of compressed-tensors: uint8 [out, in / 2], the first of two inputs in
+the lower bits; 8-bit floats [out, in / 16]; a float that scales are divided by."""
+VALUES, FACTOR = "weight", "weight_scale_2"
+"""Those of ModelOpt that differ: codes as in ``PACKED``; a float that scales are multiplied by."""
+SCALE_KINDS = ("float8_e4m3fn",)
+ONE = ((), (1,), (1, 1))
+"""Shapes of a single value."""
+
+
+@dataclass(frozen=True)
+class Nvfp4Packed:
+    """``StoredFormat`` of a group of layers of compressed-tensors."""
+
+    markers: ClassVar[tuple[str, ...]] = (PACKED,)
+
+    @classmethod
+    def of_weights(cls, weights: Section) -> "Nvfp4Packed":
+        """Return the format that the ``weights`` of compressed-tensors describe. Raises CheckpointError for settings
+        that aren't served."""
+        for name, served in (
+            ("num_bits", (4,)),
+            ("type", ("float",)),
+            ("strategy", ("tensor_group",)),
+            ("group_size", (GROUP,)),
+            ("symmetric", (True,)),
+            ("dynamic", (False, None)),
+        ):
+            require(weights, name, served)
+        return cls()
+
+    @property
+    def kept_as(self) -> str | None:
+        """See ``StoredFormat``."""
+        return None
+
+    @property
+    def described(self) -> str:
+        """See ``StoredFormat``."""
+        return "nvfp4-pack-quantized, 4-bit floating point in groups of 16"
+
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """See ``StoredFormat``."""
+        return tensors.has(DIVISOR)
+
+    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
+        """See ``StoredFormat``."""
+        return _weight(tensors, shape, PACKED, 1 / _single(tensors, DIVISOR))
+
+
+@dataclass(frozen=True)
+class ModelOptNvfp4:
+    """``StoredFormat`` of such layers of ModelOpt."""
+
+    markers: ClassVar[tuple[str, ...]] = (FACTOR,)
+
+    @property
+    def kept_as(self) -> str | None:
+        """See ``StoredFormat``."""
+        return None
+
+    @property
+    def described(self) -> str:
+        """See ``StoredFormat``."""
+        return "NVFP4, 4-bit floating point in groups of 16"
+
+    def suits(self, tensors: LayerTensors, shape: tuple[int, int]) -> bool:
+        """See ``StoredFormat``."""
+        return tensors.has(FACTOR)
+
+    def load(self, tensors: LayerTensors, shape: tuple[int, int]) -> "ScaledWeight":
+        """See ``StoredFormat``."""
+        return _weight(tensors, shape, VALUES, _single(tensors, FACTOR))
+
+
+def _single(tensors: LayerTensors, kind: str) -> "Tensor":
+    """Return a tensor of one value, float32 []."""
+    found = tensors.shape(kind)
+    return tensors.read(kind, found if found in ONE else (), ("float32",)).reshape(())
+
+
+def _weight(tensors: LayerTensors, shape: tuple[int, int], kind: str, factor: "Tensor") -> "ScaledWeight":
+    from triptych.layers.stored.float_codes import coded_weight
+    from triptych.layers.stored.linears import finite
+
+    outputs, inputs = shape
+    check_inputs(tensors, inputs, GROUP)
+    codes = tensors.read(kind, (outputs, inputs // PER_BYTE), ("uint8",))
+    scales = tensors.read(SCALES, (outputs, inputs // GROUP), SCALE_KINDS).float() * factor
+    return coded_weight(codes, finite(scales, tensors, SCALES), GROUP)
