@@ -30,6 +30,7 @@ from triptych.config import AdmissionConfig, LeaseConfig
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import MemoryStore
+from triptych.executor import started_executor
 from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -127,6 +128,7 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
         join=[frontend.removeprefix("tcp://")],
         lease=LEASE,
         clock=SystemClock(),
+        start_executor=started_executor,
     )
     fabric = LocalFabric()
     sender = Sender({fabric.name: fabric}, channel.address, instance.send, clock=SystemClock())
@@ -140,6 +142,8 @@ def run_instance(frontend: Address, pipe: Connection) -> None:
         wake=channel.wake,
         address=channel.address,
         send=instance.send,
+        clock=instance.clock,
+        start_executor=instance.start_executor,
     )
     instance.add_loop(SenderLoop(sender), TransferSide.CONSUMER)
     instance.add_loop(loop)

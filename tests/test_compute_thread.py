@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from triptych import compute_thread
-from triptych.compute_thread import ComputeThread, started_executor
+from triptych.clock import SystemClock
+from triptych.compute_thread import ComputeThread
 from triptych.errors import DecodeFailed, InstanceBroken
+from triptych.executor import started_executor
 
 
 @pytest.fixture
 def thread() -> Iterator[ComputeThread]:
-    one = ComputeThread(lambda: None)
+    one = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None)
     yield one
     one.close()
 
@@ -91,7 +93,7 @@ def broken() -> list[InstanceBroken]:
 
 @pytest.fixture
 def asking(broken: list[InstanceBroken]) -> Iterator[ComputeThread]:
-    one = ComputeThread(lambda: None, broken.append)
+    one = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None, broken.append)
     one.device = AskedDevice()
     yield one
     one.close()

@@ -1,8 +1,12 @@
 """Virtual time."""
 
+from concurrent.futures import CancelledError, Future
+
 import pytest
 
 from triptych.clock import Clock
+from triptych.compute_thread import ComputeThread
+from triptych.executor import StartExecutor
 from triptych.running_time import STILL_SECONDS
 from triptych.virtual_time import VirtualClock
 
@@ -50,3 +54,56 @@ def test_a_process_that_stands_still_runs_for_little_of_the_time(clock: VirtualC
     clock.stand_still(STILL_SECONDS / 2)
     clock.advance(1.0)
     assert readings(clock) == (101.0 + 1.5 * STILL_SECONDS, 131.0 + STILL_SECONDS / 2, 131.0 + STILL_SECONDS / 2)
+
+
+def test_a_job_takes_the_time_that_it_sleeps(clock: VirtualClock) -> None:
+    start: StartExecutor = clock.start_executor
+    executor, seen = start(1, "jobs"), list[float]()
+
+    def job(seconds: float) -> float:
+        clock.sleep(seconds)
+        seen.append(clock.monotonic())
+        return clock.now()
+
+    first, second = executor.submit(job, 2.0), executor.submit(job, 3.0)
+    assert (first.done(), second.running(), clock.now()) == (False, False, 100.0)
+    clock.advance(1.9)
+    assert not first.done()
+    clock.advance(0.1)
+    assert (first.result(0), second.running(), second.done()) == (102.0, True, False)
+    clock.advance(10.0)
+    assert (second.result(0), seen) == (105.0, [102.0, 105.0])
+
+
+def test_jobs_run_on_as_many_threads_as_there_are(clock: VirtualClock) -> None:
+    executor = clock.start_executor(2, "jobs")
+    jobs = [executor.submit(clock.sleep, seconds) for seconds in (3.0, 1.0, 1.0, 5.0)]
+    ends = dict[int, float]()
+    for number, job in enumerate(jobs):
+        job.add_done_callback(lambda _, number=number: ends.setdefault(number, clock.now()))  # type: ignore[misc]
+    assert jobs[3].cancel()
+    while clock.step():
+        pass
+    assert ends == {3: 100.0, 1: 101.0, 2: 102.0, 0: 103.0}
+
+
+def test_what_a_job_raises_is_its_futures_and_what_waits_can_be_dropped(clock: VirtualClock) -> None:
+    executor = clock.start_executor(1, "jobs")
+    failed: Future[float] = executor.submit(lambda: 1 / 0)
+    dropped = executor.submit(clock.now)
+    executor.shutdown(cancel_futures=True)
+    assert not failed.done()
+    clock.advance(0.0)
+    assert isinstance(failed.exception(0), ZeroDivisionError)
+    with pytest.raises(CancelledError):
+        dropped.result(0)
+
+
+def test_a_compute_thread_is_busy_while_its_jobs_take_time(clock: VirtualClock) -> None:
+    woken: list[float] = []
+    compute = ComputeThread(clock.start_executor(1, "compute"), clock, lambda: woken.append(clock.now()))
+    for seconds in (1.0, 2.0):
+        compute.submit(clock.sleep, seconds)
+    clock.advance(10.0)
+    assert (woken, compute.busy_seconds) == ([101.0, 103.0], 3.0)
+    compute.close()

@@ -5,15 +5,14 @@ process has more OpenMP threads than cores, each synchronization in a step goes 
 """
 
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import suppress
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+from triptych.clock import Clock
 from triptych.errors import InstanceBroken
 from triptych.job_faults import Culprit, culprit_of
-from triptych.running_time import running_time
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,15 +33,6 @@ class Device(Protocol):
         """Compute a little, and wait for the result. Raises whatever keeps the device from it; may never return."""
 
 
-def started_executor(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads all run already: later there may be no memory to start one, and by then the job
-    would be queued. Raises RuntimeError if there is none now."""
-    executor, started = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Barrier(threads)
-    for _ in range(threads):
-        executor.submit(started.wait)
-    return executor
-
-
 class ComputeThread:
     """Runs jobs one at a time, in order. An instance with several stages submits one job at a time for each, so that
     they take turns on the same cores."""
@@ -51,9 +41,15 @@ class ComputeThread:
     """Asked after each job that fails, unless it is known to be another's fault. None until there is one."""
 
     def __init__(
-        self, on_done: Callable[[], None], on_broken: Callable[[InstanceBroken], None] = lambda _: None
+        self,
+        executor: Executor,
+        clock: Clock,
+        on_done: Callable[[], None],
+        on_broken: Callable[[InstanceBroken], None] = lambda _: None,
     ) -> None:
-        """``on_done`` is called on the compute thread after every job. ``on_broken`` is called on it when the device
+        """``executor`` has one thread, which is this one's.
+
+        ``on_done`` is called on the compute thread after every job. ``on_broken`` is called on it when the device
         doesn't answer, before the end of the job that has failed, which then raises the same."""
         self._worked: tuple[float, float | None] = 0.0, None
         """Run time of the jobs that have ended, and when the running one began. Replaced as a whole, since another
@@ -63,13 +59,14 @@ class ComputeThread:
         self._on_done = on_done
         self._on_broken = on_broken
         self._num_submitted = self._num_ended = 0  # each counted by one thread
-        self._executor = started_executor(1, "compute")
+        self._executor = executor
+        self._clock = clock
 
     @property
     def busy_seconds(self) -> float:
         """Total run time of all jobs so far, the running one included: one may take seconds."""
         ended, began = self._worked
-        return ended if began is None else ended + time.monotonic() - began
+        return ended if began is None else ended + self._clock.monotonic() - began
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         """Queue a job, and wait until it has started if no other job is queued. Without the wait, the calling thread
@@ -78,7 +75,7 @@ class ComputeThread:
         self._num_submitted += 1
 
         def timed() -> T:
-            ended, began = self._worked[0], time.monotonic()
+            ended, began = self._worked[0], self._clock.monotonic()
             self._worked = ended, began
             begun.set()
             try:
@@ -90,14 +87,17 @@ class ComputeThread:
                     self._ask(error)
                 raise
             finally:
-                self._worked = ended + time.monotonic() - began, None
-                self._num_ended += 1
+                self._worked = ended + self._clock.monotonic() - began, None
 
         future = self._executor.submit(timed)
-        future.add_done_callback(lambda _: self._on_done())
+        future.add_done_callback(self._end)
         if alone:
             begun.wait(START_TIMEOUT)
         return future
+
+    def _end(self, _: "Future[Any]") -> None:
+        self._num_ended += 1
+        self._on_done()
 
     def ask(self, error: BaseException) -> None:
         """Ask the device after an error on another thread, once the queued jobs have ended. Waits for the answer for up
@@ -109,7 +109,7 @@ class ComputeThread:
     def is_stuck(self) -> bool:
         """Whether the device has owed an answer for longer than ``ANSWER_TIMEOUT``."""
         asked = self._asked
-        return asked is not None and running_time() - asked > ANSWER_TIMEOUT
+        return asked is not None and self._clock.now() - asked > ANSWER_TIMEOUT
 
     def close(self) -> None:
         """Drop the queued jobs, and wait for the running one to finish, unless the device is stuck."""
@@ -118,7 +118,7 @@ class ComputeThread:
     def _ask(self, error: BaseException) -> None:
         if self.device is None:
             return
-        self._asked = running_time()
+        self._asked = self._clock.now()
         try:
             self.device.ask()
         except Exception as answer:  # noqa: BLE001 - whatever it is, the device doesn't compute

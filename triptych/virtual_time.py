@@ -1,14 +1,22 @@
-"""Virtual time: a clock that is told to go on.
+"""Virtual time: a clock that is told to go on, and threads that are none.
 
-Whatever is built on it does the same each time it is run: everything happens on one thread, in the order of time,
+Whatever is built on these does the same each time it is run: everything happens on one thread, in the order of time,
 and of scheduling where times are equal.
 """
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from triptych.running_time import STILL_SECONDS
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class VirtualClock:
@@ -18,6 +26,8 @@ class VirtualClock:
         self._time = seconds
         self._stood_still = 0.0
         """Seconds of it that don't count as running time."""
+        self._spent: float | None = None
+        """Seconds that the job in progress has taken; None without one."""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
@@ -25,13 +35,17 @@ class VirtualClock:
         return self.monotonic() - self._stood_still
 
     def monotonic(self) -> float:
-        return self._time
+        return self._time + (self._spent or 0.0)
 
     def wall(self) -> float:
         return self.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
+        """In a job: it takes that much longer. Elsewhere: the time passes."""
+        if self._spent is not None:
+            self._spent += seconds
+        else:
+            self.advance(seconds)
 
     def call_at(self, when: float, event: Callable[[], object]) -> None:
         """Have an event happen at a time of ``monotonic``; one that is past is now."""
@@ -59,3 +73,59 @@ class VirtualClock:
         """Let time pass in which the process is stopped: nothing happens, and little of it counts as running time."""
         self._time += seconds
         self._stood_still += max(0.0, seconds - STILL_SECONDS)
+
+    def start_executor(self, threads: int, name: str, *, stack_bytes: int = 0, niceness: int = 0) -> Executor:
+        """Return what runs jobs in virtual time. A ``StartExecutor``."""
+        return _VirtualExecutor(self, threads)
+
+    @contextmanager
+    def job(self) -> Iterator[Callable[[], float]]:
+        """A job, which takes as long as it sleeps. Yields what returns when it ends."""
+        assert self._spent is None, "a job waits for another"
+        self._spent = 0.0
+        try:
+            yield self.monotonic
+        finally:
+            self._spent = None
+
+
+class _VirtualExecutor(Executor):
+    """Runs each job at once when it begins; its result comes when it ends. So what it does besides is seen too early by
+    what looks meanwhile, though with the right times."""
+
+    def __init__(self, clock: VirtualClock, threads: int) -> None:
+        self._clock = clock
+        self._num_idle = threads
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, job: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+        self._waiting.append((future, lambda: job(*args, **kwargs)))
+        self._begin()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Cancel what hasn't begun, if told to. What has goes on to its end."""
+        while cancel_futures and self._waiting:
+            self._waiting.popleft()[0].cancel()
+
+    def _begin(self) -> None:
+        while self._num_idle and self._waiting:
+            future, job = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                self._num_idle -= 1
+                self._run(future, job)
+
+    def _run(self, future: "Future[Any]", job: Callable[[], Any]) -> None:
+        with self._clock.job() as ends:
+            try:
+                end = partial(future.set_result, job())
+            except Exception as error:  # noqa: BLE001 - it is the future's
+                end = partial(future.set_exception, error)
+            when = ends()
+        self._clock.call_at(when, lambda: self._end(end))
+
+    def _end(self, end: Callable[[], None]) -> None:
+        self._num_idle += 1
+        end()
+        self._begin()

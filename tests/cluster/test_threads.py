@@ -14,9 +14,11 @@ from triptych.server.build import use_threads
 
 COMPUTES = """
 import os, psutil, torch
+from triptych.clock import SystemClock
 from triptych.compute_thread import ComputeThread
+from triptych.executor import started_executor
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-compute = ComputeThread(lambda: None)
+compute = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None)
 compute.submit(lambda: torch.ones(10**6).sum()).result()
 print(psutil.Process().num_threads())
 """

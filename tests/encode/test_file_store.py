@@ -14,9 +14,11 @@ import pytest
 
 from tests.support.encode_harness import A, EncodeHarness, stored_name
 from tests.support.plans import plan_of
+from triptych.clock import SystemClock
 from triptych.encode import file_store
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, MemoryStore, TieredStore
+from triptych.executor import started_executor
 
 WIDTH = 64
 MAX_BYTES = 64 * 1024
@@ -38,7 +40,7 @@ def size_of(folder: Path) -> int:
 
 
 def filled(folder: Path, number: int = 4) -> FileStore:
-    store = FileStore(folder, MAX_BYTES)
+    store = FileStore(folder, MAX_BYTES, SystemClock(), started_executor)
     for value in range(number):
         store.put([stored_name(f"{value}"), stored_name(f"content {value}")], rows(value))
     store.flush()
@@ -50,7 +52,7 @@ def test_rows_outlive_the_process_under_all_names(tmp_path: Path) -> None:
     first.put([stored_name("again"), stored_name("content 2")], rows(2))
     first.close()
     assert len(list((tmp_path / "rows").glob("?" * 64))) == 9
-    second = FileStore(tmp_path / "rows", MAX_BYTES)
+    second = FileStore(tmp_path / "rows", MAX_BYTES, SystemClock(), started_executor)
     assert found(second, "0", "content 1", "again", "never") == [0, 1, 2, None]
     second.flush()
     assert second.num_bytes == size_of(tmp_path / "rows")
@@ -90,13 +92,13 @@ def test_damaged_rows_are_as_good_as_none(
 def test_rows_of_another_version_are_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path).close()
     monkeypatch.setattr(file_store, "__version__", "another")
-    store = FileStore(tmp_path, MAX_BYTES)
+    store = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)
     assert found(store, "1") == [None]
     store.close()
 
 
 def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
-    store = FileStore(tmp_path, MAX_BYTES)
+    store = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)
     for value in range(300):
         store.put([stored_name(f"{value}")], rows(value, 16))
         if value == 30:
@@ -111,7 +113,7 @@ def test_the_least_recently_used_files_make_room(tmp_path: Path) -> None:
 
 def test_a_smaller_limit_is_kept_from_the_start(tmp_path: Path) -> None:
     filled(tmp_path, 40).close()
-    store = FileStore(tmp_path, 2000)
+    store = FileStore(tmp_path, 2000, SystemClock(), started_executor)
     store.flush()
     assert 0 < size_of(tmp_path) <= 2000
     store.put([stored_name("huge")], rows(1, 100))
@@ -137,7 +139,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for text in ("open", "link", "file"):
         with pytest.raises(OSError, match=text):
-            FileStore(tmp_path / text, MAX_BYTES)
+            FileStore(tmp_path / text, MAX_BYTES, SystemClock(), started_executor)
 
 
 def test_what_cannot_be_written_is_not_kept(
@@ -164,7 +166,7 @@ def test_what_cannot_be_written_is_not_kept(
 
 def test_too_much_at_once_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_store, "MAX_QUEUED_BYTES", rows(1).nbytes)
-    store = FileStore(tmp_path, MAX_BYTES)
+    store = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)
     with store.exclusive():
         for value in range(5):
             store.put([stored_name(f"{value}")], rows(value))
@@ -179,8 +181,8 @@ WRITE = """
 import itertools
 import sys
 from pathlib import Path
-from tests.encode.test_file_store import MAX_BYTES, VALUES, FileStore, stored_name, rows
-store = FileStore(Path(sys.argv[1]), MAX_BYTES)
+from tests.encode.test_file_store import MAX_BYTES, VALUES, FileStore, SystemClock, rows, started_executor, stored_name
+store = FileStore(Path(sys.argv[1]), MAX_BYTES, SystemClock(), started_executor)
 print("ready", flush=True)
 for number in itertools.count(int(sys.argv[2]), 2):
     value = number % VALUES
@@ -206,7 +208,7 @@ def test_processes_that_are_killed_leave_whole_rows_within_the_limit(tmp_path: P
         writer.communicate()
     assert size_of(tmp_path / "rows") <= MAX_BYTES
     (tmp_path / "rows" / file_store.TEMPORARY).write_bytes(b"part of a file")
-    store = FileStore(tmp_path / "rows", MAX_BYTES)
+    store = FileStore(tmp_path / "rows", MAX_BYTES, SystemClock(), started_executor)
     store.flush()
     assert not (tmp_path / "rows" / file_store.TEMPORARY).exists()
     assert store.num_bytes == size_of(tmp_path / "rows")
@@ -220,7 +222,7 @@ def test_after_a_restart_nothing_is_encoded_again(tmp_path: Path) -> None:
     """Nor fetched: the tower and the preprocessors don't run, and rows are the same."""
     plan = plan_of(1, 2, 3)
     for start in range(2):
-        files = FileStore(tmp_path, MAX_BYTES)
+        files = FileStore(tmp_path, MAX_BYTES, SystemClock(), started_executor)
         harness = EncodeHarness(TieredStore([MemoryStore(2**20), files]))
         for number in range(10):
             harness.encode(f"t{number}", key=f"key {number}", plan=plan)

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.encode_harness import stored_name
+from triptych.clock import SystemClock
 from triptych.encode import store as stores
 from triptych.encode.file_store import FileStore
 from triptych.encode.store import EmbeddingRows, EmbeddingStore, Found, MemoryStore, TieredStore, part_name, row_name
+from triptych.executor import started_executor
 
 WIDTH = 10
 
@@ -46,7 +48,7 @@ class Written(FileStore):
 @pytest.fixture(params=["memory", "files", "tiers", "no memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EmbeddingStore]:
     """Each with room for a few rows."""
-    files = Written(tmp_path, 600)
+    files = Written(tmp_path, 600, SystemClock(), started_executor)
     memory = MemoryStore(0 if request.param == "no memory" else 3 * WIDTH)
     single: dict[str, EmbeddingStore] = {"memory": memory, "files": files}
     yield single.get(request.param) or TieredStore([memory, files])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.engine_instances import generate
-from triptych.engine.active_request import ActiveRequest
+from triptych.engine.active_request import ActiveRequest, Timings
 from triptych.engine.active_requests import ActiveRequests
 from triptych.engine.request import make_request
 
@@ -13,7 +13,9 @@ CONTEXT, VOCABULARY = 100, 200
 
 def active(name: str, deadline: float) -> ActiveRequest:
     message = generate(name, prompt=4)
-    return ActiveRequest(make_request(message, [], CONTEXT, VOCABULARY), message, deadline, num_given=4)
+    return ActiveRequest(
+        make_request(message, [], CONTEXT, VOCABULARY), message, deadline, num_given=4, timings=Timings(0.0)
+    )
 
 
 @given(data=st.data())

@@ -20,6 +20,7 @@ from triptych.engine.grammar.compiler import Compiler
 from triptych.engine.grammar.matching import Matching
 from triptych.engine.grammar.service import SLOW_THREADS, GrammarService
 from triptych.errors import GrammarTooCostly, HelperFailed, InternalError, InvalidRequest, TriptychError
+from triptych.executor import started_executor
 from triptych.prompt.detokenize import Detokenizer
 from triptych.prompt.tokenizer import Tokenizer as PromptTokenizer
 
@@ -38,7 +39,7 @@ class Service:
     def __init__(self, folder: Path = FOLDER, vocabulary: int = VOCABULARY) -> None:
         self.vocabulary = vocabulary
         self._done = threading.Event()
-        self.grammars = GrammarService(folder, vocabulary, self._done.set)
+        self.grammars = GrammarService(folder, vocabulary, self._done.set, started_executor)
 
     def start(self, text: str, tokens: list[int] | None = None, end: frozenset[int] = END) -> Matching:
         return self.grammars.start(text, end, tokens or [])

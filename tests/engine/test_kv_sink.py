@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from triptych.clock import SystemClock
-from triptych.engine.active_request import ActiveRequest
+from triptych.engine.active_request import ActiveRequest, Timings
 from triptych.engine.cache_manager import CacheManager
 from triptych.engine.cache_rows import CacheRows, DeviceEvent, HostCacheRows, cache_rows
 from triptych.engine.kv_cache import PagePool
@@ -85,7 +85,7 @@ class SinkHarness:
         prefill = Prefill(generate, [], D, TransferId(transfer), first_token)
         outgoing = self.sink.expect(prefill, 8)
         request = make_request(generate, [], 16, 8)
-        return ActiveRequest(request, generate, 0.0, 8, prefill=prefill, outgoing_kv=outgoing)
+        return ActiveRequest(request, generate, 0.0, 8, Timings(0.0), prefill=prefill, outgoing_kv=outgoing)
 
     def start(self, active: ActiveRequest, together: Sequence[int] = ()) -> None:
         """Run the request's first step, after which the scheduler releases its pages. The loop comes to provide layers

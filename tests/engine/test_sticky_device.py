@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from triptych.clock import SystemClock
 from triptych.compute_thread import ComputeThread
 from triptych.config.injected_faults import InjectedFaults
 from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, StepResult
 from triptych.errors import InstanceBroken
+from triptych.executor import started_executor
 from triptych.layers.torch_device import TorchDevice
 from triptych.server.faulty_device import FaultyDevice
 
@@ -53,14 +55,14 @@ def broken() -> list[InstanceBroken]:
 
 @pytest.fixture
 def compute(broken: list[InstanceBroken]) -> Iterator[ComputeThread]:
-    thread = ComputeThread(lambda: None, broken.append)
+    thread = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None, broken.append)
     yield thread
     thread.close()
 
 
 def run(runner: Any, compute: ComputeThread) -> list[StepResult]:
     """All results of a step of eight requests, and of what is repeated of it."""
-    executor, results = StepExecutor(runner, compute), list[StepResult]()
+    executor, results = StepExecutor(runner, compute, SystemClock()), list[StepResult]()
     todo = [StepBatch([chunk(number) for number in range(NUM_REQUESTS)], MediaEmbeddings.none(4, torch.float32))]
     while todo:
         executor.start(todo.pop(), [], None)

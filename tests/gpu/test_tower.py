@@ -12,6 +12,8 @@ from tests.support.forward import random_input
 from tests.support.recordable import RECORDABLE, recordable_inputs
 from tests.support.tiny import make_tiny
 from triptych.checkpoint.reader import Checkpoint
+from triptych.clock import SystemClock
+from triptych.executor import started_executor
 from triptych.layers.linear import CUDA_FORMATS, WEIGHT_FORMATS
 from triptych.models.shared.encoder import recordable_calls
 
@@ -25,7 +27,7 @@ def test_rows(checkpoint_folder: Callable[..., Path], gpu: torch.device, dtype: 
     adapter, checkpoint = load_adapter(folder), Checkpoint(folder)
     expected = adapter.load_encoder(checkpoint, WEIGHT_FORMATS["float32"], torch.device("cpu")).encode(IMAGES)
     activations = CUDA_FORMATS[dtype].activations
-    compute = runner.ComputeThread(lambda: None)
+    compute = runner.ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None)
     made = runner.EncoderRunner(adapter.load_encoder(checkpoint, CUDA_FORMATS[dtype], gpu), activations, compute)
     for found, rows in zip(made.encode(IMAGES), expected, strict=True):
         assert found.dtype == np.uint8

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from triptych.config import AdmissionConfig
-from triptych.engine.active_request import ActiveRequest
+from triptych.engine.active_request import ActiveRequest, Timings
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.request import make_request
@@ -36,7 +36,9 @@ def request(timeout: float) -> ActiveRequest:
         reply_to=Address("frontend"),
         timeout=timeout,
     )
-    return ActiveRequest(make_request(generate, [], 16, 8), generate, deadline=timeout, num_given=9)
+    return ActiveRequest(
+        make_request(generate, [], 16, 8), generate, deadline=timeout, num_given=9, timings=Timings(0.0)
+    )
 
 
 @pytest.mark.parametrize(("timeout", "last"), [(3600.0, 3600.0), (60.0, 600.0)])
@@ -44,7 +46,7 @@ def test_an_item_waits_for_its_encoder_as_long_as_its_request_may(timeout: float
     clock = VirtualClock(0.0)
     buffer = RowBuffer(LAYOUT, 4, 4, [LocalFabric()], allocate=PlainMemory)
     receiver = Receiver(buffer, Address("me"), lambda *_: None, clock=clock)
-    incoming = IncomingTransfers(receiver, "pd0")
+    incoming = IncomingTransfers(receiver, "pd0", clock)
     assert EmbeddingSource(incoming, Address("me"), torch.float32, 4).expect(request(timeout))
     clock.run_until(last)
     assert not incoming.take_failures()

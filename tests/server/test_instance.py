@@ -16,6 +16,7 @@ from triptych import compute_thread
 from triptych.clock import SystemClock
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
+from triptych.executor import started_executor
 from triptych.messages import channel as channels
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
@@ -133,6 +134,7 @@ class InstanceHarness:
             join=[one.address.removeprefix("tcp://") for one in (self.channel, *others)],
             lease=lease,
             clock=SystemClock(),
+            start_executor=started_executor,
         )
         self.instance.add_loop(loop, peer=TransferSide.PRODUCER)
         self.received: list[Message] = []

@@ -16,6 +16,7 @@ from triptych.encode.loop import EncodeLoop
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import EmbeddingStore, MemoryStore, row_name
 from triptych.errors import DecodeFailed
+from triptych.executor import started_executor
 from triptych.layers.encoder import PreprocessedPart
 from triptych.messages.codec import Message
 from triptych.messages.rows import RowLayout
@@ -85,7 +86,7 @@ class EncodeHarness:
         self.fabric = LocalFabric()
         self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send, clock=SystemClock())
         self.preprocessors = Preprocessors()
-        self.compute = ComputeThread(lambda: None)
+        self.compute = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None)
         self.loop = EncodeLoop(
             preprocessors=self.preprocessors,
             runner=EncoderRunner(Tower(), torch.float32, self.compute),
@@ -96,6 +97,8 @@ class EncodeHarness:
             wake=lambda: None,
             address=HERE,
             send=self._send,
+            clock=SystemClock(),
+            start_executor=started_executor,
         )
 
     def close(self) -> None:

@@ -134,6 +134,7 @@ class Process:
             join=[CONTROL.removeprefix("tcp://")],
             lease=LEASE,
             clock=world.clock,
+            start_executor=world.clock.start_executor,
             incarnation=incarnation,
         )
         self.instance.loop_builder = self

@@ -13,9 +13,8 @@ import os
 import re
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ import numpy as np
 from blake3 import blake3
 
 from triptych import __version__
+from triptych.clock import Clock
 from triptych.encode.store import EmbeddingRows, Found
-from triptych.running_time import running_time
+from triptych.executor import StartExecutor
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class FileStore:
     Files that are damaged, or of another version of the program, are as good as none.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, clock: Clock, start_executor: StartExecutor) -> None:
         """Create the folder, for this user alone. Raises OSError if it can't be created or others may write to it."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.lstat()
@@ -65,8 +65,9 @@ class FileStore:
             raise PermissionError(f"{folder} is no folder that this user alone may write to")
         self.max_bytes = max_bytes
         self._folder = folder
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="stored-rows-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="stored-rows-write")
+        self._clock = clock
+        self._reader = start_executor(1, "stored-rows-read")
+        self._writer = start_executor(1, "stored-rows-write")
         self._guard = threading.Lock()
         self._num_lookups = self._queued_bytes = 0
         self._failed: set[str] = set()
@@ -213,15 +214,15 @@ class FileStore:
         """Hold the folder's lock. Raises TimeoutError if another process doesn't release it."""
         descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            give_up = running_time() + LOCK_SECONDS
+            give_up = self._clock.now() + LOCK_SECONDS
             while True:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if running_time() > give_up:
+                    if self._clock.now() > give_up:
                         raise TimeoutError("another process holds the lock") from None
-                    time.sleep(_LOCK_POLL)
+                    self._clock.sleep(_LOCK_POLL)
             yield
         finally:
             os.close(descriptor)

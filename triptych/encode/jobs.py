@@ -38,7 +38,7 @@ class EncodeJob:
     transfers: dict[TransferId, Requester] = field(default_factory=dict)
     """The transfers that need its rows."""
     deadline: float = 0.0
-    """By ``running_time``: after it, no transfer needs the rows any more."""
+    """By the clock's ``now``: after it, no transfer needs the rows any more."""
     missing: Sequence[int] = ()
     """Parts that the store lacks, ascending, once it has been asked."""
     inputs: Iterator[EncoderInput] = field(default_factory=lambda: iter(()))

@@ -5,11 +5,11 @@ Items are processed part by part: a long item's first rows are sent before its l
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from triptych.clock import Clock
 from triptych.encode.batching import EncodeScheduler
 from triptych.encode.fetch import MediaFetcher
 from triptych.encode.jobs import EncodeJob, EncodePart, Requester
@@ -17,6 +17,7 @@ from triptych.encode.preprocessing import PreprocessorPool, PreprocessRunner, Sl
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import EmbeddingRows, EmbeddingStore, Found, part_name, row_name
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, PlanMismatch, TriptychError
+from triptych.executor import StartExecutor
 from triptych.job_faults import Culprit, FailureRow, culprit_of
 from triptych.messages.codec import Send
 from triptych.messages.rows import RowLayout
@@ -24,7 +25,6 @@ from triptych.messages.stats import EncodeStats, InstanceStats
 from triptych.messages.work import Encode, Encoded, EncodeFailed, HandBack, MediaBytes, MediaGone, PeerLost
 from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
-from triptych.running_time import running_time
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
 from triptych.types import Address, ItemPlan, TransferId
@@ -62,9 +62,13 @@ class EncodeLoop:
         wake: Callable[[], None],
         address: Address,
         send: Send,
+        clock: Clock,
+        start_executor: StartExecutor,
     ) -> None:
         """``address`` is this instance's own, where frontends answer. ``wake`` is called from other threads."""
-        self.preprocessing = PreprocessRunner(preprocessors, max_patches, wake)
+        self._clock = clock
+        threads = start_executor(preprocessors.number, "preprocess")
+        self.preprocessing = PreprocessRunner(preprocessors, max_patches, threads, clock, wake)
         self.runner = runner
         self._scheduler = EncodeScheduler(max_patches, workers=preprocessors.number)
         self._store = store
@@ -98,7 +102,7 @@ class EncodeLoop:
         self._collect_batch()
         self._fail_expired()
         self._start_batch()
-        while silent := self.fetcher.advance(running_time()):  # other frontends may have to be asked in their place
+        while silent := self.fetcher.advance(self._clock.now()):  # other frontends may have to be asked in their place
             for frontend in silent:
                 log.warning("the frontend at %s doesn't send the files of its items", frontend.removeprefix("tcp://"))
                 self._leave_all_of(frontend, suspect=True)
@@ -170,7 +174,7 @@ class EncodeLoop:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_encode(self, message: Encode) -> None:
-        now = time.time()
+        now = self._clock.wall()
         key = row_name(self._layout_digest, message.key, message.cache_salt)
         try:
             _check(message, self._scheduler.jobs_of(key))
@@ -194,7 +198,7 @@ class EncodeLoop:
         job = known[0] if known else self._new_job(key, message, now)
         # an earlier attempt may still be ending
         job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
-        job.deadline = max(job.deadline, running_time() + message.timeout)
+        job.deadline = max(job.deadline, self._clock.now() + message.timeout)
         if not known:
             self._scheduler.add(job)
             names = [part_name(key, number) for number in job.parts]
@@ -218,7 +222,7 @@ class EncodeLoop:
     def _on_media_bytes(self, message: MediaBytes) -> None:
         """Take a piece of a file. The item waits for preprocessing once the file is whole."""
         try:
-            fetched = self.fetcher.receive(message, running_time())
+            fetched = self.fetcher.receive(message, self._clock.now())
         except InternalError as error:
             job = self.fetcher.job_of(message.transfer)
             assert job is not None, "pieces of other files are dropped"
@@ -252,7 +256,7 @@ class EncodeLoop:
         if not job.transfers:
             self._drop(job)
         else:
-            self.fetcher.change_source(job, running_time())
+            self.fetcher.change_source(job, self._clock.now())
 
     def _drop(self, job: EncodeJob) -> None:
         """End a job and cancel its work that hasn't started."""
@@ -263,7 +267,7 @@ class EncodeLoop:
 
     def _fail_expired(self) -> None:
         """Fail jobs past their deadline, so that others don't wait behind them."""
-        for job in self._scheduler.expired(running_time()):
+        for job in self._scheduler.expired(self._clock.now()):
             self._fail(job, DeadlineExceeded("the request's deadline passed before its media were encoded"))
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────
@@ -360,7 +364,7 @@ class EncodeLoop:
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_batch(self) -> None:
-        if self._batch is None and (parts := self._scheduler.next_batch(time.time())):
+        if self._batch is None and (parts := self._scheduler.next_batch(self._clock.wall())):
             self._batch = parts, self.runner.start([part.input for part in parts])
 
     def _collect_batch(self) -> None:
@@ -409,7 +413,7 @@ class EncodeLoop:
         self._drop(job)
         self.num_encoded += job.encode_began > 0
         for transfer, (frontend, attempt) in job.transfers.items():
-            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job), attempt))
+            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job, self._clock.wall()), attempt))
 
     def _fail(self, job: EncodeJob, error: BaseException, culprit: Culprit = Culprit.ITEM) -> None:
         """Fail a job. The culprit tells the frontend whether to have the request done elsewhere; in either case the
@@ -435,10 +439,11 @@ def _check(message: Encode, jobs: Sequence[EncodeJob]) -> None:
         raise PlanMismatch("another request has an item of the same key with another plan or size")
 
 
-def _intervals(job: EncodeJob) -> list[Interval]:
-    """Return the job's intervals. They may overlap, since a long item's parts are preprocessed and encoded at once."""
+def _intervals(job: EncodeJob, now: float) -> list[Interval]:
+    """Return the job's intervals up to now. They may overlap, since a long item's parts are preprocessed and encoded at
+    once."""
     if not job.preprocess_began:
-        return [Interval("queue", job.received, time.time())]
+        return [Interval("queue", job.received, now)]
     intervals = [
         Interval("queue", job.received, job.preprocess_began),
         Interval("preprocess", job.preprocess_began, job.preprocess_ended),
@@ -447,4 +452,4 @@ def _intervals(job: EncodeJob) -> list[Interval]:
         return intervals
     if job.encode_began > job.preprocess_ended:
         intervals.append(Interval("queue", job.preprocess_ended, job.encode_began))
-    return [*intervals, Interval("encode", job.encode_began, time.time())]
+    return [*intervals, Interval("encode", job.encode_began, now)]

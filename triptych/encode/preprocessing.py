@@ -1,12 +1,11 @@
 """Preprocesses items in time slices, on threads that each wait for a worker process."""
 
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from triptych.compute_thread import started_executor
+from triptych.clock import Clock
 from triptych.encode.batching import TIME_SLICE_SECONDS
 from triptych.encode.jobs import EncodeJob
 from triptych.models.base import EncoderInput, Preprocessor
@@ -38,14 +37,24 @@ class Slice:
 class PreprocessRunner:
     """Runs time slices of preprocessing, at most one of a job at a time."""
 
-    def __init__(self, preprocessors: PreprocessorPool, max_patches: int, wake: Callable[[], None]) -> None:
-        """A slice yields up to about ``max_patches`` patches. ``wake`` is called from other threads."""
+    def __init__(
+        self,
+        preprocessors: PreprocessorPool,
+        max_patches: int,
+        executor: Executor,
+        clock: Clock,
+        wake: Callable[[], None],
+    ) -> None:
+        """``executor`` has a thread for each of the preprocessors; it is this one's.
+
+        A slice yields up to about ``max_patches`` patches. ``wake`` is called from other threads."""
         self.preprocessors = preprocessors
         self.short_item_waits = False
         """Whether slices of long items end with their next part."""
         self._max_patches = max_patches
         self._wake = wake
-        self._threads = started_executor(preprocessors.number, "preprocess")
+        self._clock = clock
+        self._threads = executor
         self._running: dict[Future[list[EncoderInput]], EncodeJob] = {}
 
     def open(self, job: EncodeJob, pieces: list[bytes]) -> None:
@@ -92,17 +101,17 @@ class PreprocessRunner:
 
         A long item's slice ends early once its time is used up or a short item waits.
         """
-        began = time.monotonic()
-        job.preprocess_began = job.preprocess_began or time.time()
+        began = self._clock.monotonic()
+        job.preprocess_began = job.preprocess_began or self._clock.wall()
         inputs: list[EncoderInput] = []
         patches = 0
         try:
             while patches < self._max_patches and (part := next(job.inputs, None)) is not None:
                 inputs.append(part)
                 patches += len(part.patches)
-                if job.long and (self.short_item_waits or time.monotonic() - began > TIME_SLICE_SECONDS):
+                if job.long and (self.short_item_waits or self._clock.monotonic() - began > TIME_SLICE_SECONDS):
                     break
             return inputs
         finally:
-            job.preprocess_ended = time.time()
-            job.slice_seconds = time.monotonic() - began
+            job.preprocess_ended = self._clock.wall()
+            job.slice_seconds = self._clock.monotonic() - began

@@ -1,6 +1,5 @@
 """Record of an active request: everything that an engine loop knows about it."""
 
-import time
 from dataclasses import dataclass, field
 
 from triptych.engine.grammar.matching import Matching
@@ -21,7 +20,7 @@ MERGE_GAP = 0.005
 class Timings:
     """When a request reached each state, in seconds since the epoch; 0 for not yet."""
 
-    received: float = field(default_factory=time.time)
+    received: float
     reused: int = 0
     """Prompt tokens found in the prefix cache on arrival."""
     ready: float = 0.0
@@ -42,8 +41,8 @@ class Timings:
         queued = self.ready if 0 < self.ready <= self.scheduled else self.received
         return [Interval("queue", queued, self.scheduled), *self.transfers, *self.prefills]
 
-    def intervals(self) -> list[Interval]:
-        return [*self.until_first_token(), Interval("decode", self.first_token, time.time())]
+    def intervals(self, ended: float) -> list[Interval]:
+        return [*self.until_first_token(), Interval("decode", self.first_token, ended)]
 
 
 @dataclass
@@ -127,10 +126,10 @@ class ActiveRequest:
     """The request as the scheduler sees it."""
     generate: Generate
     deadline: float
-    """By ``running_time``."""
+    """By the clock's ``now``."""
     num_given: int
     """Tokens that it came with: the prompt, and the answer so far."""
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings
     matching: Matching | None = None
     """What its grammar allows next, if it has a grammar."""
     items: list[IncomingItem] = field(default_factory=list)

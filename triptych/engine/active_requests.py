@@ -16,7 +16,7 @@ class ActiveRequests:
         """Those of which nothing was to be computed so far."""
         self._with_grammar: dict[RequestId, ActiveRequest] = {}
         self._next_deadline = float("inf")
-        """No later than any request's deadline, by ``running_time``."""
+        """No later than any request's deadline, by the clock's ``now``."""
 
     def add(self, active: ActiveRequest) -> None:
         self._all[active.id] = self._not_ready[active.id] = active

@@ -2,10 +2,10 @@
 
 import itertools
 import secrets
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from triptych.clock import Clock
 from triptych.engine.active_request import ActiveRequest, TransferTimes
 from triptych.messages.rows import Abort, Done, Offer, Wrote
 from triptych.messages.stats import ReceivePool
@@ -23,8 +23,9 @@ class _OpenTransfer:
 class IncomingTransfers:
     """Names the transfers that sources expect, and knows whose they are. The sources hand rows on."""
 
-    def __init__(self, receiver: Receiver, name: str) -> None:
+    def __init__(self, receiver: Receiver, name: str, clock: Clock) -> None:
         self.receiver = receiver
+        self.clock = clock
         # random, since two instances may have the same name
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
@@ -97,4 +98,4 @@ class IncomingTransfers:
         self.receiver.on_wrote(wrote)
         if found := self._open.get(wrote.transfer):
             found.times.began = found.times.began or wrote.began
-            found.times.landed = time.time()
+            found.times.landed = self.clock.wall()

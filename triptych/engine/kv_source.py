@@ -1,6 +1,5 @@
 """KV of requests that another instance prefills, received into their pages."""
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -85,7 +84,7 @@ class KVSource:
                 self._incoming.fail(TransferFailure(kv.transfer, ErrorKind.INTERNAL_ERROR, str(error)))
                 continue
             if is_complete:
-                active.kv_interval = Interval("transfer", kv.times.began, time.time())
+                active.kv_interval = Interval("transfer", kv.times.began, self._incoming.clock.wall())
                 complete.append((active, kv.rows.end_token))
                 if kv.has_token:
                     self._forget(active, kv)

@@ -10,15 +10,15 @@ KV sink              the instance only prefills: KV and first tokens go to decod
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from triptych.clock import Clock
 from triptych.compute_thread import ComputeThread
-from triptych.engine.active_request import ActiveChunk, ActiveRequest
+from triptych.engine.active_request import ActiveChunk, ActiveRequest, Timings
 from triptych.engine.active_requests import ActiveRequests
 from triptych.engine.embedding_source import EmbeddingSource
 from triptych.engine.grammar.service import GrammarService
@@ -31,14 +31,14 @@ from triptych.engine.runner import MediaEmbeddings, Runner, StepOutput
 from triptych.engine.sampler import SampledToken, SamplingInput
 from triptych.engine.scheduler import Chunk, Scheduler
 from triptych.engine.state_slots import can_restart
+from triptych.engine.statistics import language_stats
 from triptych.engine.step_batch import StepBatch
 from triptych.engine.step_executor import StepExecutor, computed_chunks
 from triptych.errors import DeadlineExceeded, ErrorKind, InternalError, InvalidRequest, TriptychError
 from triptych.job_faults import Culprit, FailureRow
-from triptych.layers.cache_spec import layers_of
 from triptych.layers.rope_config import LengthRule
 from triptych.messages.codec import Send
-from triptych.messages.stats import InstanceStats, LanguageStats, PageUsage
+from triptych.messages.stats import InstanceStats
 from triptych.messages.work import (
     Cancel,
     Failed,
@@ -50,7 +50,6 @@ from triptych.messages.work import (
     TokenLogprob,
     Tokens,
 )
-from triptych.running_time import running_time
 from triptych.stage_loop import Handlers
 from triptych.transfer.receiver import TransferFailure
 from triptych.types import Address
@@ -63,11 +62,12 @@ MAX_PREFILL_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class EngineCore:
-    """Scheduler, runner and grammars of an engine loop. Holds no socket."""
+    """Scheduler, runner, grammars and clock of an engine loop. Holds no socket."""
 
     scheduler: Scheduler
     runner: Runner
     compute: ComputeThread
+    clock: Clock
     grammars: GrammarService
     no_media: MediaEmbeddings
     """Embeddings of a step without media tokens."""
@@ -100,6 +100,7 @@ class EngineLoop:
         self.scheduler = engine.scheduler
         self.runner = engine.runner
         self.grammars = engine.grammars
+        self._clock = engine.clock
         self.incoming = incoming
         self.context_length = engine.context_length
         self._vocab_size = engine.vocab_size
@@ -114,7 +115,7 @@ class EngineLoop:
         self._name = name
         self._address = address
         self._send = send
-        self._executor = StepExecutor(engine.runner, engine.compute)
+        self._executor = StepExecutor(engine.runner, engine.compute, engine.clock)
         self.num_steps = 0
         self.num_computed_tokens = 0
         self._active = ActiveRequests()
@@ -204,28 +205,8 @@ class EngineLoop:
         return not working and self._sink_idle and self.incoming.receiver.idle
 
     def add_stats(self, stats: InstanceStats) -> None:
-        running = [request for request in self.scheduler if request.running]
-        decoding = sum(request.num_generated > 0 for request in running)
-        cache, states = self.scheduler.cache, self.scheduler.cache.states
         stats.received = self.incoming.stats()
-        stats.language = LanguageStats(
-            waiting=len(self.scheduler) - len(running),
-            prefilling=len(running) - decoding,
-            decoding=decoding,
-            kv_cache=[
-                PageUsage(layers_of(window), pool.num_pages, pool.num_used, pool.num_cached)
-                for window, pool in zip(cache.windows, cache.page_pools, strict=True)
-            ],
-            prefix_queries=self.scheduler.num_prefix_queries,
-            prefix_hits=self.scheduler.num_prefix_hits,
-            preemptions=self.scheduler.num_preemptions,
-            state_slots=0 if states is None else states.slots.num_pages,
-            state_slots_used=0 if states is None else states.slots.num_used,
-            state_snapshots=0 if states is None else states.snapshots.num_pages,
-            state_snapshots_cached=0 if states is None else states.snapshots.num_cached,
-            steps=self.num_steps,
-            computed_tokens=self.num_computed_tokens,
-        )
+        stats.language = language_stats(self.scheduler, self.num_steps, self.num_computed_tokens)
 
     def close(self) -> None:
         log.info("received: %s", self.incoming.receiver.counters)
@@ -283,8 +264,9 @@ class EngineLoop:
         active = ActiveRequest(
             request,
             message,
-            deadline=running_time() + message.timeout,
+            deadline=self._clock.now() + message.timeout,
             num_given=len(request.tokens),
+            timings=Timings(self._clock.wall()),
             prefill=prefill,
             outgoing_kv=outgoing_kv,
             matching=matching,
@@ -348,7 +330,7 @@ class EngineLoop:
 
     def _fail_overdue(self) -> None:
         """Fail requests past their deadline. The frontend cancels them as well, but its message may arrive late."""
-        for active in self._active.overdue(running_time()):
+        for active in self._active.overdue(self._clock.now()):
             self._fail(active, DeadlineExceeded("the request's deadline has passed"))
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────────────────
@@ -420,7 +402,7 @@ class EngineLoop:
     def _note_ready(self) -> None:
         """Record which requests have become ready, also while a step runs."""
         for active in self._active.take_ready(self._has_ready_tokens):
-            active.timings.ready = time.time()
+            active.timings.ready = self._clock.wall()
 
     def _has_ready_tokens(self, active: ActiveRequest) -> bool:
         return self._ready_tokens(active.request) > active.request.num_computed
@@ -482,7 +464,7 @@ class EngineLoop:
 
     def _mark_scheduled(self, request: Request) -> None:
         timings = self._active[request.id].timings
-        timings.scheduled = timings.scheduled or time.time()
+        timings.scheduled = timings.scheduled or self._clock.wall()
 
     def _is_stale(self, chunk: Chunk) -> bool:
         """Whether the request has ended or been preempted since the chunk was scheduled."""
@@ -521,7 +503,7 @@ class EngineLoop:
         self.num_computed_tokens += sum(chunk.length for chunk in chunks)
         for chunk in chunks:
             if (active := self._active_for(chunk.request)) and not active.timings.first_token:
-                active.timings.add_prefill(began, time.time())
+                active.timings.add_prefill(began, self._clock.wall())
         scoring = [chunk.request for chunk in chunks if chunk.num_scored]
         for request, scored in zip(scoring, output.scored, strict=True):
             if isinstance(scored, TriptychError):
@@ -566,13 +548,13 @@ class EngineLoop:
         first = request.num_generated
         request.tokens.append(sampled.token)
         if not timings.first_token:
-            timings.first_token = time.time()
+            timings.first_token = self._clock.wall()
             timings.transfers += active.transfer_intervals()
         reason = request.finish_reason()
         # only an end token ends a grammar, and finish_reason has checked for one
         if reason is None and active.matching is not None:
             active.matching.accept(sampled.token)
-        intervals = timings.intervals() if reason else []
+        intervals = timings.intervals(self._clock.wall()) if reason else []
         logprob = token_logprob(sampled)
         logprobs = [logprob] if logprob else []
         prompt_logprobs, request.prompt_logprobs = joined(request.prompt_logprobs), []

@@ -1,7 +1,6 @@
 """Sampling parameters as tensors: the part of sampling that needs no logits, and so can run while the model computes
 them."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from triptych.engine.grammar.bitmask import allows, bitmask_tensor, single_token_mask
 from triptych.engine.grammar.matching import Matching
+from triptych.engine.grammar.matching import masks as grammar_masks
 from triptych.engine.history import History
 from triptych.layers.pinned import to_device
 from triptych.messages.work import SamplingParams
@@ -114,10 +114,10 @@ def _masks(inputs: Sequence[SamplingInput], vocabulary: int) -> tuple[dict[int, 
     """Return the masks available within MASK_TIMEOUT, by row, and the rows of the others."""
     masks: dict[int, Tensor] = {}
     late = []
-    end = time.monotonic() + MASK_TIMEOUT
+    arrived = iter(grammar_masks([one.grammar for one in inputs if one.grammar is not None], MASK_TIMEOUT))
     for row, one in enumerate(inputs):
         token = forced_token(one.sampling, one.history)
-        mask = None if one.grammar is None else one.grammar.mask(max(0.0, end - time.monotonic()))
+        mask = None if one.grammar is None else next(arrived)
         if one.grammar is not None and mask is None:
             late.append(row)
         elif token is not None and (mask is None or allows(mask, token)):

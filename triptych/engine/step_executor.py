@@ -1,12 +1,12 @@
 """Runs steps on the compute thread, one at a time, and isolates the requests that make a step fail."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from triptych.clock import Clock
 from triptych.compute_thread import ComputeThread
 from triptych.engine.prompt_logprobs import prompt_logprobs_queries
 from triptych.engine.runner import Runner, StepOutput
@@ -41,9 +41,10 @@ class StepExecutor:
     """Runs a step at a time. When one fails, its halves are retried until the failing requests are alone; the others
     continue with unchanged tokens."""
 
-    def __init__(self, runner: Runner, compute: ComputeThread) -> None:
+    def __init__(self, runner: Runner, compute: ComputeThread, clock: Clock) -> None:
         self._runner = runner
         self._compute = compute
+        self._clock = clock
         self._running: _RunningStep | None = None
         self._retries: deque[StepBatch] = deque()
 
@@ -74,7 +75,7 @@ class StepExecutor:
         batch = self._runner.batch(step_batch.chunks, step_batch.media)
         queries = prompt_logprobs_queries(step_batch.chunks)
         future = self._compute.submit(self._runner.run, batch, sampling_inputs, queries, after_layer)
-        self._running = _RunningStep(step_batch, time.time(), future)
+        self._running = _RunningStep(step_batch, self._clock.wall(), future)
         self._runner.prepare(step_batch.chunks)
 
     def collect(self) -> StepResult | None:

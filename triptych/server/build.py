@@ -12,6 +12,7 @@ from triptych.config import InstanceSpec
 from triptych.config.injected_faults import InjectedFaults
 from triptych.encode.runner import record_towers
 from triptych.errors import StartError
+from triptych.executor import started_executor
 from triptych.layers.devices import check_ranks, use_device
 from triptych.layers.parallel import rank_device
 from triptych.layers.torch_device import TorchDevice
@@ -53,6 +54,7 @@ def build_instance(spec: InstanceSpec, *, model: ModelBundle, channel: Channel, 
         join=spec.joins,
         lease=spec.lease,
         clock=clock,
+        start_executor=started_executor,
         incarnation=spec.incarnation,
     )
     ranks = _start_ranks(spec, model, instance)

@@ -31,7 +31,7 @@ def encode_loop_factory(
     start_workers: Callable[[], PreprocessWorkers],
 ) -> Callable[[], EncodeLoop]:
     """Return a function that builds encode loops, one after another, which share one store."""
-    store = _make_store(encode)
+    store = _make_store(encode, instance)
     return lambda: EncodeLoop(
         preprocessors=_ready(start_workers()),
         runner=EncoderRunner(encoder, model.weights.activations, instance.compute),
@@ -42,17 +42,19 @@ def encode_loop_factory(
         wake=instance.channel.wake,
         address=instance.channel.address,
         send=instance.send,
+        clock=instance.clock,
+        start_executor=instance.start_executor,
     )
 
 
-def _make_store(encode: EncodeConfig) -> EmbeddingStore:
+def _make_store(encode: EncodeConfig, instance: InstanceProcess) -> EmbeddingStore:
     """Return the encoder cache in its tiers. Raises StartError for a folder that can't be used."""
     tiers: list[EmbeddingStore] = [MemoryStore(encode.encode_cache_mb * 2**20)]
     disk = encode.encode_cache_disk
     for folder, num_bytes in ((SHARED_FOLDER, encode.encode_cache_shm_mb * 2**20), (disk.path, disk.num_bytes)):
         if num_bytes:
             try:
-                tiers.append(FileStore(Path(folder), num_bytes))
+                tiers.append(FileStore(Path(folder), num_bytes, instance.clock, instance.start_executor))
             except OSError as error:
                 raise StartError(f"the encoder cache can't use {folder}: {error}") from error
     return TieredStore(tiers) if len(tiers) > 1 else tiers[0]

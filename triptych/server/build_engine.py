@@ -62,8 +62,6 @@ def build_engine(
         agreed = agree_on_size(group, len(with_scratch.num_pages), with_scratch)
         cache = model.make_cache(group, agreed.num_pages, ranks.cache)
         forward = make_forward(decoder, cache.own, engine, size.context_length)
-    grammars = GrammarService(model.checkpoint.folder, decoder.config.vocab_size, instance.channel.wake)
-    instance.at_end(grammars.close)
     pages = [PagePool(count, engine.page_size) for count in size.num_pages]
     states = _state_slots(engine) if decoder.config.has_state else None
     scheduler = Scheduler(
@@ -79,7 +77,8 @@ def build_engine(
             scheduler=scheduler,
             runner=_runner(broadcasting, cache, engine, device),
             compute=instance.compute,
-            grammars=grammars,
+            clock=instance.clock,
+            grammars=_grammars(model, decoder, instance),
             no_media=MediaEmbeddings.none(model.adapter.embedding_width, model.weights.activations),
             context_length=size.context_length,
             vocab_size=decoder.config.vocab_size,
@@ -94,6 +93,14 @@ def build_engine(
         receive_pools=pools,
         check_always=check_always,
     )
+
+
+def _grammars(model: ModelBundle, decoder: Decoder, instance: InstanceProcess) -> GrammarService:
+    """Return the grammars of answers, which end with the instance."""
+    vocabulary, wake = decoder.config.vocab_size, instance.channel.wake
+    grammars = GrammarService(model.checkpoint.folder, vocabulary, wake, instance.start_executor)
+    instance.at_end(grammars.close)
+    return grammars
 
 
 def _receive_pools(model: ModelBundle, engine: EngineConfig) -> dict[RowKind, PoolSize]:

@@ -102,7 +102,7 @@ class Components:
         instance, cache = self.instance, cache_rows(parts.cache, parts.kv_rows)
         address, send = instance.channel.address, instance.send
         receiver = self._receiver(self.kv_layout if role.takes_kv else self.embedding_layout, parts)
-        incoming = IncomingTransfers(receiver, instance.name)
+        incoming = IncomingTransfers(receiver, instance.name, instance.clock)
         embedding_source = kv_source = kv_sink = None
         if role.takes_kv:
             kv_source = KVSource(incoming, cache, address, parts.engine.runner.states)

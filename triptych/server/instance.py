@@ -16,6 +16,7 @@ from triptych.clock import Clock
 from triptych.compute_thread import ANSWER_TIMEOUT, ComputeThread
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
+from triptych.executor import StartExecutor
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -109,15 +110,16 @@ class InstanceProcess:
         join: Sequence[str],
         lease: LeaseConfig,
         clock: Clock,
+        start_executor: StartExecutor,
         incarnation: int = 0,
     ) -> None:
         """``join`` are the control addresses of its frontends (HOST:PORT), and ``incarnation`` as in
         ``InstanceSpec``."""
         self.name = name
-        self.clock = clock
+        self.clock, self.start_executor = clock, start_executor
         self._incarnation = incarnation or int(clock.wall() * 1000)
         self.role = role
-        self.compute = ComputeThread(channel.wake, self.fail)
+        self.compute = ComputeThread(start_executor(1, "compute"), clock, channel.wake, self.fail)
         self.on_broken: Callable[[InstanceBroken], object] = lambda _: None
         """Called once the instance has left because it is broken, before anything is closed: that may never return."""
         self.layouts = layouts

@@ -20,6 +20,7 @@ from triptych import children
 from triptych.clock import SystemClock
 from triptych.config import LeaseConfig, TransferConfig
 from triptych.errors import StartError
+from triptych.executor import started_executor
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
@@ -385,6 +386,7 @@ def _run_end(role: Role, fabric: str, frontend: str, pipe: Connection) -> None:
             join=[frontend.removeprefix("tcp://")],
             lease=LEASE,
             clock=SystemClock(),
+            start_executor=started_executor,
         )
         opened = open_fabrics(TransferConfig(fabric=fabric), HOST, instance.clock)
         fabrics = [item for item in opened if item.name == fabric]

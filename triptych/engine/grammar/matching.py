@@ -22,8 +22,7 @@ class Matching:
     """State of one request's answer in its grammar.
 
     The instance's threads use ``ready``, ``mask_expected_soon``, ``error``, ``mask``, ``accept`` and ``close``, of
-    which only ``mask`` blocks, for as long as its argument allows. ``changed`` is the condition variable of the
-    service, whose lock guards all its matchings.
+    which only ``mask`` blocks, for as long as its argument allows.
     """
 
     def __init__(
@@ -50,7 +49,8 @@ class Matching:
         self._num_matched = 0
         self._end_tokens = sorted(end_tokens)
         self._tokens = list(tokens)
-        self._changed = changed
+        self.changed = changed
+        """The condition variable of the service, whose lock guards all its matchings."""
         self._on_accept = on_accept
         self._mask: bytes | None = None
         self._error: TriptychError | None = None
@@ -71,9 +71,14 @@ class Matching:
     @property
     def ready(self) -> bool:
         """Whether the next token's mask has arrived. If not, the service calls ``on_done`` once it has."""
-        with self._changed:
+        with self.changed:
             self._notify_when_ready = self._mask is None
             return self._mask is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next mask has arrived, or none comes. Read under the service's lock."""
+        return self._mask is not None or self._error is not None
 
     @property
     def mask_expected_soon(self) -> bool:
@@ -83,14 +88,14 @@ class Matching:
     def mask(self, seconds: float = 0.0) -> bytes | None:
         """Wait up to ``seconds`` for the mask of tokens that can come next, as ``Compiler.bitmask`` returns it. Returns
         None on timeout or error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._mask is not None or self._error is not None, seconds)
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_settled, seconds)
             self._mask_expected_soon = self._mask_expected_soon and self._mask is not None
             return self._mask
 
     def accept(self, token: int) -> None:
         """Record the sampled token, and request the mask after it."""
-        with self._changed:
+        with self.changed:
             self._mask = None
             self._tokens.append(token)
         self._on_accept(self)
@@ -104,7 +109,7 @@ class Matching:
     @property
     def is_behind(self) -> bool:
         """Whether there is work: tokens to be matched, or a mask to be computed."""
-        with self._changed:
+        with self.changed:
             return not self.closed and self._mask is None and self._error is None
 
     def restart_alone(self) -> None:
@@ -131,12 +136,12 @@ class Matching:
         num_tokens = max(1, self._num_matched - first)
         self._charge(seconds, num_tokens)
         self.charged += max(0.0, seconds - num_tokens * FREE_SECONDS)
-        with self._changed:
+        with self.changed:
             if self._num_matched == len(self._tokens):
                 self._mask = mask
             self.is_slow = seconds > num_tokens * SLOW_SECONDS
             self._mask_expected_soon = not self.is_slow
-            self._changed.notify_all()
+            self.changed.notify_all()
             return self._notify_when_ready
 
     def _charge(self, seconds: float, num_tokens: int) -> None:
@@ -147,6 +152,15 @@ class Matching:
 
     def fail(self, error: TriptychError) -> None:
         """Record an error."""
-        with self._changed:
+        with self.changed:
             self._error, self._mask, self.matcher = self._error or error, None, None
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+
+def masks(matchings: Sequence[Matching], seconds: float) -> list[bytes | None]:
+    """Return the masks of tokens that can come next in answers of one service. Waits up to ``seconds`` in all; those
+    that haven't arrived by then, or have failed, are None."""
+    if matchings:
+        with (changed := matchings[0].changed):
+            changed.wait_for(lambda: all(one.is_settled for one in matchings), seconds)
+    return [one.mask() for one in matchings]

@@ -4,10 +4,10 @@ What clients send has been compiled in a sandbox before (``check``): compiling i
 stack, and llguidance bounds the work for each token."""
 
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from triptych.engine.grammar.compiler import STACK_BYTES, Compiler
 from triptych.engine.grammar.matching import Matching
 from triptych.errors import HelperFailed, InternalError, RequestError
+from triptych.executor import StartExecutor
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +32,21 @@ class GrammarService:
     """Grammars of one tokenizer. One thread serves answers whose masks come quickly. Others serve those that are slow
     or have yet to be compiled, so that those delay no others."""
 
-    def __init__(self, folder: Path, vocabulary: int, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, vocabulary: int, on_done: Callable[[], None], start_executor: StartExecutor
+    ) -> None:
         """``vocabulary`` is the model's number of logits. ``on_done`` is called on a thread of the service when a
         request becomes ready or fails. No thread is started before the first grammar; the vocabulary is loaded at
         once, because that would block all others later. Raises CheckpointError."""
         self._compiler = Compiler(folder, vocabulary)
         self._on_done = on_done
+        self._start_executor = start_executor
         self._changed = threading.Condition()
-        self._work = threading.Condition()
+        self._work = threading.RLock()
         self._quick: list[Matching] = []
         self._slow: list[Matching] = []
-        self._threads: list[threading.Thread] = []
+        self._executors: tuple[Executor, Executor] | None = None
+        """Threads of the quick answers, and of the slow ones."""
         self._ending = False
         self._compiling = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -50,8 +55,8 @@ class GrammarService:
     def start(self, text: str, end_tokens: frozenset[int], generated: Sequence[int] = ()) -> Matching:
         """Start matching a request whose answer begins with the tokens ``generated`` against a grammar in Lark. After
         the grammar's end any of ``end_tokens`` may come. Raises HelperFailed if the threads can't be started."""
-        if not self._threads:
-            self._start_threads()
+        if self._executors is None:
+            self._executors = self._start_threads()
         matching = Matching(text, end_tokens, generated, changed=self._changed, on_accept=self._put)
         self._put(matching)
         return matching
@@ -60,51 +65,49 @@ class GrammarService:
         """End the threads. Open matchings never become ready."""
         with self._work:
             self._ending = True
-            self._work.notify_all()
-        for thread in self._threads:
-            thread.join()
+        for executor in self._executors or ():
+            executor.shutdown(wait=True, cancel_futures=True)
 
     def debug_state(self) -> dict[str, Any]:
         """Return internals for tests: whether the threads were started, and the number of compilations."""
-        return {"started": bool(self._threads), "num_compiled": self._num_compiled}
+        return {"started": self._executors is not None, "num_compiled": self._num_compiled}
 
-    def _start_threads(self) -> None:
-        before = threading.stack_size(STACK_BYTES)
+    def _start_threads(self) -> tuple[Executor, Executor]:
+        quick = None
         try:
-            for queue in (self._quick, *[self._slow] * SLOW_THREADS):
-                thread = threading.Thread(target=self._run, args=(queue,), name="grammars", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            quick = self._start_executor(1, "grammars", stack_bytes=STACK_BYTES, niceness=NICENESS)
+            return quick, self._start_executor(SLOW_THREADS, "grammars", stack_bytes=STACK_BYTES, niceness=NICENESS)
         except RuntimeError as error:
+            if quick is not None:
+                quick.shutdown()
             raise HelperFailed(f"grammars: {error}") from None
-        finally:
-            threading.stack_size(before)
 
     def _put(self, matching: Matching) -> None:
         with self._work:
-            if not matching.queued:
-                matching.queued = True
-                (self._slow if matching.is_slow else self._quick).append(matching)
-                self._work.notify_all()
+            if matching.queued or self._ending:
+                return
+            assert self._executors is not None
+            matching.queued = True
+            queue = self._slow if matching.is_slow else self._quick
+            queue.append(matching)
+            self._executors[matching.is_slow].submit(self._serve, queue)
 
     # ── the threads ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, queue: list[Matching]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: queue or self._ending)
-                if self._ending:
-                    return
-                matching = min(queue, key=lambda one: one.charged)
-                queue.remove(matching)
-            notify = not matching.closed and self._advance(matching)
-            with self._work:
-                matching.queued = False
-                if matching.is_behind:
-                    self._put(matching)
-            if notify:
-                self._on_done()
+    def _serve(self, queue: list[Matching]) -> None:
+        """Advance the answer of a queue that has taken the least time so far."""
+        with self._work:
+            if self._ending:
+                return
+            matching = min(queue, key=lambda one: one.charged)
+            queue.remove(matching)
+        notify = not matching.closed and self._advance(matching)
+        with self._work:
+            matching.queued = False
+            if matching.is_behind:
+                self._put(matching)
+        if notify:
+            self._on_done()
 
     def _advance(self, matching: Matching) -> bool:
         """Advance a request, or record why it can't continue. Returns whether ``on_done`` must be called."""
