@@ -19,8 +19,11 @@ from tests.support.checkpoints import load_adapter, make_checkpoint
 from tests.support.families import ANSWERED_IMAGES
 from tests.support.minicpm import make_minicpm
 from tests.support.published_files import make_original_internvl, make_published_phi4
+from tests.support.quantized import quantized_pair
+from tests.support.stored_formats import FORMATS
 from tests.support.tiny import HEARING, SHARED, make_tiny
 from triptych.cli import main
+from triptych.cli.choices import size
 from triptych.layers import devices, native
 from triptych.layers.specs import AttentionSpec
 from triptych.layers.stored.pack_quantized import GroupQuantization
@@ -452,3 +455,32 @@ def _ends_without_a_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) 
         main(["doctor", str(folder), "--device", "cpu", "--port", "0", "--fabric", "shm"])
     shown = capsys.readouterr()
     assert ended.value.code == 0 or "wrong" in shown.out or shown.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "bits"), [("fp8, blocks", "dequantized at load", 16), ("int-quantized", "kept in int8", 8)]
+)
+def test_what_quantized_weights_take(  # noqa: PLR0917 (fixtures)
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    words: str,
+    bits: int,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    one, source = FORMATS[name], make_tiny(tmp_path / "source", "qwen2_5_vl")
+    weights = {key: one.numel() for key, one in load_file(source / "model.safetensors").items() if "visual" not in key}
+    layers = sum(number for key, number in weights.items() if key.endswith("_proj.weight"))
+    outputs = sum(
+        load_file(source / "model.safetensors")[key].shape[0] for key in weights if key.endswith("_proj.weight")
+    )
+    stored, _ = quantized_pair(source, tmp_path, one.section | {"ignore": ["down_proj"]}, one.encode)
+    code, checks = examined(capsys, stored, "--device", "cpu", "--port", "0", "--dtype", "float16")
+    assert code == 0, checks
+    scales = 4 * outputs if bits == 8 else 0
+    expected = layers * bits // 8 + scales + 2 * weights["lm_head.weight"]
+    assert f"take {size(expected)} in memory" in checks["quantized weights"]
+    assert words in checks["quantized weights"]
+    assert "layers.0.mlp.down_proj" in checks["quantized weights"]
+    assert "aren't quantized, but the checkpoint has them quantized" in checks["quantized weights"]

@@ -24,6 +24,14 @@ LORA_SETTINGS: Mapping[str, tuple[object, ...]] = {
 """Settings in ``LORA_CONFIG``, each with the values that are served. A missing setting has the first of them."""
 QUANTIZATION = "quantization_config"
 """The section of ``config.json`` that describes quantized weights."""
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files that describe quantized weights where ``config.json`` doesn't, and the methods of those who write them."""
+AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+"""Settings of AutoAWQ's own files, and what ``config.json`` calls them."""
 TEXT_CONFIG_NAMES = ("llm_config", "language_config")
 """What original files of InternVL and of DeepSeek-OCR call ``text_config``."""
 
@@ -101,7 +109,26 @@ def load_config(folder: Path | str) -> dict[str, Any]:
             )
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has a config.json")
     sections = {f"{name}_lora": _lora_section(place / LORA_CONFIG) for name, place in lora_folders(folder).items()}
-    return with_text_config(read_json_object(path)) | sections
+    config = with_text_config(read_json_object(path)) | sections
+    return config if quantization_section(config) is not None else config | _other_quantization(Path(folder))
+
+
+def quantization_file(folder: Path | str) -> Path | None:
+    """Return the file beside ``config.json`` that describes quantized weights, or None."""
+    paths = (Path(folder) / name for name in QUANTIZATION_FILES)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _other_quantization(folder: Path) -> dict[str, Any]:
+    """Return what ``config.json`` would say of quantized weights that another file describes. Raises CheckpointError
+    for an unreadable one."""
+    if (path := quantization_file(folder)) is None:
+        return {}
+    found = read_json_object(path)
+    inner = found.get("quantization")  # ModelOpt's
+    settings = inner if isinstance(inner, dict) else found
+    renamed = {AWQ_NAMES.get(name, name): value for name, value in settings.items()}
+    return {QUANTIZATION: {"quant_method": QUANTIZATION_FILES[path.name]} | renamed}
 
 
 def lora_folders(folder: Path | str) -> dict[str, Path]:

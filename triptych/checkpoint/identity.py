@@ -5,7 +5,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from triptych.checkpoint.config_files import LORA_CONFIG, lora_folders
+from triptych.checkpoint.config_files import LORA_CONFIG, lora_folders, quantization_file
 from triptych.checkpoint.digests import file_digests
 from triptych.checkpoint.safetensors_header import weight_files
 from triptych.errors import CheckpointError
@@ -24,13 +24,14 @@ def model_identity(folder: Path, adapter: str) -> ModelIdentity:
     """
     folder = Path(folder)
     files = weight_files(folder)
-    loras = [place / LORA_CONFIG for place in lora_folders(folder).values()]
+    others = [place / LORA_CONFIG for place in lora_folders(folder).values()]
+    others += [path] if (path := quantization_file(folder)) is not None else []
     weights = [
         field.encode() for file, digest in zip(files, file_digests(files), strict=True) for field in (file.name, digest)
     ]
     return ModelIdentity(
         weights=_digest(weights),
-        config=_digest([_read(path) for path in (*(folder / name for name in _CONFIG_FILES), *loras)]),
+        config=_digest([_read(path) for path in (*(folder / name for name in _CONFIG_FILES), *others)]),
         adapter=adapter,
         tokenizer=_digest([_read(folder / _TOKENIZER_FILE)]),
     )

@@ -27,6 +27,7 @@ from triptych.errors import ConfigError, StartError, TriptychError
 from triptych.layers.cache_spec import CacheGroups, ChunkWindow, bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
 from triptych.layers.state_spec import state_bytes
+from triptych.layers.stored.lists import disagreements
 from triptych.layers.stored.registry import StoredFormats, described_formats, read_formats
 from triptych.messages.identity import ModelIdentity
 from triptych.models.registry import family_of, identity_of, model_type_of, resolve
@@ -40,6 +41,7 @@ from triptych.topology import Role
 if TYPE_CHECKING:  # these import torch
     from triptych.checkpoint.outline import Outline, StoredOutline
     from triptych.layers.encoder import ModelAdapter
+    from triptych.layers.linear import WeightFormat
 
 SHOWN_DIGITS = 12
 SHOWN_TENSORS = 3
@@ -86,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"{arguments.model}: {model_type}, rows of {adapter.embedding_width} values", markup=False)
     console.print(model, markup=False, highlight=False, soft_wrap=True)
     console.print(_table(stages, [role for role in Role if family.takes_media or not role.encodes]))
+    in_memory, loaded = _quantized(config, adapter, section, quantized)
     checks = [
         _tried("tensors", lambda: _tensors(config.model, adapter, has_towers=family.takes_media))
         if stored
@@ -93,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         _tried("tensor parallelism", lambda: _ranks(config, adapter.decoder_config)),
         _tried("formats", lambda: _formats(config, tensors, quantized, has_towers=family.takes_media)),
         _tried("KV cache", lambda: _kv_cache(config, adapter.decoder_config, tensors)),
-        *_checks(config, stages, checkpoint_config),
+        *in_memory,
+        *_checks(config, stages, checkpoint_config, loaded),
     ]
     shown = Table("", "what", "found")
     for check in checks:
@@ -136,14 +140,48 @@ def _outline(
     return tensors, {"encoder": 0} | num_bytes
 
 
-def _load(adapter: "ModelAdapter", stage: str, outline: "Outline | StoredOutline") -> None:
+def _load(
+    adapter: "ModelAdapter", stage: str, outline: "Outline | StoredOutline", weights: "WeightFormat | None" = None
+) -> None:
     import torch  # here, because the frontend's process imports this module, too
 
     from triptych.checkpoint.outline import META
     from triptych.layers.linear import PlainFormat
 
     load = adapter.load_encoder if stage == "encoder" else adapter.load_decoder
-    load(outline, PlainFormat(torch.float32), META)
+    load(outline, weights or PlainFormat(torch.float32), META)
+
+
+def _loaded_bytes(config: ServeConfig, adapter: "ModelAdapter", quantized: StoredFormats) -> int:
+    """Return what a quantized decoder's linear layers and LM head take in memory. Raises as ``_tensors`` does."""
+    from triptych.checkpoint.outline import StoredOutline
+    from triptych.layers.devices import find_device, weight_format
+    from triptych.layers.stored.memory import MeasuringFormat
+
+    outline = StoredOutline(config.model)
+    measuring = MeasuringFormat(
+        weight_format(config.engine, find_device(config.engine.device), outline.tensors, quantized)
+    )
+    _load(adapter, "decoder", outline, measuring)
+    return round(measuring.num_bytes)
+
+
+def _quantized(
+    config: ServeConfig, adapter: "ModelAdapter", section: object, quantized: StoredFormats | None
+) -> tuple[list[Check], int]:
+    """Return how quantized weights are stored, kept and listed, and what the decoder's take in memory. Nothing is
+    returned of weights that other checks find wrong."""
+    if quantized is None or not has_weights(config.model):
+        return [], 0
+    try:
+        loaded = _loaded_bytes(config, adapter, quantized)
+    except (TriptychError, OSError):
+        return [], 0
+    kept = " and ".join(quantized.kept_as)
+    how = f"on CPUs kept in {kept} where kernels take them, else dequantized" if kept else "dequantized at load"
+    found = f"{quantized.described}: {how}; the decoder's linear layers and LM head take {size(loaded)} in memory"
+    other = disagreements(section, read_folder(config.model), quantized.markers)
+    return [Check("quantized weights", f"{found}; {other}" if other else found)], loaded
 
 
 def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:
@@ -163,9 +201,9 @@ def _tensors(folder: Path, adapter: "ModelAdapter", *, has_towers: bool) -> str:
     return f"{count - len(unread):,} of {count:,} are read; the model doesn't need {named}"
 
 
-def _checks(config: ServeConfig, stages: dict[str, int], checkpoint: Mapping[str, Any]) -> Iterator[Check]:
+def _checks(config: ServeConfig, stages: dict[str, int], checkpoint: Mapping[str, Any], loaded: int) -> Iterator[Check]:
     yield _tried("cores", lambda: _cores(config))
-    yield _memory(stages, checkpoint)
+    yield _memory(stages, checkpoint, loaded)
     yield _tried("device", lambda: _device(config))
     if config.engine.device in {"auto", "cpu"}:
         yield _tried("kernels for CPUs", _kernels)
@@ -196,9 +234,10 @@ def _tried(what: str, look: Callable[[], str]) -> Check:
         return Check(what, "", str(error) or type(error).__name__)
 
 
-def _memory(stages: dict[str, int], checkpoint: Mapping[str, Any]) -> Check:
-    """Compare free memory with the weights as stored: in a process they may take half as much, or twice."""
-    needed, there = stages["encoder"] + stages["decoder"], available_bytes()
+def _memory(stages: dict[str, int], checkpoint: Mapping[str, Any], loaded: int) -> Check:
+    """Compare free memory with the weights as stored: in a process they may take half as much, or twice. ``loaded`` is
+    what quantized ones take, or 0."""
+    needed, there = stages["encoder"] + max(stages["decoder"], loaded), available_bytes()
     found = f"{size(there)} available, the weights have {size(needed)}"
     return Check("memory", found, f"{found}: too little{smaller(checkpoint, needed, there)}" if needed > there else "")
 

@@ -1,5 +1,6 @@
 """A checkpoint folder with its model family, device and dtypes, for instances."""
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -16,12 +17,15 @@ from triptych.layers.devices import dtype_name, find_device, kv_dtype, tower_for
 from triptych.layers.encoder import Encoder, ModelAdapter
 from triptych.layers.parallel import Group, rank_device
 from triptych.layers.state_spec import StateSpec, record_bytes
+from triptych.layers.stored.lists import disagreements
 from triptych.layers.stored.registry import read_formats
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import RowKind, RowLayout
 from triptych.models.base import ModelConfig, Planner
 from triptych.models.registry import family_of, identity_of, resolve
 from triptych.topology import Role
+
+log = logging.getLogger(__name__)
 
 
 class ModelBundle:
@@ -36,6 +40,8 @@ class ModelBundle:
         self.planner: Planner = resolve(self.family.planner)(self.config, *processors)
         self.adapter: ModelAdapter = resolve(self.family.adapter)(self.config)
         stored = read_formats(checkpoint.quantization, checkpoint.tensors)
+        if stored and (other := disagreements(checkpoint.quantization, checkpoint.tensors, stored.markers)):
+            log.warning("%s", other)
         self.device = find_device(engine.device)
         self.weights = weight_format(engine, self.device, checkpoint.tensors, stored)
         """The decoder's weight format."""
