@@ -35,7 +35,7 @@ from triptych.api.errors import error_body, headers_of, status_of
 from triptych.api.fields import MAX_TIMEOUT
 from triptych.api.generation import RequestContext, check_model
 from triptych.api.json_response import JsonResponse
-from triptych.api.openapi import add_openapi, json_responses, request_body, stream_responses
+from triptych.api.openapi import add_openapi, json_response, json_responses, request_body, stream_responses
 from triptych.api.readiness import Readiness
 from triptych.api.request_keys import scope_of
 from triptych.api.request_records import Observer, RequestRecordMiddleware
@@ -246,7 +246,7 @@ def _add_service_endpoints(app: FastAPI, api: ApiContext) -> None:
         """The HTTP process is alive. Says nothing about the instances; see `/ready`."""
         return JsonResponse({"status": "ok"})
 
-    @_get(app, "/ready", responses=json_responses(objects.Ready) | {503: {"model": objects.Ready}})
+    @_get(app, "/ready", responses=json_responses(objects.Ready) | {503: json_response(objects.Ready)})
     async def ready() -> Response:
         """All stages have recently produced a token, and new requests are admitted."""
         reason = await readiness.why_not_ready()

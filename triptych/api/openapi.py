@@ -1,5 +1,9 @@
-"""The OpenAPI document: request schemas from the pydantic models, response schemas from ``objects.py``."""
+"""The OpenAPI document: request schemas from the pydantic models, response schemas from ``objects.py``.
 
+Endpoints name their schemas, which are made with the document: FastAPI would make them for each endpoint at each start,
+which takes most of a frontend's."""
+
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,8 +15,20 @@ from triptych.api import objects
 
 Responses = dict[int | str, dict[str, Any]]
 
+REF = "#/components/schemas/{model}"
+_REQUESTS: list[type[BaseModel]] = []
+_ANSWERS: list[Any] = []
+
+
+def _content(kind: Any) -> dict[str, Any]:
+    """Return the ``content`` of a response, whose schema goes into the document."""
+    if kind not in _ANSWERS:
+        _ANSWERS.append(kind)
+    return {"application/json": {"schema": {"$ref": REF.format(model=kind.__name__)}}}
+
+
 ERRORS: Responses = {
-    status: {"model": objects.Error, "description": description}
+    status: {"description": description, "content": _content(objects.Error)}
     for status, description in {
         400: "The request is invalid; `param` names the field",
         404: "Unknown model",
@@ -24,8 +40,6 @@ ERRORS: Responses = {
         504: "Not done in time",
     }.items()
 }
-REF = "#/components/schemas/{model}"
-_REQUESTS: list[type[BaseModel]] = []
 
 
 def request_body(*kinds: type[BaseModel]) -> dict[str, Any]:
@@ -36,17 +50,27 @@ def request_body(*kinds: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def json_response(kind: Any) -> dict[str, Any]:
+    """Return one of an endpoint's ``responses``, which is JSON."""
+    return {"content": _content(kind)}
+
+
 def json_responses(kind: Any) -> Responses:
     """Return the ``responses`` of an endpoint that answers with JSON."""
-    return {200: {"model": kind}, **ERRORS}
+    return {200: json_response(kind), **ERRORS}
 
 
 def stream_responses(kind: Any, chunk: Any) -> Responses:
     """Return the ``responses`` of an endpoint that may stream its answer.
 
     OpenAPI 3.1 can't describe events, so the schema of their data is given as an extension."""
-    content = {"text/event-stream": {"x-event-schema": TypeAdapter(chunk).json_schema()}}
-    return {200: {"model": kind, "content": content}, **ERRORS}
+    content = _content(kind) | {"text/event-stream": {"x-event-schema": _event_schema(chunk)}}
+    return {200: {"content": content}, **ERRORS}
+
+
+@cache
+def _event_schema(chunk: Any) -> dict[str, Any]:
+    return TypeAdapter(chunk).json_schema()
 
 
 def add_openapi(app: FastAPI) -> None:
@@ -56,7 +80,10 @@ def add_openapi(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, definitions = models_json_schema([(kind, "validation") for kind in _REQUESTS], ref_template=REF)
-            made["components"]["schemas"] |= definitions["$defs"]
+            answers = [(kind.__name__, "serialization", TypeAdapter(kind)) for kind in _ANSWERS]
+            _, others = TypeAdapter.json_schemas(answers, ref_template=REF)
+            schemas = definitions["$defs"] | others["$defs"]
+            made["components"] = {"schemas": dict(sorted(schemas.items()))}
             app.openapi_schema = made
         return app.openapi_schema
 
