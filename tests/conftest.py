@@ -1,7 +1,7 @@
 """Settings of all tests. Triton's kernels run for real on a GPU, elsewhere in its interpreter, on CPU tensors.
 
-A run of several folders ends with a table of what each took, by which ``scripts/test`` divides them in three, and one
-of what the costliest tests took."""
+A run of many files ends with a table of what each folder took, by which ``scripts/test`` divides them into jobs, and
+with one of what the costliest tests took."""
 
 import os
 import time
@@ -26,6 +26,7 @@ Taken = defaultdict[str, list[float]]
 by_folder: Taken = defaultdict(lambda: [0.0, 0.0])
 by_test: Taken = defaultdict(lambda: [0.0, 0.0])
 """By file and function, all parameters together."""
+MANY_FILES = 8
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,7 +42,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if len(by_folder) > 1:
+    if len({name.partition("::")[0] for name in by_test}) >= MANY_FILES:
         for title, table in (("folder", by_folder), ("test", by_test)):
             terminalreporter.section(f"seconds, and processor seconds, by {title}")
             for name, (seconds, processor) in sorted(table.items(), key=lambda one: -one[1][1])[:25]:
