@@ -3,13 +3,12 @@
 .venv/bin/python -m scripts.flags_doc
 """
 
-import dataclasses
 from collections.abc import Iterable
 from itertools import groupby
 
 from scripts.generated import DOCS, table, with_region
 from triptych.cli.other_projects import COMMANDS_INSTEAD, INSTEAD
-from triptych.config import CONFIG_GROUPS, flag, spellings
+from triptych.config import CONFIG_GROUPS, flag, public_fields, spellings
 
 PAGE = DOCS / "coming-from-vllm.md"
 
@@ -23,7 +22,7 @@ def page() -> str:
 
 
 def _names() -> list[list[str]]:
-    items = [item for group in CONFIG_GROUPS for item in dataclasses.fields(group)]
+    items = [item for group in CONFIG_GROUPS for item in public_fields(group)]
     also = [(item.metadata["also"], f"another name of `{flag(item.name)}`") for item in items]
     off = [(item.metadata["off"], f"another name of `--no-{flag(item.name)[2:]}`") for item in items]
     return [[_shown(names), meaning] for names, meaning in also + off if names]

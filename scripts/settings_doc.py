@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
-from triptych.config import CONFIG_GROUPS, flag, spellings
+from triptych.config import CONFIG_GROUPS, flag, public_fields, spellings
 
 PAGE = DOCS / "settings.md"
 HEAD = ["flag, variable, TOML key", "default", "meaning", "allowed"]
@@ -23,7 +23,7 @@ def page() -> str:
 def _group(group: type[Any]) -> str:
     title, _, rest = inspect.cleandoc(group.__doc__ or group.__name__).partition("\n")
     title = f"{title} {rest.partition(chr(10) * 2)[0]}".partition(". ")[0].strip().rstrip(".")
-    rows = [_row(item) for item in dataclasses.fields(group) if "help" in item.metadata]
+    rows = [_row(item) for item in public_fields(group)]
     return f"### {title}\n\n{table(HEAD, rows)}"
 
 

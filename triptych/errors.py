@@ -202,7 +202,7 @@ class TruncatedMedia(MediaError):
 class MediaTooLarge(MediaError):
     """The item exceeds a limit on bytes, pixels, duration or tokens.
 
-    Send a smaller or shorter item. The operator can raise the limit: ``--max-image-mb``, ``--max-image-pixels``,
+    Send a smaller or shorter item. The operator can raise the limit: ``--max-file-mb``, ``--max-image-pixels``,
     ``--max-video-seconds``, ``--max-audio-seconds``, ``--max-item-tokens`` and similar flags.
     """
 

@@ -183,7 +183,7 @@ def test_a_model_without_audio(service: Served) -> None:
 def test_limits(hears: Path) -> None:
     limits: dict[str, Any] = {
         "limit_mm_per_prompt": ItemLimits.parse("audio=1"),
-        "max_audio_mb": 1,
+        "max_file_mb": 1,
         "max_item_tokens": 30,
     }
     limits |= {"max_audio_seconds": 3.0, "max_audio_gigasamples": 0.0002}

@@ -130,7 +130,7 @@ def test_a_video_that_cannot_be_used(service: Served, data: bytes, code: str, st
 def test_limits(folder: Path) -> None:
     limits: dict[str, Any] = {
         "limit_mm_per_prompt": ItemLimits.parse('{"video": 1, "image": 0}'),
-        "max_video_mb": 1,
+        "max_file_mb": 1,
         "max_video_seconds": 5.0,
         "max_video_gigapixels": 0.0005,
     }

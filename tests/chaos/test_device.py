@@ -65,7 +65,7 @@ def test_an_instance_whose_device_breaks_is_out_soon_and_back_by_itself(
     control = free_port()
     flags = ("--topology", topology, "--served-model-name", "tiny", "--control-port", str(control))
     with (
-        triptych("serve", folder, *FAST, *flags, "--inject-faults", fault) as command,
+        triptych("serve", folder, *FAST, *flags, internal={"inject_faults": fault}) as command,
         served(folder, "1EPD") as reference,
         ControlClient(f"127.0.0.1:{control}", ClusterConfig()) as operator,
     ):

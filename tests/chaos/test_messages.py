@@ -84,8 +84,9 @@ def test_lost_messages_are_noticed_and_their_work_done_again(
 def test_broken_writes_are_mended_or_named(questions: Questions, share: float, number: int) -> None:
     """Of all writes that share is broken, each in one of six ways. Errors are rare: a row must be broken four times."""
     broken = ",".join(f"{fault}={share / len(FAULTS):.4f}" for fault in FAULTS)
-    flags = ("--topology", "1E1P1D", "--served-model-name", "tiny", "--inject-faults", f"{broken},seconds=0.2")
-    with triptych("serve", questions.folder, *FAST, *flags) as command:
+    flags = ("--topology", "1E1P1D", "--served-model-name", "tiny")
+    faults = {"inject_faults": f"{broken},seconds=0.2"}
+    with triptych("serve", questions.folder, *FAST, *flags, internal=faults) as command:
         command.wait_for_line("^ready: ", START)
         wrong = questions.wrong_answers(command.wait_until_ready(), number)
         print(f"{len(wrong)} of {number} failed; rows were corrupt {command.text.count('are corrupt')} times")

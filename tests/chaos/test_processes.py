@@ -165,8 +165,8 @@ def test_one_loss_after_the_other(whole: Cluster, order: str) -> None:
 def test_broken_writes_are_mended_or_named(whole: Cluster) -> None:
     """More than every second write is broken, in one way or another, and every row is checked."""
     broken = "drop=0.1,delay=0.1,duplicate=0.1,reorder=0.1,corrupt=0.1,half=0.1,seconds=0.05"
-    small = ("--receive-blocks", "2", "--receive-block-rows", "16")
-    with triptych("serve", whole.folder, *FAST, *small, "--port", "0", "--inject-faults", broken) as command:
+    small = {"receive_blocks": 2, "receive_block_rows": 16, "inject_faults": broken}
+    with triptych("serve", whole.folder, *FAST, "--port", "0", internal=small) as command:
         url = command.wait_until_ready()
         asked = [whole.ask_picture(url) for _ in range(20)]
         mended = sum(asking.result().code == "" and whole.is_right(asking) for asking in asked)

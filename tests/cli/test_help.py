@@ -11,7 +11,8 @@ import pytest
 from tests.support.commands import actions, walked
 from triptych import __version__
 from triptych.cli import COMMANDS, main, make_parser
-from triptych.config import CONFIG_GROUPS
+from triptych.cli.help_all import is_rare
+from triptych.config import CONFIG_GROUPS, flag, public_fields
 
 PRIVATE = re.compile(
     r"front.door|house|in hand|anew|so many|nobody|somebody|let in|\bkin\b|\b(in|the) line\b|signs of life|\btold?\b"
@@ -48,7 +49,7 @@ def test_help_is_rendered_at_any_width(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
-        main([*parser.prog.split()[1:], "--help"])
+        main([*parser.prog.split()[1:], "--help-all" if any(map(is_rare, options(parser))) else "--help"])
     assert ended.value.code == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -58,6 +59,20 @@ def test_help_is_rendered_at_any_width(
     for one in options(parser):
         assert one.help
         assert "".join((one.help % vars(one)).split()) in flat
+
+
+def test_help_of_serve_is_short_and_names_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", word])
+        assert ended.value.code == 0
+        seen.append(set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)))
+    short, full = seen
+    settings = {flag(item.name) for group in CONFIG_GROUPS for item in public_fields(group)}
+    assert 15 <= len(short & settings) <= 25
+    assert settings - full <= {"--ui"}, "listed with its opposite"
+    assert {"--topology", "--port", "--max-model-len", "--help-all"} < short < full
 
 
 @EVERY_PARSER

@@ -24,7 +24,7 @@ from triptych.observe.pipeline import Pipeline
 LEASE, HEARTBEAT = 2.0, 0.5
 SETTINGS = (
     *("--threads", "1", "--dtype", "float32", "--kv-cache-tokens", "8192"),
-    *("--lease-expiry", str(LEASE), "--heartbeat", str(HEARTBEAT)),
+    *("--lease-expiry", str(LEASE)),
 )
 NOTICED = LEASE + 2 * HEARTBEAT + 2.0
 """Seconds in which instances notice that a frontend is gone."""

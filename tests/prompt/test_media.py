@@ -128,7 +128,7 @@ def test_inline_media_are_held_before_they_are_decoded(monkeypatch: pytest.Monke
                 decoded.clear()
                 request = source.for_request(inline, hold)
                 for _ in range(2):
-                    read = request.get(text) if kind == "get" else request.decode(text, "audio")
+                    read = request.get(text) if kind == "get" else request.decode(text)
                     if decoded:
                         with pytest.raises(Overloaded):
                             await read

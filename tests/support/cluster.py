@@ -37,11 +37,11 @@ SETTINGS = (
     *FAST,
     *("--restart-hold", "0"),  # what needs a lost stage fails at once
     *("--placement", "least-loaded"),  # requests that begin together go to different instances
-    *("--lease-expiry", str(LEASE), "--heartbeat", str(HEARTBEAT)),
-    *("--receive-blocks", "1", "--receive-block-rows", "16"),
-    *("--inject-faults", f"delay=1,seconds={WRITE}"),
+    *("--lease-expiry", str(LEASE)),
+    *("--receive-blocks", "1"),
     *("--log-level", "debug"),  # each state of each transfer
 )
+INTERNAL = {"receive_block_rows": 16, "inject_faults": f"delay=1,seconds={WRITE}"}
 TOGETHER = {"e": "E", "pd": "PD"}
 SPLIT = {"e": "E", "p0": "P", "p1": "P", "d": "D"}
 DECODERS = {"e": "E", "p": "P", "d0": "D", "d1": "D"}
@@ -153,7 +153,7 @@ class Cluster:
         else:
             arguments += ("--join", f"127.0.0.1:{self.control}", "--name", name)
             arguments += ("--tensor-parallel-size", str(self.ranks.get(name, 1)))
-        self.parts[name] = self.stack.enter_context(triptych("serve", self.folder, *arguments))
+        self.parts[name] = self.stack.enter_context(triptych("serve", self.folder, *arguments, internal=INTERNAL))
         return self.parts[name]
 
     def kill(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """``triptych`` as a user starts it: a process whose lines are collected."""
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -106,12 +107,18 @@ def wait_for(condition: Callable[[], object], seconds: float, command: Command) 
 
 @contextmanager
 def triptych(
-    *arguments: str | Path, prefix: Sequence[str] = (), folder: Path | None = None, **environment: str
+    *arguments: str | Path,
+    prefix: Sequence[str] = (),
+    folder: Path | None = None,
+    internal: Mapping[str, Any] | None = None,
+    **environment: str,
 ) -> Iterator[Command]:
     """Runs a command, by way of the one that ``prefix`` begins, in the checkout or as an installed one in ``folder``;
-    whatever is left of it is killed on the way out. A process of it that imports transformers ends."""
+    whatever is left of it is killed on the way out. A process of it that imports transformers ends. ``internal`` are
+    values of settings that have no flag."""
     environment = {"PYTHONPATH": os.pathsep.join((str(FORBIDDEN), *([str(ROOT)] if folder else [])))} | environment
-    words = [*prefix, sys.executable, *(["-P"] if folder else []), "-m", "triptych", *map(str, arguments)]
+    module = ["tests.support.constructed", json.dumps(dict(internal))] if internal else ["triptych"]
+    words = [*prefix, sys.executable, *(["-P"] if folder else []), "-m", *module, *map(str, arguments)]
     with running(words, folder or ROOT, environment) as command:
         yield command
 

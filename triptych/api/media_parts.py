@@ -198,7 +198,7 @@ async def _fetch_frames(place: PartIndex, part: FramesPart, context: RequestCont
 
 
 def _packed(frames: Sequence[bytes], fps: float, context: RequestContext, param: str | None = None) -> bytes:
-    if sum(map(len, frames)) > (limit := context.media.limits.max_video_bytes):
+    if sum(map(len, frames)) > (limit := context.media.limits.max_bytes):
         raise MediaTooLarge(f"the video's frames are larger than {limit} bytes", param)
     return pack_frames(PackedFrames(fps, list(frames)))
 
@@ -206,12 +206,12 @@ def _packed(frames: Sequence[bytes], fps: float, context: RequestContext, param:
 async def _fetch(ref: MediaRef, param: str, modality: str, context: RequestContext) -> bytes:
     try:
         if isinstance(ref, InputAudio):
-            return await context.media.decode(ref.data, modality)
+            return await context.media.decode(ref.data)
         if isinstance(ref, Base64Image):
-            return await context.media.decode(ref.url, modality)
+            return await context.media.decode(ref.url)
         if modality == "video" and (frames := await context.media.frames(ref.url)) is not None:
             return _packed(frames, FRAMES_PER_SECOND, context)
-        data = await context.media.get(ref.url, modality)
+        data = await context.media.get(ref.url)
         if is_packed(data):
             raise UnsupportedMedia("not an image or a video, but this service's own format for a list of frames")
         return data

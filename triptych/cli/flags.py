@@ -16,6 +16,7 @@ from triptych.checkpoint.gguf.index import SUFFIX
 from triptych.checkpoint.safetensors_header import has_weights, no_weights, read_folder
 from triptych.cli import sources
 from triptych.cli.fitting import check_device, check_memory
+from triptych.cli.help_all import HelpAll, make_rare
 from triptych.cli.spelling import Fits
 from triptych.config import (
     CONFIG_GROUPS,
@@ -34,6 +35,7 @@ from triptych.config import (
     is_loopback,
     names_of,
     parse_value,
+    public_fields,
     spellings,
     split_addresses,
 )
@@ -56,7 +58,7 @@ G = TypeVar("G", bound=Settings)
 START = ("model", "topology", "role", "join", "name")
 """What a file may have besides settings."""
 
-_SETTINGS = {item.name: item for group in CONFIG_GROUPS for item in dataclasses.fields(group)}
+_SETTINGS = {item.name: item for group in CONFIG_GROUPS for item in public_fields(group)}
 
 _HOST_PORT = re.compile(r"[^\s/:*]+:\d{1,5}|\[[^\s/\]]+\]:\d{1,5}")
 
@@ -122,14 +124,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "precedence "
         "(default: none)",
     )
+    parser.add_argument("--help-all", action=HelpAll, help="show all settings, and exit")
     for settings_class in CONFIG_GROUPS:
-        add_group(parser, settings_class)
+        add_group(parser, settings_class, hide_rare=True)
 
 
-def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings]) -> None:
-    """Add a flag for each setting of one group."""
+def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings], *, hide_rare: bool = False) -> None:
+    """Add a flag for each setting of one group; with ``hide_rare``, ``--help-all`` alone lists those that few need."""
     group = parser.add_argument_group((inspect.getdoc(settings_class) or "").partition("\n")[0].rstrip("."))
-    for item in dataclasses.fields(settings_class):
+    for item in public_fields(settings_class):
         also = ", ".join(spellings(name)[0] for name in item.metadata["also"])
         also = f"; also {also}" if also else ""
         if off := ", ".join(map(flag, item.metadata["off"])):
@@ -139,9 +142,11 @@ def add_group(parser: argparse.ArgumentParser, settings_class: type[Settings]) -
         for name in names_of(item):
             shown: dict[str, Any] = {"dest": name, "default": None, "help": text if name == item.name else SUPPRESS}
             if isinstance(item.default, bool):
-                group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **shown)
+                action = group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **shown)
             else:
-                group.add_argument(*spellings(name), metavar=name.upper().rsplit("_", 1)[-1], **shown)
+                action = group.add_argument(*spellings(name), metavar=name.upper().rsplit("_", 1)[-1], **shown)
+            if hide_rare and not item.metadata["common"]:
+                make_rare(action)
         for name in item.metadata["off"]:
             group.add_argument(flag(name), dest=item.name, action="store_false", default=None, help=SUPPRESS)
 
@@ -150,7 +155,7 @@ def settings(group: type[G], arguments: argparse.Namespace) -> G:
     """Return a group of settings from flags, environment, file and defaults; its paths are absolute. Raises ConfigError
     for an invalid value, for two that contradict each other, and for unknown names."""
     values = {}
-    for item in dataclasses.fields(group):
+    for item in public_fields(group):
         for given, source in _given(item, arguments):
             value = parse_value(given, item, source)
             values[item.name] = str(Path(value).absolute()) if item.metadata["path"] and value else value

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from triptych import exit_codes
 from triptych.cli.flags import fits
+from triptych.cli.help_all import HINT, hidden, is_rare
 from triptych.cli.sources import as_flag
 from triptych.cli.spelling import instead
 
@@ -18,6 +19,17 @@ class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line: the usage of a command with all settings fills several screens.
 
     Unknown flags are named first, all of them, with what to do instead. ``--max_num_seqs`` is ``--max-num-seqs``."""
+
+    def format_help(self) -> str:
+        """Return the help of the flags that most users need, and say how to see the others."""
+        if not any(map(is_rare, self._actions)):
+            return super().format_help()
+        with hidden(filter(is_rare, self._actions)):
+            return f"{super().format_help()}\n{HINT}\n"
+
+    def format_full_help(self) -> str:
+        """Return the help of all flags."""
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(exit_codes.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")

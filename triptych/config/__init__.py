@@ -23,7 +23,7 @@ from triptych.config.rank_sizes import RankSizes
 from triptych.config.responses import ResponsesConfig
 from triptych.config.security import AuthConfig, CorsConfig, TlsConfig
 from triptych.config.service import ServeConfig
-from triptych.config.settings import Settings, check_value, flag, names_of, setting, spellings
+from triptych.config.settings import Settings, check_value, flag, names_of, public_fields, setting, spellings
 from triptych.config.transfer import FABRICS, TransferConfig
 from triptych.config.values import parse_value
 
@@ -88,6 +88,7 @@ __all__ = [
     "is_unspecified",
     "names_of",
     "parse_value",
+    "public_fields",
     "setting",
     "spellings",
     "split_addresses",

@@ -13,7 +13,10 @@ class AdmissionConfig(Settings):
     """Admission, placement and time limits of requests."""
 
     max_queue: int = setting(
-        256, "maximum requests in flight: being prepared, queued or running; more are rejected with 503", ge=1
+        256,
+        "maximum requests in flight: being prepared, queued or running; more are rejected with 503",
+        ge=1,
+        common=True,
     )
     max_queue_per_client: int = setting(
         0,

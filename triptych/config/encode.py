@@ -18,7 +18,7 @@ class EncodeConfig(Settings):
     )
     decode_memory_mb: int = setting(2048, "memory that decoding one media item may take, in MiB", ge=1)
     decode_timeout: float = setting(30.0, "seconds that decoding one media item may take", gt=0)
-    encode_cache_mb: int = setting(256, "cache of one encode instance for embeddings, in MiB", ge=0)
+    encode_cache_mb: int = setting(256, "cache of one encode instance for embeddings, in MiB", ge=0, common=True)
     encode_cache_shm_mb: int = setting(
         0,
         "cache in shared memory, which outlives instances and is common to those of a user on a machine, in MiB",

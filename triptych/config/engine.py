@@ -26,6 +26,7 @@ class EngineConfig(Settings):
         "auto",
         "device that an instance computes on: cpu, cuda, cuda:N, or auto: cuda where there is a GPU, otherwise cpu; on "
         "Ray, auto is cpu",
+        common=True,
     )
     dtype: str = setting(
         "auto",
@@ -35,6 +36,7 @@ class EngineConfig(Settings):
         "checkpoint is and the processor multiplies it faster (with AMX, or AMD's with AVX512-BF16), else float16. "
         "On GPUs activations have the dtype as well, and auto is the checkpoint's",
         choices=DTYPES,
+        common=True,
     )
     quantization: str = setting(
         "none",
@@ -42,12 +44,14 @@ class EngineConfig(Settings):
         "towers and the LM head stay in the format of --dtype auto",
         choices=QUANTIZATIONS,
         hint="; a checkpoint that is quantized needs no flag: its config says how",
+        common=True,
     )
     encoder_quantization: str = setting(
         "none",
         "int8 (CPUs only): the towers' linear layers in int8, activations quantized dynamically, with one scale per "
         "output and per token; their projections of patches and attention are as with --dtype alone",
         choices=ENCODER_QUANTIZATIONS,
+        common=True,
     )
     tensor_parallel_size: RankSizes = setting(
         RankSizes(),
@@ -55,12 +59,14 @@ class EngineConfig(Settings):
         "P=2,D=1",
         parse=RankSizes.parse,
         also=("tp", "tp_size"),
+        common=True,
     )
     threads: int = setting(
         0,
         "compute threads of one process; 0 divides the cores evenly, or those of the control group's CPU quota",
         ge=0,
         also=("t",),
+        common=True,
     )
     cpus: CpuSet = setting(
         CpuSet(),
@@ -72,8 +78,11 @@ class EngineConfig(Settings):
         "maximum requests that one language instance runs at a time",
         ge=1,
         also=("max_running_requests", "parallel", "np"),
+        common=True,
     )
-    max_num_batched_tokens: int = setting(512, "tokens in one step: decodes first, then prefill chunks", ge=1)
+    max_num_batched_tokens: int = setting(
+        512, "tokens in one step: decodes first, then prefill chunks", ge=1, common=True
+    )
     cuda_graphs: bool = setting(
         True, "on GPUs, run steps and vision towers as CUDA graphs", off=("enforce_eager", "disable_cuda_graph")
     )
@@ -82,6 +91,7 @@ class EngineConfig(Settings):
         "maximum length of a request in tokens, prompt and answer; 0: the limit of model and KV cache",
         ge=0,
         also=("context_length",),
+        common=True,
     )
     page_size: int = setting(16, "tokens in a page of the KV cache", ge=1, also=("block_size",))
     kv_cache_memory: MemorySize = setting(
@@ -90,6 +100,7 @@ class EngineConfig(Settings):
         "loading (25%), divided among the instances of one command",
         parse=MemorySize.parse,
         also=("kv_cache_memory_bytes",),
+        common=True,
     )
     kv_cache_tokens: int = setting(
         0,
@@ -103,6 +114,7 @@ class EngineConfig(Settings):
         "token and head, in about half the memory of float16; auto: float32 with --dtype float32, otherwise float16; "
         "on GPUs only auto, or the format of activations, which it stands for",
         choices=KV_CACHE_DTYPES,
+        common=True,
     )
     enable_prefix_caching: bool = setting(
         True,
@@ -120,8 +132,9 @@ class EngineConfig(Settings):
         "for models with recurrent state: tokens between two states that the prefix cache keeps, besides the one at a "
         "prompt's end",
         ge=1,
+        internal=True,
     )
-    receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1)
+    receive_block_rows: int = setting(64, "embedding rows in a block of the receive pool", ge=1, internal=True)
     receive_blocks: int = setting(64, "blocks in the receive pool of one language instance", ge=1)
     kv_receive_blocks: int = setting(
         1024,

@@ -12,8 +12,10 @@ MAX_PORT = 65535
 class HttpConfig(Settings):
     """HTTP server."""
 
-    host: str = setting("127.0.0.1", "address that the HTTP server listens on")
-    port: int = setting(8000, "port that the HTTP server listens on; 0 takes any free one", ge=0, le=MAX_PORT)
+    host: str = setting("127.0.0.1", "address that the HTTP server listens on", common=True)
+    port: int = setting(
+        8000, "port that the HTTP server listens on; 0 takes any free one", ge=0, le=MAX_PORT, common=True
+    )
     control_port: int = setting(0, "port at which instances join the frontend; 0 takes any free one", ge=0, le=MAX_PORT)
     frontends: int = setting(
         1,
@@ -31,7 +33,10 @@ class HttpConfig(Settings):
         le=MAX_PORT,
     )
     served_model_name: str = setting(
-        "", "name of the model in the API; default: the folder's name", also=("alias", "a")
+        "",
+        "name of the model in the API; default: the folder's name",
+        also=("alias", "a"),
+        common=True,
     )
     reasoning_parser: str = setting(
         "", "vLLM's name for the form of the model's reasoning, such as qwen3; default: found from its template"

@@ -1,4 +1,4 @@
-"""Faults that an instance injects into its own work, for tests: what ``--inject-faults`` says."""
+"""Faults that an instance injects into its own work, for tests: what ``TransferConfig.inject_faults`` says."""
 
 from dataclasses import dataclass, fields
 
@@ -41,9 +41,7 @@ class InjectedFaults:
                     raise ValueError
                 values[name] = int(value) if name == "seed" else float(value)
             except ValueError:
-                raise ConfigError(
-                    f"--inject-faults {part!r}: write NAME=NUMBER, NAME one of {', '.join(known)}"
-                ) from None
+                raise ConfigError(f"faults {part!r}: write NAME=NUMBER, NAME one of {', '.join(known)}") from None
         return cls(**values)  # type: ignore[arg-type]
 
     @property

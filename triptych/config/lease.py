@@ -20,8 +20,9 @@ def _restart(text: str) -> str:
 class LeaseConfig(Settings):
     """Registration, start and end of instances."""
 
-    # the expiry is four heartbeats, so that a loop that is late isn't taken for a dead process
-    heartbeat: float = setting(0.5, "seconds between two heartbeats of an instance", gt=0)
+    heartbeat: float = setting(
+        0.0, "seconds between two heartbeats of an instance; 0 for a quarter of the expiry", ge=0, internal=True
+    )
     lease_expiry: float = setting(2.0, "seconds without a heartbeat after which an instance counts as gone", gt=0)
     start_timeout: float = setting(
         600.0, "seconds that loading a model may take, and that an instance without a frontend waits for one", ge=0
@@ -48,6 +49,11 @@ class LeaseConfig(Settings):
     )
 
     @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between two heartbeats: a loop that is late by a few isn't taken for a dead process."""
+        return self.heartbeat or self.lease_expiry / 4
+
+    @property
     def max_restarts(self) -> float:
         """How often a process is started again before it has recovered."""
         return {"always": math.inf, "never": 0.0}[self.restart] if self.restart.isalpha() else float(self.restart)
@@ -55,4 +61,4 @@ class LeaseConfig(Settings):
     def check_together(self) -> None:
         _restart(self.restart)
         if self.heartbeat >= self.lease_expiry:
-            raise ConfigError(f"--heartbeat {self.heartbeat} must be shorter than --lease-expiry {self.lease_expiry}")
+            raise ConfigError(f"heartbeats {self.heartbeat} s apart are too few for --lease-expiry {self.lease_expiry}")

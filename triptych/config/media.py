@@ -25,18 +25,22 @@ class MediaConfig(Settings):
         "named keeps its default",
         parse=ItemLimits.parse,
         also=("limit_mm_data_per_request",),
+        common=True,
     )
-    max_image_mb: int = setting(32, "largest image file, in MiB", ge=1, le=MAX_FILE_MB)
+    max_file_mb: int = setting(64, "largest file of one item, in MiB", ge=1, le=MAX_FILE_MB)
     max_image_pixels: int = setting(MAX_IMAGE_PIXELS, "pixels of one image, as stored", ge=1, le=MAX_IMAGE_PIXELS)
     max_request_pixels: int = setting(500_000_000, "pixels of all images of one request together", ge=1)
-    max_video_mb: int = setting(64, "largest video file, in MiB", ge=1, le=MAX_FILE_MB)
     max_video_seconds: float = setting(3600.0, "maximum length of a video, in seconds", gt=0)
     max_video_gigapixels: float = setting(
-        100.0, "maximum pixels (10^9) of all frames of one video, including frames that aren't sampled", gt=0
+        100.0,
+        "maximum pixels (10^9) of all frames of one video, including frames that aren't sampled",
+        gt=0,
+        internal=True,
     )
-    max_audio_mb: int = setting(64, "largest audio file, in MiB", ge=1, le=MAX_FILE_MB)
     max_audio_seconds: float = setting(3600.0, "maximum length of an audio clip, in seconds", gt=0)
-    max_audio_gigasamples: float = setting(1.0, "maximum samples (10^9) of one audio clip, over all channels", gt=0)
+    max_audio_gigasamples: float = setting(
+        1.0, "maximum samples (10^9) of one audio clip, over all channels", gt=0, internal=True
+    )
     max_media_mb: int = setting(256, "media files of one request together, in MiB", ge=1)
     max_item_tokens: int = setting(16_384, "maximum tokens of one image, video or audio clip", ge=1)
     mm_uuid_cache_mb: int = setting(256, "cache for media that clients gave a uuid, in MiB", ge=0)
@@ -47,12 +51,14 @@ class MediaFetchConfig(Settings):
     """Fetching media."""
 
     allowed_media_domains: tuple[str, ...] = setting(
-        (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given"
+        (), "hosts that media may be fetched from, as HOST or HOST:PORT; none unless given", common=True
     )
     allowed_media_networks: tuple[str, ...] = setting(
         (), "address ranges off the public internet that those hosts may be in, such as 10.1.0.0/16"
     )
-    allowed_local_media_path: str = setting("", "folder whose files file: URLs may name; none unless given", path=True)
+    allowed_local_media_path: str = setting(
+        "", "folder whose files file: URLs may name; none unless given", path=True, common=True
+    )
     media_fetch_timeout: float = setting(10.0, "seconds that fetching one media file may take", gt=0)
 
     @property

@@ -20,6 +20,7 @@ class ObserveConfig(Settings):
         "info",
         "log level: debug (includes each state of each transfer), info, warning or error",
         choices=LOG_LEVELS,
+        common=True,
     )
     log_format: str = setting("text", "log format: text, or json with one object per line", choices=LOG_FORMATS)
     enable_log_requests: bool = setting(

@@ -18,5 +18,5 @@ class ResponsesConfig(Settings):
     response_store_mb: int = setting(
         1024, "stored responses with their requests, in MiB; the oldest of the API key with most bytes goes first", ge=1
     )
-    response_store_rows: int = setting(100_000, "stored responses, each in rows of its own", ge=1)
+    response_store_rows: int = setting(100_000, "stored responses, each in rows of its own", ge=1, internal=True)
     response_store_days: float = setting(30.0, "days after which a stored response is deleted", gt=0)

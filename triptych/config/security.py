@@ -18,9 +18,13 @@ class AuthConfig(Settings):
         (),
         "accepted API keys, separated by commas; every request needs one. Other users of this machine can read flags, "
         "so prefer a file",
+        common=True,
     )
     api_key_file: str = setting(
-        "", "file with accepted API keys, one per line; only its owner may have access", path=True
+        "",
+        "file with accepted API keys, one per line; only its owner may have access",
+        path=True,
+        common=True,
     )
 
     def api_keys(self) -> list[str]:

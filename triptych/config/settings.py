@@ -24,6 +24,8 @@ def setting(
     hint: str = "",
     path: bool = False,
     parse: Callable[[str], Any] | None = None,
+    common: bool = False,
+    internal: bool = False,
 ) -> Any:
     """Return a dataclass field with what ``--help``, the documentation and the check of its values need.
 
@@ -31,13 +33,16 @@ def setting(
     bound. ``choices`` are the values of a text; ``hint`` ends the message when another is given. ``also`` are other
     names that it accepts: other projects', where they mean the same. ``off`` are flags that switch it off. A ``path``
     is made absolute when it is read, since child processes run in another folder. ``parse`` makes a value of a text and
-    raises ConfigError without naming the setting. Raises TypeError for a number without a bound.
+    raises ConfigError without naming the setting. ``--help`` lists ``common`` settings, and ``--help-all`` all but
+    ``internal`` ones, which only code sets: they have no flag, no variable and no place in a file. Raises TypeError for
+    a number without a bound.
     """
     if type(default) in (int, float) and ge is None and gt is None:
         raise TypeError(f"a number needs ge or gt: {meaning}")
     names = {"help": meaning, "also": also, "off": off}
+    shown = {"common": common, "internal": internal}
     bounds = {"ge": ge, "gt": gt, "le": le, "choices": choices, "hint": hint}
-    return field(default=default, metadata=names | bounds | {"path": path, "parse": parse})
+    return field(default=default, metadata=names | bounds | shown | {"path": path, "parse": parse})
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,11 @@ class Settings:
 
     def check_together(self) -> None:
         """Check settings against each other, and what bounds can't express. Raises ConfigError."""
+
+
+def public_fields(group: type[Settings]) -> list[Field[Any]]:
+    """Return the settings of a group that users can give."""
+    return [item for item in fields(group) if not item.metadata["internal"]]
 
 
 def flag(name: str) -> str:

@@ -28,4 +28,5 @@ class TransferConfig(Settings):
         "",
         "for tests: inject faults into a share of writes, as in drop=0.01,corrupt=0.05,delay=0.1, or break the "
         "device: at a share of jobs (device=0.001), or at SIGUSR1 alone (device=0)",
+        internal=True,
     )

@@ -33,15 +33,10 @@ MAX_CONCURRENT_FETCHES = 8
 class MediaLimits:
     """Limits on the bytes of media, after decoding base64."""
 
-    max_bytes: int = 32 * 2**20
-    """Bytes of one image."""
-    max_video_bytes: int = 64 * 2**20
-    max_audio_bytes: int = 64 * 2**20
+    max_bytes: int = 64 * 2**20
+    """Bytes of one item."""
     max_total_bytes: int = 256 * 2**20
     """Bytes of all items of one request."""
-
-    def of(self, modality: str) -> int:
-        return {"video": self.max_video_bytes, "audio": self.max_audio_bytes}.get(modality, self.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class RequestMedia:
     def limits(self) -> MediaLimits:
         return self._source.limits
 
-    async def get(self, url: str, modality: str = "image") -> bytes:
+    async def get(self, url: str) -> bytes:
         """Return the bytes behind a ``data:``, ``http:``, ``https:`` or ``file:`` URL.
 
         Raises InvalidRequest for a malformed URL, MediaNotAllowed, MediaNotFetched, and MediaTooLarge if the item, or
@@ -91,8 +86,8 @@ class RequestMedia:
         """
         if (inline := self._data_url(url)) is None:
             async with self._slots:
-                return self._counted(await self._fetch(url.strip(), self.limits.of(modality)))
-        return await self._held(lambda: decode_data_url(inline, self.limits.of(modality)), _decoded_size(inline))
+                return self._counted(await self._fetch(url.strip(), self.limits.max_bytes))
+        return await self._held(lambda: decode_data_url(inline, self.limits.max_bytes), _decoded_size(inline))
 
     async def frames(self, url: str) -> list[bytes] | None:
         """Return the frames of ``data:video/jpeg;base64,FRAME,FRAME,…``, vLLM's form of a list of images, or None for
@@ -102,18 +97,18 @@ class RequestMedia:
         _, *frames = bytes(inline).split(b",", MAX_FRAMES + 1)
         if len(frames) > MAX_FRAMES:
             raise InvalidRequest(f"the video has more than {MAX_FRAMES} frames")
-        limit = self.limits.of("image")
+        limit = self.limits.max_bytes
         return await together(
             self._held(partial(_decode, _decode_base64, memoryview(frame), limit), _decoded_size(memoryview(frame)))
             for frame in frames
         )
 
-    async def decode(self, text: str, modality: str) -> bytes:
+    async def decode(self, text: str) -> bytes:
         """Return the bytes of base64 text, or of the text that its placeholder stands for. Raises InvalidRequest for
         invalid base64, and MediaTooLarge as ``get`` does."""
         extracted = self._extracted(text)
         payload = memoryview(text.encode("utf-8", "surrogatepass")) if extracted is None else extracted
-        max_bytes = self.limits.of(modality)
+        max_bytes = self.limits.max_bytes
         return await self._held(lambda: _decode(_decode_base64, payload, max_bytes), _decoded_size(payload))
 
     async def _held(self, read: Callable[[], Awaitable[bytes]], expected: int) -> bytes:

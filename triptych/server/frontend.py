@@ -340,9 +340,7 @@ def _media_source(config: FrontendConfig) -> MediaSource:
         web=WebFetcher(AllowedHosts(fetch.allowed_media_domains), fetch.networks, limits),
         folder=MediaFolder(fetch.allowed_local_media_path) if fetch.allowed_local_media_path else None,
         limits=MediaLimits(
-            max_bytes=media.max_image_mb * 2**20,
-            max_video_bytes=media.max_video_mb * 2**20,
-            max_audio_bytes=media.max_audio_mb * 2**20,
+            max_bytes=media.max_file_mb * 2**20,
             max_total_bytes=media.max_media_mb * 2**20,
         ),
     )

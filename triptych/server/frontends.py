@@ -131,7 +131,7 @@ class Frontends:
         """Seconds until ``step`` must be called."""
         if any(one.lookup.under_way for one in self._all):
             return LOOKUP_POLL
-        return self._config.heartbeat if all(one.lease.held for one in self._all) else RETRY_POLL
+        return self._config.heartbeat_interval if all(one.lease.held for one in self._all) else RETRY_POLL
 
     @property
     def _all(self) -> list[_Frontend]:
@@ -171,7 +171,7 @@ class Frontends:
     def lose_after(self, pause: float) -> None:
         """Give up the leases that ran out while this process stood still for ``pause`` seconds."""
         for one in self._held:
-            if pause > one.lease.expiry - self._config.heartbeat:
+            if pause > one.lease.expiry - self._config.heartbeat_interval:
                 log.warning("this process was stopped for %.1f s and lost its lease with %s", pause, one.lease.join)
                 self._lose(one)
 

@@ -141,7 +141,7 @@ class InstanceProcess:
         }
         self._loop_handlers: dict[tuple[type[Any], TransferSide | None], Callable[[Any], object]] = {}
         self._pending_role: _PendingRole | None = None
-        self.pulse = Pulse(name, role, clock, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat))
+        self.pulse = Pulse(name, role, clock, max_silence=max(MAX_SILENCE, 4 * lease.heartbeat_interval))
         """Signs of life, for the instance's own HTTP port."""
         self.life = Life()
         self._order = _Order.NONE
@@ -238,7 +238,7 @@ class InstanceProcess:
             self.close_parts()
 
     def _run_once(self) -> None:
-        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat - self.clock.monotonic())
+        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat_interval - self.clock.monotonic())
         until_look = QUIET_SECONDS / 3 if self._drain else self.frontends.next_step
         self._beat()
         messages = self.channel.receive(min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops)))
@@ -254,7 +254,7 @@ class InstanceProcess:
         self._take_pending_role()
         if self._order is _Order.DRAIN:
             self._continue_drain()
-        if self.clock.monotonic() >= self._last_heartbeat + self._lease.heartbeat:
+        if self.clock.monotonic() >= self._last_heartbeat + self._lease.heartbeat_interval:
             self._check_lease()
             self._last_heartbeat = self.clock.monotonic()
             self.pulse.stats = self._stats()
