@@ -66,7 +66,8 @@ def test_an_allowed_tool_must_be_there() -> None:
         (allowed("auto", "weather", "wether"), "tool_choice.allowed_tools.tools[1].function.name"),
         (allowed("never", "weather"), "tool_choice.allowed_tools.mode"),
         ({"type": "function", "function": {}}, "tool_choice.function.name"),
-        ({"type": "custom", "custom": {"name": "a"}}, "tool_choice.type"),
+        ({"type": "custom", "custom": {"name": "weather"}}, "tool_choice.custom.name"),
+        ({"type": "telepathy", "function": {"name": "weather"}}, "tool_choice.type"),
         (5, "tool_choice"),
     ):
         with pytest.raises(InvalidRequest) as caught:

@@ -76,7 +76,7 @@ def test_arguments_of_another_form(arguments: str, expected: str) -> None:
 
 def test_tools_become_functions_of_a_chat() -> None:
     made = request(tools=[TIME, TEAM, FREE, PATCH, *BUILT_IN], tool_choice={"type": "custom", "name": "free"}).to_chat()
-    functions = {tool.function.name: tool.function for tool in made.tools or ()}
+    functions = {tool.function.name: tool.function for tool in made.functions}
     assert list(functions) == ["time", "team__weather", "team__dial", "free", "patch"]
     assert functions["team__weather"].description == "Of the team."
     text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -84,10 +84,9 @@ def test_tools_become_functions_of_a_chat() -> None:
     assert functions["team__dial"].parameters["properties"]["input"]["pattern"] == "^(?:[0-9]{3})$"  # type: ignore[index]
     assert "start: /a/" in (functions["patch"].description or "")
     assert functions["patch"].parameters["properties"]["input"]["pattern"] == "^(?:(?:(?:a)))$"  # type: ignore[index]
-    assert made.call_choice.function.name == "free"  # type: ignore[union-attr]
+    assert made.named_tool == "free"
     in_chats_form = {"type": "function", "function": {"name": "time"}}
-    named: Any = request(tools=[TIME], tool_choice=in_chats_form).to_chat().call_choice
-    assert named.function.name == "time"
+    assert request(tools=[TIME], tool_choice=in_chats_form).to_chat().named_tool == "time"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, TIME | {"parameters": None}]}
     with pytest.raises(Exception, match=r"tool_choice\.tools\[1\]"):
         request(tools=[TIME], tool_choice=allowed)

@@ -1,6 +1,5 @@
 """Parsing of a chat's answer into reasoning, tool calls and text: what chat completions and responses share."""
 
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -9,8 +8,9 @@ from typing import Any
 import msgspec
 
 from triptych.api.generation import ChoiceOutput, Generation
-from triptych.api.schemas import ChatCompletionRequest, NamedTool
-from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.tool_calls import ToolCalls
+from triptych.prompt.formats.events import Event, ReasoningDelta, TextDelta
 from triptych.prompt.formats.parser import AnswerParser
 from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.tokenizer import Tokenizer
@@ -37,6 +37,10 @@ class PreparedChat:
             tools,
             skip_special_tokens=self.request.skip_special_tokens,
         )
+
+    def new_calls(self) -> ToolCalls:
+        """Return what builds the calls of one choice."""
+        return ToolCalls(self.request.custom_names)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def _delta(chat: PreparedChat, output: ChoiceOutput, parser: AnswerParser) -> Ch
         if chat.request.parallel_tool_calls is False:
             events = [one for one in events if getattr(one, "index", 0) == 0]
             reason = reason or "stop"
-        if reason == "stop" and not isinstance(chat.request.tool_choice, NamedTool):
+        if reason == "stop" and chat.request.named_tool is None:
             reason = "tool_calls"  # OpenAI's API keeps "stop" for a call that the request names
     as_ids = chat.request.return_tokens_as_token_ids
     logprobs = logprob_entries(chat.generation.api.tokenizer, output, as_ids=as_ids)
@@ -121,9 +125,9 @@ def logprob_entries(tokenizer: Tokenizer, output: ChoiceOutput, *, as_ids: bool 
 class MessageBuilder:
     """A choice's complete message, assembled from its deltas."""
 
+    calls: ToolCalls
     reasoning: str = ""
     content: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[msgspec.Raw] = field(default_factory=list)
     finish_reason: str | None = None
     ids: list[int] = field(default_factory=list)
@@ -136,23 +140,13 @@ class MessageBuilder:
         self.ids += delta.ids
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason
-        for one in delta.events:
-            if isinstance(one, ToolCallStart):
-                function = {"name": one.name, "arguments": ""}
-                self.calls.append({"id": new_call_id(), "type": "function", "function": function})
-            elif isinstance(one, ToolCallArguments):
-                self.calls[one.index]["function"]["arguments"] += one.text
+        self.calls.add(delta.events, ended=delta.finish_reason is not None)
 
 
 async def collect_messages(chat: PreparedChat) -> list[MessageBuilder]:
     """Return the complete message of each choice. Raises as ``stream_deltas`` does."""
-    messages = [MessageBuilder() for _ in range(chat.generation.num_choices)]
+    messages = [MessageBuilder(chat.new_calls()) for _ in range(chat.generation.num_choices)]
     async with aclosing(stream_deltas(chat)) as stream:
         async for delta in stream:
             messages[delta.choice].add(delta)
     return messages
-
-
-def new_call_id() -> str:
-    """Return a random id for a tool call."""
-    return f"call_{secrets.token_hex(12)}"

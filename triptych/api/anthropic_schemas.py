@@ -25,7 +25,17 @@ from triptych.api.fields import (
     TopP,
     string_or_array,
 )
-from triptych.api.schemas import ChatCompletionRequest, ChatMessage, Function, ImagePart, Tool
+from triptych.api.schemas import ChatCompletionRequest, ChatMessage, ImagePart
+from triptych.api.tool_schemas import (
+    MAX_TOOLS,
+    Function,
+    FunctionCall,
+    FunctionName,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
 from triptych.errors import MissingField
 
 MAX_STOP_SEQUENCES = 16
@@ -178,7 +188,7 @@ class AnthropicTool(StrictModel):
 
     rules = field_table.ANTHROPIC_TOOL
     type: str | None = None
-    name: schemas.FunctionName
+    name: FunctionName
     description: str | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
@@ -226,7 +236,7 @@ class CountTokensRequest(StrictModel):
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, max_length=schemas.MAX_MESSAGES)
     system: TextOnly | None = None
-    tools: list[AnthropicTool] | None = Field(None, max_length=schemas.MAX_TOOLS)
+    tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     """Without it, models reason only if their chat templates can't turn reasoning off."""
@@ -275,7 +285,7 @@ class CountTokensRequest(StrictModel):
     def _tool_choice(self) -> Any:
         match self.tool_choice:
             case AnthropicToolChoice(type="tool", name=name):
-                return schemas.NamedTool(type="function", function=schemas.NamedFunction(name=name or ""))
+                return NamedTool(type="function", function=NamedFunction(name=name or ""))
             case AnthropicToolChoice(type=kind):
                 return {"any": "required", "none": "none"}.get(kind)
         return None
@@ -347,8 +357,8 @@ def _asked(role: Literal["user", "system"], blocks: list[Any]) -> Iterator[ChatM
 def _answer(blocks: list[Any]) -> ChatMessage:
     """Return an earlier answer. Its reasoning comes first, then its text, then its calls."""
     texts = [block for block in blocks if isinstance(block, ShownBlock)]
-    calls = [
-        schemas.ToolCall(id=block.id, function=schemas.FunctionCall(name=block.name, arguments=json.dumps(block.input)))
+    calls: list[Any] = [
+        ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]

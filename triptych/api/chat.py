@@ -14,7 +14,6 @@ from triptych.api.answers import (
     MessageBuilder,
     PreparedChat,
     collect_messages,
-    new_call_id,
     stream_deltas,
 )
 from triptych.api.context import ApiContext
@@ -25,10 +24,10 @@ from triptych.api.prompt_logprobs import prompt_logprob_entries, scored_tokens
 from triptych.api.response_format import answer_grammar
 from triptych.api.schemas import ChatCompletionRequest
 from triptych.api.sse import DONE, event
+from triptych.api.tool_calls import ToolCalls
 from triptych.errors import InvalidRequest
 from triptych.messages.work import ReasoningBudget
 from triptych.observe.timeline import Interval
-from triptych.prompt.formats.events import ToolCallArguments, ToolCallStart
 from triptych.prompt.formats.reasoning import Reasoning
 from triptych.prompt.prompt import PlannedPrompt
 
@@ -122,12 +121,12 @@ async def _prompt_logprobs(chat: PreparedChat) -> dict[str, Any]:
 
 
 def _choice(chat: PreparedChat, number: int, parts: MessageBuilder) -> dict[str, Any]:
-    content = parts.content or (None if parts.calls else "")
+    content = parts.content or (None if parts.calls.whole else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if parts.reasoning and chat.request.include_reasoning:
         message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
-    if parts.calls:
-        message["tool_calls"] = parts.calls
+    if parts.calls.whole:
+        message["tool_calls"] = parts.calls.whole
     return {
         "index": number,
         "message": message,
@@ -150,6 +149,7 @@ async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
     include_usage = options is not None and options.include_usage
     continuous_usage = options is not None and include_usage and options.continuous_usage_stats
     held = [_Held() for _ in range(generation.num_choices)]
+    calls = [chat.new_calls() for _ in range(generation.num_choices)]
     has_begun = False
     async with aclosing(stream_deltas(chat)) as stream:
         async for delta in stream:
@@ -159,7 +159,7 @@ async def stream_response(chat: PreparedChat) -> AsyncGenerator[bytes, None]:
             has_begun = True
             usage = {"usage": generation.usage} if continuous_usage else {}
             held[delta.choice].add(delta)
-            message = _message_delta(chat, delta)
+            message = _message_delta(chat, delta, calls[delta.choice])
             if message or delta.finish_reason or continuous_usage:
                 yield _chunk(chat, delta, message, held=held[delta.choice], extra=usage)
     timeline = generation.timeline
@@ -199,21 +199,13 @@ def _first_chunks(chat: PreparedChat, *, continuous_usage: bool) -> Iterator[byt
         yield _chunk(chat, ChoiceDelta(choice, [], [], None), message, held=_Held(), extra=extra)
 
 
-def _message_delta(chat: PreparedChat, delta: ChoiceDelta) -> dict[str, Any]:
+def _message_delta(chat: PreparedChat, delta: ChoiceDelta, calls: ToolCalls) -> dict[str, Any]:
     """Return what the client sees of a delta; empty for nothing."""
     message: dict[str, Any] = {}
     if delta.reasoning and chat.request.include_reasoning:
         message |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
-    calls: dict[int, dict[str, Any]] = {}
-    for one in delta.events:
-        if isinstance(one, ToolCallStart):
-            function = {"name": one.name, "arguments": ""}
-            calls[one.index] = {"index": one.index, "id": new_call_id(), "type": "function", "function": function}
-        elif isinstance(one, ToolCallArguments):
-            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
-            call["function"]["arguments"] += one.text
-    if calls:
-        message["tool_calls"] = list(calls.values())
+    if changed := calls.add(delta.events, ended=delta.finish_reason is not None):
+        message["tool_calls"] = changed
     if delta.content:
         message["content"] = delta.content
     return message

@@ -54,7 +54,7 @@ def template_variables(api: ApiContext, request: ConversationFields) -> dict[str
     template = api.prompt_builder.template
     given = request.chat_template_kwargs or {}
     variables: dict[str, Any] = {name: value for name, value in given.items() if name in template.variables}
-    tools = request.tools or []
+    tools = request.functions
     if isinstance(request, ChatCompletionRequest):
         tools = request.callable_tools
         if (effort := request.reasoning_effort) is not None:

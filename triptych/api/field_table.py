@@ -161,7 +161,7 @@ FUNCTION = Rules(
     }
 )
 TOOL = FUNCTION | Rules(_aliases("function.strict", "strict"))
-NAMED = FUNCTION | Rules(_hints("description parameters strict"))
+NAMED = FUNCTION | Rules(_hints("description parameters strict format"))
 JSON_FORMAT = Rules(_aliases("schema", "value"))
 SCHEMA_FORMAT = Rules(_aliases("json_schema.schema", "schema value"))
 STREAM_OPTIONS = Rules(_off("include_obfuscation"))
@@ -189,9 +189,9 @@ TABLE = {
     "`image_url` parts": Rules(_aliases("image_url.detail", "detail")),
     "`image_url`, `video_url`, …": MEDIA,
     "earlier tool calls": CALL,
-    "tools and their functions": FUNCTION,
+    "tools, and their members `function` and `custom`": FUNCTION,
     "tools": Rules(_aliases("function.strict", "strict")),
-    "functions that `tool_choice` names": Rules(_hints("description parameters strict")),
+    "tools that `tool_choice` names": Rules(_hints("description parameters strict format")),
     "`response_format` of type `json_object`": JSON_FORMAT,
     "`response_format` of type `json_schema`": SCHEMA_FORMAT,
     "`stream_options`": STREAM_OPTIONS,

@@ -72,13 +72,24 @@ class MessageToolCall(TypedDict):
     function: ToolCallFunction
 
 
+class CustomToolCallInput(TypedDict):
+    name: str
+    input: str
+
+
+class MessageCustomToolCall(TypedDict):
+    id: str
+    type: Literal["custom"]
+    custom: CustomToolCallInput
+
+
 class Message(TypedDict):
     """``reasoning`` (vLLM's name) and ``reasoning_content`` (SGLang's name) are the same text."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: NotRequired[list[MessageToolCall]]
+    tool_calls: NotRequired[list[MessageToolCall | MessageCustomToolCall]]
     reasoning: NotRequired[str]
     reasoning_content: NotRequired[str]
 
@@ -114,11 +125,19 @@ class FunctionDelta(TypedDict, total=False):
     arguments: str
 
 
+class CustomDelta(TypedDict, total=False):
+    name: str
+    input: str
+
+
 class ToolCallDelta(TypedDict):
+    """What is new of a call: of a function or, of a custom tool, its input."""
+
     index: int
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: FunctionDelta
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[FunctionDelta]
+    custom: NotRequired[CustomDelta]
 
 
 class MessageDelta(TypedDict, total=False):

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from triptych.api.schemas import ChatCompletionRequest, NamedTool, Tool
+from triptych.api.schemas import ChatCompletionRequest
+from triptych.api.tool_schemas import Tool, constraint_of
 from triptych.errors import InvalidRequest
 from triptych.prompt import lark
 from triptych.prompt.answer_grammar import AnswerGrammar, GrammarPart
@@ -25,7 +26,7 @@ def answer_grammar(
 
     Raises InvalidRequest for constraints that exclude each other."""
     text, tools, writer, inner = request.text_grammar, request.callable_tools, formats.writer, None
-    if tools and request.call_choice not in (None, "auto"):
+    if tools and request.must_call:
         forced, parallel = _forced(request, tools)
         rules, parts = _call_rules(writer, request, forced, all_strict=True)
         answer = f"calls\n{_calls(writer, parallel)}"
@@ -62,8 +63,8 @@ def answer_grammar(
 
 
 def _forced(request: ChatCompletionRequest, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool | None]:
-    if isinstance(choice := request.call_choice, NamedTool):
-        return [tool for tool in tools if tool.function.name == choice.function.name], False
+    if (name := request.named_tool) is not None:
+        return [tool for tool in tools if tool.function.name == name], False
     return tools, request.parallel_tool_calls
 
 
@@ -77,10 +78,11 @@ def _call_rules(
 ) -> tuple[str, list[GrammarPart]]:
     """Return the rules of calls, and what the request's fields contribute. Arguments are valid if the tool is
     strict."""
-    numbers = {tool.function.name: number for number, tool in enumerate(request.tools or ())}
+    numbers = {tool.function.name: number for number, tool in enumerate(request.functions)}
     rules, parts = [], []
     for tool in tools:
-        number, param = numbers[tool.function.name], f"tools[{numbers[tool.function.name]}].function.parameters"
+        number = numbers[tool.function.name]
+        param = f"tools[{number}].{constraint_of((request.tools or [])[number])}"
         parameters = tool.function.parameters if all_strict or tool.function.strict else None
         rule, arguments = writer.tool(number, tool.function.name, parameters, param)
         rules.append(rule)

@@ -7,8 +7,9 @@ from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from triptych.api import field_table, schemas
 from triptych.api.fields import ARRAY, MAX_TOKEN_IDS, STRING, Name, StrictModel, string_or_array
-from triptych.api.response_tools import chat_name, custom_arguments
+from triptych.api.response_tools import chat_name
 from triptych.api.schemas import ChatMessage, ImagePart
+from triptych.api.tool_schemas import FunctionCall, ToolCall, custom_arguments
 
 
 class InputText(StrictModel):
@@ -217,8 +218,8 @@ def _add(answer: ChatMessage, item: AnswerItem) -> None:
     else:
         # the name was chosen by a model, so that its length isn't an error of the client
         name = chat_name(item.name, item.namespace)
-        call = schemas.FunctionCall.model_construct(name=name, arguments=item.chat_arguments)
-        answer.tool_calls = [*(answer.tool_calls or ()), schemas.ToolCall(id=item.call_id, function=call)]
+        call = FunctionCall.model_construct(name=name, arguments=item.chat_arguments)
+        answer.tool_calls = [*(answer.tool_calls or ()), ToolCall(id=item.call_id, function=call)]
 
 
 def _output(item: CallOutputItem) -> str | list[schemas.Part]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from triptych.api.answers import ChoiceDelta, new_call_id
+from triptych.api.answers import ChoiceDelta
 from triptych.api.custom_input import CustomInput
 from triptych.api.response_tools import ToolTarget
+from triptych.api.tool_calls import new_call_id
 from triptych.prompt.formats.events import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 
 Item = dict[str, Any]

@@ -3,8 +3,6 @@
 A function in a namespace has the name ``NAMESPACE__NAME`` in the chat. A custom tool is a function whose only argument
 is the input as text. Built-in tools are skipped: there are none, so none is called."""
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,13 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from triptych.api import schemas
+from triptych.api import tool_schemas
 from triptych.api.fields import (
     ALLOWED,
     BUILT_IN,
     CUSTOM,
     FUNCTION,
-    MAX_GRAMMAR_LENGTH,
     NAMED,
     NAMESPACE,
     STRING,
@@ -28,12 +25,8 @@ from triptych.api.fields import (
     tool_choice,
 )
 from triptych.errors import InvalidRequest
-from triptych.prompt.lark_regex import lark_regex
 
 SEPARATOR = "__"
-_END = re.compile(r"(?<!\\)\$\Z")
-INPUT = "input"
-"""The argument of the function that stands for a custom tool."""
 BUILT_IN_TOOLS = (
     "apply_patch",
     "code_interpreter",
@@ -63,7 +56,7 @@ class _ToolHints(StrictModel):
     async_: Literal[False] | None = Field(None, alias="async")
 
 
-class FunctionTool(schemas.Function, _ToolHints):
+class FunctionTool(tool_schemas.Function, _ToolHints):
     """A function that the answer may call."""
 
     type: Literal["function"]
@@ -71,25 +64,21 @@ class FunctionTool(schemas.Function, _ToolHints):
     """Has no effect."""
 
 
-class TextInput(StrictModel):
-    type: Literal["text"]
-
-
-class GrammarInput(StrictModel):
-    """Enforced, and shown to the model. A Lark grammar without recursion is a regular expression, too."""
-
+class GrammarInput(tool_schemas.Grammar):
     type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: str = Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)
 
 
 class CustomTool(_ToolHints):
     """A tool whose input is text."""
 
     type: Literal["custom"]
-    name: schemas.FunctionName
+    name: tool_schemas.FunctionName
     description: str | None = None
-    format: Annotated[TextInput | GrammarInput, Field(discriminator="type")] | None = None
+    format: Annotated[tool_schemas.TextInput | GrammarInput, Field(discriminator="type")] | None = None
+
+    @property
+    def grammar(self) -> tool_schemas.Grammar | None:
+        return self.format if isinstance(self.format, GrammarInput) else None
 
 
 def _kind_of_tool(value: Any) -> str:
@@ -102,7 +91,7 @@ class NamespaceTool(StrictModel):
     """Tools under a common name."""
 
     type: Literal["namespace"]
-    name: schemas.FunctionName
+    name: tool_schemas.FunctionName
     description: str | None = None
     tools: list[
         Annotated[
@@ -113,7 +102,7 @@ class NamespaceTool(StrictModel):
                 custom_error_message="Input should be a tool of type 'function' or 'custom'",
             ),
         ]
-    ] = Field(max_length=schemas.MAX_TOOLS)
+    ] = Field(max_length=tool_schemas.MAX_TOOLS)
 
 
 def _built_in(kind: str) -> str:
@@ -148,7 +137,7 @@ class NamedChoice(StrictModel):
     type: Name
     name: Name | None = None
     namespace: Name | None = None
-    function: schemas.NamedFunction | None = None
+    function: tool_schemas.NamedFunction | None = None
     server_label: Name | None = None
     """Server of the built-in tool ``mcp``."""
 
@@ -162,7 +151,7 @@ class AllowedChoice(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedChoice] = Field(min_length=1, max_length=schemas.MAX_TOOLS)
+    tools: list[NamedChoice] = Field(min_length=1, max_length=tool_schemas.MAX_TOOLS)
 
 
 ResponseToolChoice = Annotated[
@@ -187,12 +176,12 @@ def chat_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{SEPARATOR}{name}" if namespace else name
 
 
-def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
+def chat_tools(tools: Sequence[Any]) -> list[tuple[tool_schemas.Tool, ToolTarget]]:
     """Return the chat's functions, with the tools that they stand for. Raises InvalidRequest for too many of them, for
     one name of two of them, for a name that is too long, and for grammars that together are."""
-    made: list[tuple[schemas.Tool, ToolTarget]] = []
+    made: list[tuple[tool_schemas.Tool, ToolTarget]] = []
     names: set[str] = set()
-    room = MAX_GRAMMAR_LENGTH
+    stand_ins = tool_schemas.StandIns()
     for number, given in enumerate(tools):
         path = f"tools[{number}]"
         group = given if isinstance(given, NamespaceTool) else None
@@ -203,41 +192,26 @@ def chat_tools(tools: Sequence[Any]) -> list[tuple[schemas.Tool, ToolTarget]]:
             inner_path = f"{path}.tools[{inner}]" if group else path
             where = f"{inner_path}.name"
             name = chat_name(target.name, target.namespace)
-            if len(name) > schemas.MAX_FUNCTION_NAME:
-                raise InvalidRequest(f"{where}: {name!r} exceeds {schemas.MAX_FUNCTION_NAME} characters", where)
+            if len(name) > tool_schemas.MAX_FUNCTION_NAME:
+                raise InvalidRequest(f"{where}: {name!r} exceeds {tool_schemas.MAX_FUNCTION_NAME} characters", where)
             if name in names:
                 raise InvalidRequest(f"{where}: {name!r} is the name of another tool", where)
             names.add(name)
-            if isinstance(tool, CustomTool) and isinstance(tool.format, GrammarInput):
-                room -= len(tool.format.definition)
-            if room < 0:
-                where = f"{inner_path}.format.definition"
-                raise InvalidRequest(f"{where}: the tools' grammars exceed {MAX_GRAMMAR_LENGTH} characters", where)
-            made.append((_function(tool, name, group, inner_path), target))
-    if len(made) > schemas.MAX_TOOLS:
-        raise InvalidRequest(f"{len(made)} tools, at most {schemas.MAX_TOOLS} are allowed", "tools")
+            description = [group.description if group else None, tool.description]
+            if isinstance(tool, CustomTool):
+                param = f"{inner_path}.format.definition"
+                made.append((stand_ins.function(name, description, tool.grammar, param), target))
+            else:
+                made.append((_function(tool, name, description), target))
+    if len(made) > tool_schemas.MAX_TOOLS:
+        raise InvalidRequest(f"{len(made)} tools, at most {tool_schemas.MAX_TOOLS} are allowed", "tools")
     return made
 
 
-def _function(tool: FunctionTool | CustomTool, name: str, group: NamespaceTool | None, path: str) -> schemas.Tool:
-    described = [one for one in (group and group.description, tool.description) if one]
-    if isinstance(tool, FunctionTool):
-        parameters, strict = tool.parameters, tool.strict
-    else:
-        text: dict[str, Any] = {"type": "string"}
-        if isinstance(tool.format, GrammarInput):
-            described.append(f"The input matches this {tool.format.syntax} grammar:\n{tool.format.definition}")
-            definition = tool.format.definition
-            if tool.format.syntax == "lark":
-                definition = lark_regex(definition, f"{path}.format.definition")
-            # a schema's pattern may match anywhere in the text; the input matches as a whole
-            text["pattern"] = f"^(?:{_END.sub('', definition.removeprefix('^'))})$"
-        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-        strict = True
-    function = schemas.Function(
-        name=name, description="\n\n".join(described) or None, parameters=parameters, strict=strict
-    )
-    return schemas.Tool(type="function", function=function)
+def _function(tool: FunctionTool, name: str, description: list[str | None]) -> tool_schemas.Tool:
+    text = "\n\n".join(one for one in description if one) or None
+    function = tool_schemas.Function(name=name, description=text, parameters=tool.parameters, strict=tool.strict)
+    return tool_schemas.Tool(type="function", function=function)
 
 
 def described(tool: StrictModel) -> dict[str, Any]:
@@ -256,22 +230,17 @@ def chat_choice(choice: str | NamedChoice | AllowedChoice | None, has_tools: boo
                 raise InvalidRequest(f"tool_choice: the built-in tool {choice.type!r} is never called", "tool_choice")
             return _named(choice)
         case AllowedChoice(mode=mode, tools=tools):
-            named = [_named(tool) for tool in tools if not tool.is_built_in]
+            named: list[Any] = [_named(tool) for tool in tools if not tool.is_built_in]
             if not named:
                 raise InvalidRequest("tool_choice.tools: built-in tools are never called", "tool_choice.tools")
-            allowed = schemas.AllowedTools(mode=mode, tools=named)
-            return schemas.AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
+            allowed = tool_schemas.AllowedTools(mode=mode, tools=named)
+            return tool_schemas.AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
-def _named(choice: NamedChoice) -> schemas.NamedTool:
+def _named(choice: NamedChoice) -> tool_schemas.NamedTool:
     name = choice.function.name if choice.function else choice.name
     if name is None:
         raise InvalidRequest("tool_choice.name: Field required", "tool_choice.name")
-    function = schemas.NamedFunction.model_construct(name=chat_name(name, choice.namespace))
-    return schemas.NamedTool(type="function", function=function)
-
-
-def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that stands for a custom tool with this input."""
-    return json.dumps({INPUT: text}, ensure_ascii=False)
+    function = tool_schemas.NamedFunction.model_construct(name=chat_name(name, choice.namespace))
+    return tool_schemas.NamedTool(type="function", function=function)

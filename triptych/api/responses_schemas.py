@@ -43,6 +43,7 @@ from triptych.api.response_tools import (
     chat_tools,
 )
 from triptych.api.schemas import ChatCompletionRequest, ChatMessage, MediaOptions, Scalar
+from triptych.api.tool_schemas import MAX_TOOLS
 from triptych.errors import InvalidRequest, RequestError
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]([\w.\[\]]*)")
@@ -108,7 +109,7 @@ class ResponsesRequest(ExtraFields):
     """Above 0 it includes ``message.output_text.logprobs``."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=schemas.MAX_TOOLS)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
@@ -154,7 +155,7 @@ class ResponsesRequest(ExtraFields):
             raise InvalidRequest(
                 f"input: {len(messages)} messages, at most {schemas.MAX_MESSAGES} are allowed", "input"
             )
-        tools = [tool for tool, _ in chat_tools(self.tools or ())]
+        tools: list[Any] = [tool for tool, _ in chat_tools(self.tools or ())]
         return ChatCompletionRequest(
             model=self.model,
             messages=messages,

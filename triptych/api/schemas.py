@@ -1,5 +1,6 @@
 """Request schemas of ``/v1/chat/completions``: OpenAI's API with vLLM's extensions, by the rules of ``fields.py``."""
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, WithJsonSchema
@@ -7,21 +8,30 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from triptych.api import field_table
 from triptych.api.fields import (
-    ALLOWED,
     ARRAY,
     MAX_TOKENS_LIMIT,
-    NAMED,
     STRING,
-    JsonObject,
     MaxTokens,
     Name,
     ReasoningEffort,
     SamplingFields,
     StrictModel,
     string_or_array,
-    tool_choice,
 )
 from triptych.api.json_limits import check_num_values
+from triptych.api.tool_schemas import (
+    MAX_TOOLS,
+    AllowedToolChoice,
+    ChatCustomTool,
+    ChatTool,
+    EarlierCall,
+    FunctionCall,
+    NamedCustomTool,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    functions_of,
+)
 from triptych.errors import InvalidRequest
 from triptych.prompt.media import MAX_FRAMES
 
@@ -31,8 +41,6 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 FRAMES_PER_SECOND = 2.0
 """Rate of a list of frames that names none."""
-MAX_TOOLS = 128
-MAX_FUNCTION_NAME = 128
 MAX_TEMPLATE_VARIABLES = 32
 MAX_MEDIA_OPTIONS = 32
 MAX_SCALAR = 1024
@@ -163,20 +171,6 @@ UuidPart = ImagePart | VideoPart | AudioPart | InputAudioPart
 """Parts whose media may be null when they have a uuid."""
 
 
-class FunctionCall(StrictModel):
-    rules = field_table.CALL
-    name: Name
-    arguments: str | None = None
-    """JSON. An empty text and null are an empty object."""
-
-
-class ToolCall(StrictModel):
-    rules = field_table.CALL
-    id: Name
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class ChatMessage(StrictModel):
     """One message, also an answer of OpenAI's that is sent back."""
 
@@ -190,7 +184,7 @@ class ChatMessage(StrictModel):
         | None
     ) = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_calls: list[EarlierCall] | None = Field(None, max_length=MAX_TOOLS)
     """Only of the assistant."""
     tool_call_id: Name | None = None
     """The call that a tool's message answers."""
@@ -206,60 +200,6 @@ class ChatMessage(StrictModel):
         """Return the calls with their ids."""
         legacy = [] if self.function_call is None else [(LEGACY_CALL_ID, self.function_call)]
         return [*((call.id, call.function) for call in self.tool_calls or ()), *legacy]
-
-
-# ── tools ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.:-]{{1,{MAX_FUNCTION_NAME}}}$")]
-
-
-class Function(StrictModel):
-    rules = field_table.FUNCTION
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-    """Enforce the schema even if the model may choose whether to call the tool."""
-
-
-class Tool(StrictModel):
-    rules = field_table.TOOL
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(StrictModel):
-    """A tool's name; some clients send the tool itself."""
-
-    rules = field_table.NAMED
-    name: Name
-
-
-class NamedTool(StrictModel):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(StrictModel):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
-
-
-class AllowedToolChoice(StrictModel):
-    """Restricts the prompt to these tools; ``mode`` is the choice among them."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(STRING)]
-    | Annotated[NamedTool, Tag(NAMED)]
-    | Annotated[AllowedToolChoice, Tag(ALLOWED)],
-    tool_choice(),
-]
 
 
 def _scalar(value: Any) -> Any:
@@ -297,7 +237,7 @@ class ConversationFields(StrictModel):
     model: str | None = None
     """The only one by default."""
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[ChatTool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[Name, Scalar] | None = Field(None, max_length=MAX_TEMPLATE_VARIABLES)
@@ -313,11 +253,22 @@ class ConversationFields(StrictModel):
         check_num_values(*(function.arguments or "" for message in self.messages for _, function in message.calls()))
         if self.continue_final_message:
             self._check_continuing()
-        names = [tool.function.name for tool in self.tools or ()]
-        for number, name in enumerate(names):
+        names = [tool.function.name for tool in self.functions]
+        for number, (tool, name) in enumerate(zip(self.tools or (), names, strict=True)):
             if name in names[:number]:
-                where = f"tools[{number}].function.name"
+                where = f"tools[{number}].{tool.type}.name"
                 raise InvalidRequest(f"{where}: {name!r} is the name of another tool", where)
+
+    @cached_property
+    def functions(self) -> list[Tool]:
+        """The functions that the model sees of the tools. Raises InvalidRequest for custom tools' grammars that can't
+        be enforced."""
+        return functions_of(self.tools or ())
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of custom tools."""
+        return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, ChatCustomTool))
 
     def _check_continuing(self) -> None:
         last = self.messages[-1]
@@ -359,36 +310,42 @@ class ChatCompletionRequest(ConversationFields, SamplingFields):
             raise InvalidRequest("top_logprobs is only for logprobs: true", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice is only for requests with tools", "tool_choice")
-        known = {tool.function.name for tool in self.tools or ()}
-        for where, name in self._named_tools():
-            if name not in known:
-                raise InvalidRequest(f"{where}: Tool {name!r} not found in tools list", where)
+        known = {(tool.type, one.function.name) for tool, one in zip(self.tools or (), self.functions, strict=True)}
+        for where, tool in self._named_tools():
+            if (tool.type, tool.name) not in known:
+                raise InvalidRequest(f"{where}: Tool {tool.name!r} not found in tools list", where)
 
-    def _named_tools(self) -> list[tuple[str, str]]:
+    def _named_tools(self) -> list[tuple[str, NamedTool | NamedCustomTool]]:
         """Return the path and the name of each tool that ``tool_choice`` names."""
         match self.tool_choice:
-            case NamedTool(function=function):
-                return [("tool_choice.function.name", function.name)]
+            case NamedTool() | NamedCustomTool() as named:
+                return [(f"tool_choice.{named.type}.name", named)]
             case AllowedToolChoice(allowed_tools=allowed):
-                where = "tool_choice.allowed_tools.tools[{}].function.name"
-                return [(where.format(number), one.function.name) for number, one in enumerate(allowed.tools)]
+                where = "tool_choice.allowed_tools.tools[{}].{}.name"
+                return [(where.format(number, one.type), one) for number, one in enumerate(allowed.tools)]
         return []
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """The functions that the answer may call."""
         if self.tool_choice == "none":
             return []
         if not isinstance(self.tool_choice, AllowedToolChoice):
-            return list(self.tools or ())
-        allowed = {name for _, name in self._named_tools()}
-        return [tool for tool in self.tools or () if tool.function.name in allowed]
+            return self.functions
+        allowed = {named.name for _, named in self._named_tools()}
+        return [tool for tool in self.functions if tool.function.name in allowed]
 
     @property
-    def call_choice(self) -> str | NamedTool | None:
-        """The choice among the callable tools."""
+    def named_tool(self) -> str | None:
+        """The only tool that must be called."""
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool | NamedCustomTool) else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be calls."""
         choice = self.tool_choice
-        return choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolChoice) else choice
+        return mode not in (None, "auto", "none")
 
 
 def _name_calls(messages: list[ChatMessage]) -> None:
