@@ -198,7 +198,8 @@ def _has_backlog(load: _Load, stage: Stage) -> bool:
 
 def _slow_queue(load: _Load, control: str) -> Verdict | None:
     """Work waits long, though the stage's instances have time left: something else of it is short."""
-    stages = [one for one in Stage if load.waiting(one) >= WAITING and load.queues[one].wait >= LONG_WAIT]
+    served = [one for one in Stage if load.of(one)]
+    stages = [one for one in served if load.waiting(one) >= WAITING and load.queues[one].wait >= LONG_WAIT]
     if not stages:
         return None
     stage = stages[0]  # what waits for an earlier stage holds the slots of the later ones
