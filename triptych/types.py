@@ -2,7 +2,8 @@
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, NewType
 
 import msgspec
@@ -165,6 +166,30 @@ class ItemPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(rows for _, rows in self.runs)
 
 
+class RowRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Consecutive rows of an item, from ``first`` up to ``end``, which isn't one of them."""
+
+    first: Count
+    end: Positive
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+    def overlaps(self, first: int, rows: int) -> bool:
+        """Return whether some of ``rows`` rows from ``first`` on are in the range."""
+        return first < self.end and first + rows > self.first
+
+    def contains(self, first: int, rows: int) -> bool:
+        """Return whether all of ``rows`` rows from ``first`` on are in the range."""
+        return self.first <= first and first + rows <= self.end
+
+
+def divided(rows: int, cuts: Iterable[int]) -> list[RowRange]:
+    """Return the ranges into which cuts, ascending, divide ``rows`` rows: each begins at 0 or at a cut."""
+    return [RowRange(*bounds) for bounds in pairwise((0, *cuts, rows))]
+
+
 LONG_DECODE_PIXELS = 2**26
 """Decoded pixels, including frames that aren't sampled, from which a video is encoded in time slices."""
 
@@ -217,10 +242,21 @@ class ItemPlan(msgspec.Struct, frozen=True):
         decoded = header.width * header.height * header.frames if isinstance(header, VideoHeader) else 0
         return self.num_parts > 1 and (self.patches > batch_patches or decoded > LONG_DECODE_PIXELS)
 
-    def parts_from(self, row: int) -> list[int]:
-        """Return the numbers of the parts that have this row or later ones."""
-        ends = (max(first_row + rows for first_row, rows in part.runs) for part in self.parts)
-        return [number for number, end in enumerate(ends) if end > row]
+    def parts_of(self, rows: RowRange) -> list[int]:
+        """Return the numbers of the parts that have some of these rows."""
+        return [number for number, part in enumerate(self.parts) if any(rows.overlaps(*run) for run in part.runs)]
+
+    @property
+    def boundaries(self) -> list[int]:
+        """The rows, ascending, before which the item can be divided: no part has rows on both sides. All but row 0 and
+        the end."""
+        bounds = sorted((min(part.runs)[0], max(first + rows for first, rows in part.runs)) for part in self.parts)
+        found, end = list[int](), bounds[0][1]
+        for first, part_end in bounds[1:]:
+            if first >= end:
+                found.append(first)
+            end = max(end, part_end)
+        return found
 
     def runs_of(self, part: int) -> tuple[tuple[int, int], ...]:
         """Return (first row, rows) of each run of a part's rows; parts are numbered from 0."""
@@ -306,6 +342,17 @@ class Placement(msgspec.Struct, frozen=True):
                 return span, first_row
             first_row += span.length
         raise IndexError("the item has fewer rows")
+
+    def section(self, rows: RowRange) -> "Placement":
+        """Return where some of the rows belong, as a placement of their own: its row 0 is the first of them."""
+        spans, first_row = list[Span](), 0
+        for span in self.spans:
+            low, high = max(0, rows.first - first_row), min(span.length, rows.end - first_row)
+            if low < high:
+                second = max(0, min(span.second, high) - low)
+                spans.append(Span(span.start + low, high - low, span.atomic, second))
+            first_row += span.length
+        return Placement(tuple(spans))
 
     def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first token, first row, length) of each run of the item's tokens within ``[start, end)``."""

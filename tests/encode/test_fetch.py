@@ -12,7 +12,7 @@ from triptych.encode.jobs import EncodeJob, Requester
 from triptych.errors import InternalError
 from triptych.messages.codec import Message
 from triptych.messages.work import MEDIA_PIECE_BYTES, FetchMedia, MediaBytes
-from triptych.types import Address, TransferId
+from triptych.types import Address, RowRange, TransferId
 
 PLAN = plan_of()
 HERE, A, B = Address("here"), Address("a"), Address("b")
@@ -21,7 +21,7 @@ PIECE = MEDIA_PIECE_BYTES
 
 def job(size: int, *transfers: tuple[str, Address], client: str = "", long: bool = False) -> EncodeJob:
     made = EncodeJob("key", PLAN, (0,), received=0.0, size=size, client=client, long=long)
-    made.transfers.update({TransferId(name): Requester(frontend, 0) for name, frontend in transfers})
+    made.transfers.update({TransferId(name): Requester(frontend, 0, RowRange(0, 1)) for name, frontend in transfers})
     return made
 
 

@@ -13,7 +13,7 @@ from tests.support.plans import plan_of
 from triptych.encode.batching import EncodeScheduler
 from triptych.encode.jobs import EncodeJob, EncodePart, Requester
 from triptych.models.base import EncoderInput
-from triptych.types import Address, TransferId
+from triptych.types import Address, RowRange, TransferId
 
 MAX_PATCHES = 8
 WORKERS = 2
@@ -71,7 +71,7 @@ class Instance:
         job.long = plan.is_time_sliced(MAX_PATCHES)
         job.deadline = item.deadline
         job.inputs = iter([_part(content) for content in item.contents])
-        job.transfers[TransferId(str(number))] = Requester(Address("frontend"), 0)
+        job.transfers[TransferId(str(number))] = Requester(Address("frontend"), 0, RowRange(0, plan.rows))
         self.rows[job] = set()
         self.scheduler.add(job)
         self.scheduler.add_slice(job)

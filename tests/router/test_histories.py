@@ -48,11 +48,12 @@ from triptych.messages.work import (
     SamplingParams,
     Tokens,
 )
+from triptych.prompt.prompt import PlannedItem
 from triptych.router.pipeline_view import PipelineView
 from triptych.router.placement import POLICIES
 from triptych.router.stream import TokenStream
 from triptych.topology import Role
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import Address, Placement, RequestId, Span, TransferId
 
 SERVICES = [
     [E0, PD0],
@@ -136,12 +137,13 @@ class History:
         rng = self.rng
         made = prompt(*(rng.choice(COSTS) for _ in range(rng.choice([0, 0, 1, 2, 3]))))
         made.tokens.extend([rng.choice([1, 2])] * rng.choice([0, 0, 20, 70]))
-        items = [replace(item, key=rng.choice("xyz")) for item in made.items]
-        for index, item in enumerate(items):
-            if rng.random() < 0.4:
-                plan = plan_of(*[1] * 10, cost=item.plan.cost)
-                items[index] = replace(item, plan=plan)
-        made = type(made)(made.tokens, made.positions, tuple(items))
+        items, start = list[PlannedItem](), len(made.tokens)
+        for item in made.items:
+            plan = plan_of(*[1] * 10, cost=item.plan.cost) if rng.random() < 0.4 else item.plan
+            placement = Placement((Span(start, plan.rows),))
+            items.append(replace(item, key=rng.choice("xyz"), plan=plan, placement=placement))
+            start += plan.rows
+        made = type(made)(made.tokens + [0] * (start - len(made.tokens)), made.positions, tuple(items))
         sampling, timeout = SamplingParams(max_tokens=rng.choice([1, 4, 1000])), rng.choice([math.inf, 1.0, 5.0])
         record = request_of(rng.choice("abc"))
         priority, read = rng.choice([0, 0, 1]), rng.choice([None, self.read])
@@ -178,8 +180,11 @@ class History:
             kv = TransferId(f"kv{self.number}")
             self.router.handle(PrefillNeeded(generate.request, to, kv, 0, [], self.asked()))
         elif generate.items:
-            names = [TransferId(f"t{self.number}/{item}") for item in range(len(generate.items))]
-            missing = [MissingItem(item, name) for item, name in enumerate(names)]
+            missing = [
+                MissingItem(index, TransferId(f"t{self.number}/{index}/{section}"), section=section)
+                for index, item in enumerate(generate.items)
+                for section in range(len(item.sections))
+            ]
             prefill = message.transfer if isinstance(message, Prefill) else TransferId("")
             self.router.handle(EncodeNeeded(generate.request, to, missing, prefill, self.asked()))
 
@@ -189,7 +194,7 @@ class History:
         if books.encode.in_flight:
             task = self.rng.choice(list(books.encode.in_flight.values())).task
             state = books.requests[task.request]
-            missing = MissingItem(task.index, task.transfer, 0, task.attempt + 1)
+            missing = MissingItem(task.index, task.transfer, 0, task.attempt + 1, task.section)
             prefill = state.prefill.transfer if state.prefill else TransferId("")
             self.number += 1
             self.router.handle(EncodeNeeded(state.generate.request, task.consumer, [missing], prefill, task.asked + 1))

@@ -462,6 +462,27 @@ def test_a_draining_instance_gets_nothing_new_and_its_work_that_has_not_begun_mo
     assert all(state.losses == 0 for state in harness.router.debug_state().requests.values())
 
 
+def test_an_attempt_that_is_handed_back_late_is_not_mistaken_for_the_next_one() -> None:
+    """The consumer asks again before the frontend hears that the instance drains, and which attempt it gives up."""
+    harness = RouterHarness(E0, PD0)
+    stream = harness.submit(1.0)
+    [transfer] = harness.need(stream, 0)
+    again = MissingItem(0, transfer, attempt=1)
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [again], asked=1))
+    harness.router.handle(Draining(E0))
+    harness.router.handle(HandBack(E0, [], [transfer]))
+    assert [message.attempt for _, message in harness.of(Encode)] == [0, 1]
+    harness.register(E1)
+    harness.router.handle(Deregister(E0, suspect=False))
+    [lost] = [message for to, message in harness.of(PeerLost) if to == PD0]
+    assert lost.transfers == [transfer], "its consumer must hear of it"
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=2)], asked=2))
+    harness.router.handle(HandBack(E1, [], [transfer], {transfer: 2}))
+    harness.router.handle(EncodeNeeded(stream.request, PD0, [MissingItem(0, transfer, attempt=3)], asked=3))
+    harness.router.handle(Encoded(transfer, False, [], attempt=3))
+    assert finish(harness, stream) == [7]
+
+
 def test_items_that_a_draining_encode_instance_returns_go_to_another() -> None:
     harness = RouterHarness(E0, E1, PD0)
     stream = harness.submit(1.0, 1.0)

@@ -13,6 +13,7 @@ from tests.support.plans import plan_of
 from triptych.clock import SystemClock
 from triptych.compute_thread import ComputeThread
 from triptych.encode.loop import EncodeLoop
+from triptych.encode.preprocessing import PreprocessorPool
 from triptych.encode.runner import EncoderRunner
 from triptych.encode.store import EmbeddingStore, MemoryStore, row_name
 from triptych.errors import DecodeFailed
@@ -80,22 +81,29 @@ class Tower:
 class EncodeHarness:
     """The loop, and what it has sent."""
 
-    def __init__(self, store: EmbeddingStore | None = None) -> None:
+    def __init__(
+        self,
+        store: EmbeddingStore | None = None,
+        *,
+        address: Address = HERE,
+        fabric: LocalFabric | None = None,
+        preprocessors: PreprocessorPool | None = None,
+    ) -> None:
         self.store = store or MemoryStore(2**20)
         self.sent: list[tuple[Address, Message]] = []
-        self.fabric = LocalFabric()
-        self.sender = Sender({self.fabric.name: self.fabric}, HERE, self._send, clock=SystemClock())
+        self.fabric = fabric or LocalFabric()
+        self.sender = Sender({self.fabric.name: self.fabric}, address, self._send, clock=SystemClock())
         self.preprocessors = Preprocessors()
         self.compute = ComputeThread(started_executor(1, "compute"), SystemClock(), lambda: None)
         self.loop = EncodeLoop(
-            preprocessors=self.preprocessors,
+            preprocessors=preprocessors or self.preprocessors,
             runner=EncoderRunner(Tower(), torch.float32, self.compute),
             max_patches=64,
             store=self.store,
             sender=self.sender,
             layout=LAYOUT,
             wake=lambda: None,
-            address=HERE,
+            address=address,
             send=self._send,
             clock=SystemClock(),
             start_executor=started_executor,
@@ -149,6 +157,11 @@ class EncodeHarness:
     def settle(self) -> None:
         """Advance until nothing is to be done, or a file is to be fetched."""
         self.until(lambda: self.loop.idle or len(self.loop.fetcher))
+
+    def wait(self) -> None:
+        """Wait until threads have done what they were given; the loop hasn't looked at it."""
+        self.loop.preprocessing.wait()
+        self.compute.submit(lambda: None).result()
 
     def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds

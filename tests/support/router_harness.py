@@ -33,9 +33,10 @@ FRONTEND = Address("frontend")
 E0, E1, PD0, PD1, P0, P1, D0, D1, D2, EP0, EPD0 = (
     Address(name) for name in ("e0", "e1", "pd0", "pd1", "p0", "p1", "d0", "d1", "d2", "ep0", "epd0")
 )
+ENCODERS = [E0, E1, Address("e2"), Address("e3")]
 
 ROLES = {E0: Role.E, E1: Role.E, PD0: Role.PD, PD1: Role.PD, P0: Role.P, P1: Role.P, D0: Role.D, D1: Role.D, D2: Role.D}
-ROLES |= {EP0: Role.EP, EPD0: Role.EPD}
+ROLES |= {EP0: Role.EP, EPD0: Role.EPD} | dict.fromkeys(ENCODERS, Role.E)
 DEFAULTS: dict[str, Any] = {"request_timeout": 60.0, "restart_hold": 0.0, "placement": "least-loaded"}
 
 

@@ -115,7 +115,7 @@ class _Encoder:
 
     def has_capacity(self, task: EncodeTask) -> bool:
         """Return whether it has capacity for an item."""
-        if task.cache_name in self.instance.encoded:
+        if all(name in self.instance.encoded for name in task.part_names):
             return self.patches < CACHED_CREDITS * self.credit.patches
         if not task.item.plan.is_time_sliced(self.instance.capacity.encode_batch_patches):
             return self.patches < self.credit.patches

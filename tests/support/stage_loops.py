@@ -14,7 +14,9 @@ from torch import Tensor
 from tests.support.harness import FLOAT32, Messages, Running, running
 from triptych.encode.loop import EncodeLoop
 from triptych.encode.store import EmbeddingRows
+from triptych.engine.active_request import ActiveChunk
 from triptych.engine.loop import EngineLoop
+from triptych.engine.runner import MediaEmbeddings
 from triptych.engine.scheduler import CountReadyTokens, SchedulerOutput
 from triptych.layers.decoder import ForwardBatch
 from triptych.models.base import EncoderInput
@@ -139,3 +141,18 @@ def answer_of_two_encoders(folder: Path, messages: Messages, rows: int) -> list[
             return answer
 
     return asyncio.run(run())
+
+
+def record_media(instance: InstanceProcess, recorded: list[Tensor]) -> None:
+    """For ``prepare``: keeps the rows of media that steps get, in the order of the steps."""
+    for host in instance.loops:
+        source = host.embedding_source if isinstance(host, EngineLoop) else None
+        if source is not None:
+            gather = source.gather
+
+            def kept(chunks: Sequence[ActiveChunk], gather: Any = gather) -> MediaEmbeddings:
+                media: MediaEmbeddings = gather(chunks)
+                recorded.append(media.rows.clone())
+                return media
+
+            source.gather = kept  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from triptych.encode.store import EmbeddingRows
 from triptych.models.base import EncoderInput
-from triptych.types import Address, ItemPlan, TransferId
+from triptych.types import Address, ItemPlan, RowRange, TransferId
 
 
 class Requester(NamedTuple):
@@ -16,6 +16,8 @@ class Requester(NamedTuple):
     """The frontend that owns the request."""
     attempt: int
     """Number of the attempt to encode it (``Encode.attempt``)."""
+    rows: RowRange
+    """The item's rows that the transfer brings."""
 
 
 @dataclass(eq=False)
@@ -89,3 +91,9 @@ class EncodePart:
     @property
     def patches(self) -> int:
         return len(self.input.patches)
+
+    @property
+    def cost(self) -> float:
+        """Its cost by the plan, in the unit of ``ItemPlan.cost``."""
+        job, number = self.waiters[0]
+        return job.plan.parts[number].cost

@@ -5,7 +5,7 @@ Items are processed part by part: a long item's first rows are sent before its l
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from triptych.models.base import EncoderInput
 from triptych.observe.timeline import Interval
 from triptych.stage_loop import Handlers
 from triptych.transfer.sender import Sender
-from triptych.types import Address, ItemPlan, TransferId
+from triptych.types import Address, RowRange, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,24 @@ class EncodeLoopState:
     num_preprocessing: int
     """How many time slices of preprocessing run or wait for a thread."""
     encoding: bool
+
+
+@dataclass
+class TowerCounters:
+    """What the tower has done so far."""
+
+    patches: int = 0
+    batches: int = 0
+    cost: float = 0.0
+    """In the unit of ``ItemPlan.cost``."""
+    seconds: float = 0.0
+
+    def add(self, parts: Iterable[EncodePart], seconds: float) -> None:
+        """Count a batch."""
+        self.patches += sum(part.patches for part in parts)
+        self.batches += 1
+        self.cost += sum(part.cost for part in parts)
+        self.seconds += seconds
 
 
 class EncodeLoop:
@@ -87,6 +105,8 @@ class EncodeLoop:
         self._lookups: list[tuple[Future[Found], Callable[[Found], None]]] = []
         """Those that the store hasn't answered, and what happens then."""
         self._batch: tuple[list[EncodePart], Future[list[EmbeddingRows]]] | None = None
+        self._batch_began = 0.0
+        self._tower = TowerCounters()
         self._failures = FailureRow()
 
     context_length = 0
@@ -132,7 +152,10 @@ class EncodeLoop:
             self._drop(job)
             for transfer, requester in job.transfers.items():
                 self.sender.abort(transfer, "the instance drains", suspect=False)
-                handed_back.setdefault(requester.frontend, HandBack(self._address, [], [])).transfers.append(transfer)
+                message = handed_back.setdefault(requester.frontend, HandBack(self._address, [], []))
+                message.transfers.append(transfer)
+                if requester.attempt:
+                    message.attempts[transfer] = requester.attempt
         return handed_back
 
     def on_lease_lost(self) -> None:
@@ -166,6 +189,10 @@ class EncodeLoop:
             cache_bytes=self._store.num_bytes,
             cache_max_bytes=self._store.max_bytes,
             fetched_bytes=self.fetcher.num_bytes,
+            patches=self._tower.patches,
+            batches=self._tower.batches,
+            cost=self._tower.cost,
+            tower_seconds=self._tower.seconds,
         )
 
     def close(self) -> None:
@@ -185,7 +212,7 @@ class EncodeLoop:
         self.sender.offer(
             message.transfer,
             message.consumer,
-            message.plan.rows,
+            message.transfer_rows.rows,
             self._layout,
             on_end=lambda _: self._on_transfer_end(message.transfer),
             timeout=message.timeout,
@@ -197,7 +224,7 @@ class EncodeLoop:
         known = [job for job in self._scheduler.jobs_of(key) if set(message.parts) <= set(job.parts)]
         job = known[0] if known else self._new_job(key, message, now)
         # an earlier attempt may still be ending
-        job.transfers[message.transfer] = Requester(message.reply_to, message.attempt)
+        job.transfers[message.transfer] = Requester(message.reply_to, message.attempt, message.transfer_rows)
         job.deadline = max(job.deadline, self._clock.now() + message.timeout)
         if not known:
             self._scheduler.add(job)
@@ -205,7 +232,7 @@ class EncodeLoop:
             self._look_up(names, functools.partial(self._on_stored, job))
             return
         for number, rows in job.rows.items():
-            self._provide(message.transfer, job.plan, number, rows)
+            self._provide(message.transfer, _pieces(job, number, rows, message.transfer_rows))
 
     def _new_job(self, key: str, message: Encode, now: float) -> EncodeJob:
         return EncodeJob(
@@ -365,6 +392,7 @@ class EncodeLoop:
 
     def _start_batch(self) -> None:
         if self._batch is None and (parts := self._scheduler.next_batch(self._clock.wall())):
+            self._batch_began = self._clock.now()
             self._batch = parts, self.runner.start([part.input for part in parts])
 
     def _collect_batch(self) -> None:
@@ -383,6 +411,7 @@ class EncodeLoop:
                 self._fail(job, error, culprit)
             return
         self._failures.succeeded()
+        self._tower.add(parts, self._clock.now() - self._batch_began)
         self._scheduler.batch_encoded(parts)
         for part, rows in zip(parts, future.result(), strict=True):
             names = [part_name(job.key, number) for job, number in part.waiters]
@@ -398,22 +427,21 @@ class EncodeLoop:
             self._fail(job, PlanMismatch(f"the encoder made {len(rows)} rows for {planned}"))
             return
         job.rows[number] = rows
-        for transfer in list(job.transfers):  # a transfer that ends here is removed from the list
-            self._provide(transfer, job.plan, number, rows)
+        for transfer, requester in list(job.transfers.items()):  # a transfer that ends here is removed from them
+            self._provide(transfer, _pieces(job, number, rows, requester.rows))
         if job.all_encoded and self._scheduler.is_active(job):
             self._finish(job)
 
-    def _provide(self, transfer: TransferId, plan: ItemPlan, number: int, rows: EmbeddingRows) -> None:
-        provided = 0
-        for first_row, length in plan.runs_of(number):
-            self.sender.provide(transfer, rows[provided : provided + length], first_row)
-            provided += length
+    def _provide(self, transfer: TransferId, pieces: Iterable[tuple[int, EmbeddingRows]]) -> None:
+        for first_row, rows in pieces:
+            self.sender.provide(transfer, rows, first_row)
 
     def _finish(self, job: EncodeJob) -> None:
         self._drop(job)
         self.num_encoded += job.encode_began > 0
-        for transfer, (frontend, attempt) in job.transfers.items():
-            self.send(frontend, Encoded(transfer, not job.encode_began, _intervals(job, self._clock.wall()), attempt))
+        for transfer, requester in job.transfers.items():
+            encoded = Encoded(transfer, not job.encode_began, _intervals(job, self._clock.wall()), requester.attempt)
+            self.send(requester.frontend, encoded)
 
     def _fail(self, job: EncodeJob, error: BaseException, culprit: Culprit = Culprit.ITEM) -> None:
         """Fail a job. The culprit tells the frontend whether to have the request done elsewhere; in either case the
@@ -424,8 +452,9 @@ class EncodeLoop:
             log.error("item %s failed", job.key[:16], exc_info=error)
         message = str(error) if isinstance(error, TriptychError) else "encoding failed"
         self._drop(job)
-        for transfer, (frontend, attempt) in job.transfers.items():
-            self.send(frontend, EncodeFailed(transfer, ErrorKind.of(error), message, attempt, culprit))
+        for transfer, requester in job.transfers.items():
+            failed = EncodeFailed(transfer, ErrorKind.of(error), message, requester.attempt, culprit)
+            self.send(requester.frontend, failed)
 
 
 def _check(message: Encode, jobs: Sequence[EncodeJob]) -> None:
@@ -435,8 +464,23 @@ def _check(message: Encode, jobs: Sequence[EncodeJob]) -> None:
         raise PlanMismatch("the parts of the plan don't add up to its rows, patches and cost")
     if not parts or parts != sorted(set(parts)) or parts[-1] >= plan.num_parts:
         raise PlanMismatch(f"parts {parts[:8]} of an item are asked for, which has {plan.num_parts}")
+    wanted = message.transfer_rows
+    if wanted.rows < 1 or not all(wanted.contains(*run) for number in parts for run in plan.runs_of(number)):
+        raise PlanMismatch(f"parts of an item are asked for that aren't in rows {wanted.first} to {wanted.end}")
+    if wanted.end > plan.rows:
+        raise PlanMismatch(f"rows up to {wanted.end} of an item are asked for, which has {plan.rows}")
     if any((plan, message.size) != (job.plan, job.size) for job in jobs):
         raise PlanMismatch("another request has an item of the same key with another plan or size")
+
+
+def _pieces(job: EncodeJob, number: int, rows: EmbeddingRows, wanted: RowRange) -> Iterator[tuple[int, EmbeddingRows]]:
+    """Yield the runs of a part's rows that a transfer of these rows brings, each with its first row there. Other
+    sections of the item have the same job if it has their parts, too."""
+    provided = 0
+    for first_row, length in job.plan.runs_of(number):
+        if wanted.contains(first_row, length):
+            yield first_row - wanted.first, rows[provided : provided + length]
+        provided += length
 
 
 def _intervals(job: EncodeJob, now: float) -> list[Interval]:

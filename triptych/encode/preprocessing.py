@@ -1,7 +1,7 @@
 """Preprocesses items in time slices, on threads that each wait for a worker process."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +81,10 @@ class PreprocessRunner:
                 del self._running[future]
                 return True
         return False
+
+    def wait(self) -> None:
+        """For tests: wait until the time slices that have been started have ended."""
+        wait(self._running)
 
     def __len__(self) -> int:
         """Number of time slices that run or wait for a thread."""

@@ -70,15 +70,18 @@ class CopiedRows:
 
 @dataclass
 class IncomingItem:
-    """Embeddings of one of the request's items."""
+    """Embeddings of one of the request's items, or of a section of one."""
 
     index: int
     placement: Placement
+    """The section's own; its row 0 is the transfer's."""
     transfer: TransferId | None
     """None once the last row is consumed."""
     times: TransferTimes = field(default_factory=TransferTimes)
     copied: list[CopiedRows] = field(default_factory=list)
     """Rows of an atomic span that were copied out of the receive pool before all of them had landed, in order."""
+    section: int = 0
+    """Number of the section (``PlacedItem.sections``)."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from triptych.engine.incoming import IncomingTransfers
 from triptych.engine.runner import MediaEmbeddings
 from triptych.messages.work import EncodeNeeded, MissingItem
 from triptych.transfer.memory import Bytes
-from triptych.types import Address, TransferId
+from triptych.types import Address, Placement, TransferId
 
 SHORT_TEXT = 16
 """Largest number of text tokens that wait for the missing rows after them. A step for them alone would read all
@@ -31,32 +31,41 @@ class EmbeddingSource:
         self._row_width = embedding_width
 
     def expect(self, active: ActiveRequest) -> EncodeNeeded | None:
-        """Start, or restart, a transfer for each item that isn't entirely in the KV cache, queued by arrival and prompt
-        order. Returns the message that asks for them, if any."""
+        """Start, or restart, a transfer for each section of an item that isn't entirely in the KV cache, queued by
+        arrival and prompt order. Returns the message that asks for them, if any."""
         self.release(active)
-        request = active.request
-        needed = []
-        for index, item in enumerate(request.items):
-            covered = item.placement.rows_before(request.num_computed)
-            if covered == item.placement.rows:
-                continue
-            transfer = self._incoming.new_name()
-            # only the rows that a lost encode instance had yet to send are encoded again
-            self._receiver.expect(
-                transfer,
-                item.placement.rows,
-                (request.arrival, index),
-                first_row=covered,
-                part_rows=item.part_rows if item.part_rows < item.placement.rows else 0,
-                timeout=request.timeout,
-                resumable=True,
-                owner=active.reply_to,
-            )
-            incoming = IncomingItem(index, item.placement, transfer)
-            self._incoming.add(transfer, active, incoming.times)
-            active.items.append(incoming)
-            needed.append(MissingItem(index, transfer, first_row=covered))
+        needed = [
+            missing
+            for index, item in enumerate(active.request.items)
+            for number, rows in enumerate(item.sections)
+            if (missing := self._expect_section(active, index, number, item.placement.section(rows))) is not None
+        ]
         return self._needed(active, needed) if needed else None
+
+    def _expect_section(
+        self, active: ActiveRequest, index: int, number: int, placement: Placement
+    ) -> MissingItem | None:
+        """Start a transfer for a section of an item unless it is in the KV cache."""
+        request, part_rows = active.request, active.request.items[index].part_rows
+        covered = placement.rows_before(request.num_computed)
+        if covered == placement.rows:
+            return None
+        transfer = self._incoming.new_name()
+        # only the rows that a lost encode instance had yet to send are encoded again
+        self._receiver.expect(
+            transfer,
+            placement.rows,
+            (request.arrival, index, number),
+            first_row=covered,
+            part_rows=part_rows if part_rows < placement.rows else 0,
+            timeout=request.timeout,
+            resumable=True,
+            owner=active.reply_to,
+        )
+        incoming = IncomingItem(index, placement, transfer, section=number)
+        self._incoming.add(transfer, active, incoming.times)
+        active.items.append(incoming)
+        return MissingItem(index, transfer, first_row=covered, section=number)
 
     def take_orphaned(self) -> list[tuple[ActiveRequest, EncodeNeeded]]:
         """Return, for each request whose transfers have lost their encode instances since the last call, the message
@@ -65,9 +74,10 @@ class EmbeddingSource:
         for transfer in self._receiver.take_orphaned():
             if (active := self._incoming.request_of(transfer)) is None:
                 continue
-            (index,) = (item.index for item in active.items if item.transfer == transfer)
+            (item,) = (item for item in active.items if item.transfer == transfer)
             landed, attempt = self._receiver.landed(transfer), self._receiver.attempt(transfer)
-            needed.setdefault(active, []).append(MissingItem(index, transfer, landed, attempt))
+            missing = MissingItem(item.index, transfer, landed, attempt, item.section)
+            needed.setdefault(active, []).append(missing)
         return [(active, self._needed(active, items)) for active, items in needed.items()]
 
     def release(self, active: ActiveRequest) -> None:

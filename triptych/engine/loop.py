@@ -108,7 +108,7 @@ class EngineLoop:
         self._loras = engine.loras
         self._has_second_weights = engine.has_second_weights
         self._no_media = engine.no_media
-        self._embedding_source = embedding_source
+        self.embedding_source = embedding_source
         self._kv_source = kv_source
         self._kv_sink = kv_sink
         self._sources = [source for source in (embedding_source, kv_source) if source is not None]
@@ -161,7 +161,7 @@ class EngineLoop:
         self._start()
         self._send_pending_tokens()
         self.incoming.receiver.grant()
-        if self._embedding_source is not None and self._embedding_source.make_room():
+        if self.embedding_source is not None and self.embedding_source.make_room():
             self.incoming.receiver.grant()
 
     def peer_lost(self, lost: PeerLost) -> None:
@@ -347,8 +347,8 @@ class EngineLoop:
                     active.timings.transfers += active.transfer_intervals()
             for active in self._kv_source.take_first_tokens():
                 self._handle_first_token(active)
-        if self._embedding_source is not None:
-            for active, encode_needed in self._embedding_source.take_orphaned():
+        if self.embedding_source is not None:
+            for active, encode_needed in self.embedding_source.take_orphaned():
                 log.info("request %s: %d items are encoded elsewhere", active.id, len(encode_needed.items))
                 self._send(active.reply_to, encode_needed)
         for active, failure in self.incoming.take_failures():
@@ -455,7 +455,7 @@ class EngineLoop:
             self._mark_scheduled(chunk.request)
         if not step.chunks:
             return None
-        source = self._embedding_source
+        source = self.embedding_source
         media = source.gather(self._with_records(step.chunks)) if source is not None else self._no_media
         return StepBatch(step.chunks, media)
 

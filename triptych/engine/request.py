@@ -255,6 +255,8 @@ def make_request(  # noqa: PLR0917 (a message, and the model's limits)
             end = span.end
         if not item.placement.spans:
             raise InvalidRequest("an item has no span in the prompt")
+        if any(section.rows < 1 for section in item.sections):
+            raise InvalidRequest("an item's sections are not in order")
     request = Request(
         id=message.request,
         tokens=list(message.tokens),

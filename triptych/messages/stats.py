@@ -93,6 +93,14 @@ class EncodeStats(Struct):
     cache_max_bytes: Count
     fetched_bytes: Count = 0
     """Bytes of media files fetched from frontends so far."""
+    patches: Count = 0
+    """Patches encoded so far."""
+    batches: Count = 0
+    """Batches encoded so far."""
+    cost: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Cost of the parts encoded so far, in the unit of ``ItemPlan.cost``."""
+    tower_seconds: Seconds = 0.0
+    """Seconds for which batches were in the tower, or waited for the compute thread."""
 
 
 class PageUsage(Struct, frozen=True):

@@ -12,7 +12,17 @@ from triptych.messages.rows import RowLayout
 from triptych.messages.stats import InstanceStats
 from triptych.observe.timeline import Interval
 from triptych.topology import Role
-from triptych.types import Address, Count, ItemPlan, Placement, Positive, RequestId, TransferId
+from triptych.types import (
+    Address,
+    Count,
+    ItemPlan,
+    Placement,
+    Positive,
+    RequestId,
+    RowRange,
+    TransferId,
+    divided,
+)
 
 Seconds = Annotated[float, Meta(gt=0, le=10**9)]
 
@@ -184,6 +194,9 @@ class HandBack(Struct, frozen=True, tag=True):
     transfers: list[TransferId]
     """Items that an encode instance was given, by their transfers. Their consumers have been told, and ask for them
     again: only a consumer can admit another producer."""
+    attempts: dict[TransferId, Count] = {}
+    """Which attempt of each is given up (``Encode.attempt``); 0 if it isn't named. A consumer may ask again before this
+    arrives, and the frontend give the item to the same instance."""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -301,6 +314,14 @@ class PlacedItem(Struct, frozen=True):
     key: str
     placement: Placement
     part_rows: Positive
+    cuts: tuple[Positive, ...] = ()
+    """Rows, ascending, before which the item is divided into sections: consecutive rows with a transfer of their own,
+    so that several encode instances can send them."""
+
+    @property
+    def sections(self) -> list[RowRange]:
+        """The rows of each section, in order: all rows, if it isn't divided."""
+        return divided(self.placement.rows, self.cuts)
 
 
 class Generate(Struct, frozen=True, tag=True):
@@ -355,16 +376,18 @@ class Prefill(Struct, frozen=True, tag=True):
 
 
 class MissingItem(Struct, frozen=True):
-    """An item whose rows a language instance lacks, and the transfer that should bring them."""
+    """An item, or a section of one, whose rows a language instance lacks, and the transfer that should bring them."""
 
     item: Count
     """Index of the item in the request."""
     transfer: TransferId
     first_row: Count = 0
-    """The instance has the rows before this one."""
+    """The instance has the section's rows before this one; the section's first row is 0."""
     attempt: Count = 0
     """Number of encode instances that the transfer had before: it resumes if they were lost. To be passed on in
     Encode."""
+    section: Count = 0
+    """Number of the section (``PlacedItem.sections``)."""
 
 
 class EncodeNeeded(Struct, frozen=True, tag=True):
@@ -399,12 +422,19 @@ class Encode(Struct, frozen=True, tag=True):
     size: Annotated[int, Meta(ge=1, le=(MAX_FILE_MB + 1) * 2**20)]
     """Bytes of the file. A list of frames, packed as one file, is somewhat larger than its frames."""
     parts: list[Count]
-    """Numbers of the parts to encode, ascending: those with rows that the consumer lacks."""
+    """Numbers of the parts to encode, ascending: those with rows that the consumer lacks. They lie within ``rows``."""
     timeout: Timeout = NO_TIMEOUT
     cache_salt: str = ""
     client: str = ""
     attempt: Count = 0
     """Number of the attempt to encode it (``MissingItem.attempt``)."""
+    rows: RowRange | None = None
+    """The item's rows that the transfer brings, of which the first is its row 0; None for all."""
+
+    @property
+    def transfer_rows(self) -> RowRange:
+        """The item's rows that the transfer brings."""
+        return self.rows or RowRange(0, self.plan.rows)
 
 
 class FetchMedia(Struct, frozen=True, tag=True):

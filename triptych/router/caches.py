@@ -6,7 +6,7 @@ evict, or other frontends put there, is not known: a wrong guess costs work, nev
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,17 +27,26 @@ SHARED_BY = 4
 L = TypeVar("L")
 
 
-class EncodedItems:
-    """Items in one instance's encoder cache: those that it was given and didn't fail, least recently used evicted.
+PartName = tuple[str, str, int]
+"""Names the rows of an item's part at any encode instance: the item's key, the ``cache_salt`` and the part's number."""
 
-    Names are bytes that determine an item's rows."""
+
+def part_names(key: str, salt: str, parts: Iterable[int]) -> list[PartName]:
+    """Return the names of some parts of an item."""
+    return [(key, salt, number) for number in parts]
+
+
+class EncodedItems:
+    """Parts in one instance's encoder cache: those that it was given and didn't fail, least recently used evicted.
+
+    Names determine a part's rows."""
 
     def __init__(self) -> None:
-        self._num_bytes: OrderedDict[bytes, int] = OrderedDict()
+        self._num_bytes: OrderedDict[Hashable, int] = OrderedDict()
         self._total = 0
 
-    def add(self, name: bytes, num_bytes: int, max_bytes: int) -> None:
-        """Note that an item of ``num_bytes`` was used. The cache has ``max_bytes``."""
+    def add(self, name: Hashable, num_bytes: int, max_bytes: int) -> None:
+        """Note that a part of ``num_bytes`` was used. The cache has ``max_bytes``."""
         self.discard(name)
         self._num_bytes[name] = num_bytes
         self._total += num_bytes
@@ -45,11 +54,11 @@ class EncodedItems:
             _, evicted = self._num_bytes.popitem(last=False)
             self._total -= evicted
 
-    def discard(self, name: bytes) -> None:
-        """Note that an item isn't there."""
+    def discard(self, name: Hashable) -> None:
+        """Note that a part isn't there."""
         self._total -= self._num_bytes.pop(name, 0)
 
-    def __contains__(self, name: bytes) -> bool:
+    def __contains__(self, name: Hashable) -> bool:
         return name in self._num_bytes
 
     def __len__(self) -> int:

@@ -8,21 +8,35 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from triptych.clock import Clock
 from triptych.fair_queue import FairQueue, QueueState, Ticket
 from triptych.messages.codec import Message
-from triptych.messages.work import LONG_ITEMS, MEDIA_PIECE_BYTES, Encode, FetchMedia, MediaBytes, MediaGone, time_left
+from triptych.messages.work import (
+    LONG_ITEMS,
+    MEDIA_PIECE_BYTES,
+    Encode,
+    FetchMedia,
+    HandBack,
+    MediaBytes,
+    MediaGone,
+    PlacedItem,
+    time_left,
+)
 from triptych.prompt.prompt import PlannedItem
+from triptych.router.caches import PartName, part_names
+from triptych.router.division import SECTION_SECONDS, EncoderState, divide
 from triptych.router.forecast import Rate
-from triptych.router.instance import Assignment, Instance, WorkKind
+from triptych.router.instance import ENCODE_KINDS, Assignment, Instance, WorkKind
 from triptych.router.membership import Membership
-from triptych.router.placement import PlacementPolicy, Work, least_loaded
+from triptych.router.placement import PlacementPolicy, Work, by_rendezvous, least_loaded
 from triptych.router.quarantine import Quarantine
 from triptych.router.request_state import RequestState
 from triptych.router.request_table import RequestTable
-from triptych.types import Address, RequestId, TransferId
+from triptych.types import Address, RequestId, RowRange, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +80,22 @@ class _Kinds:
         return kind in self.startable or isinstance(kind, SuspectKind)
 
 
+ItemSection = tuple[int, int]
+"""An item's index in its prompt, and the number of a section of it."""
+
+
+@dataclass(frozen=True)
+class ItemGroup:
+    """Items of a request that were asked for together."""
+
+    key: bytes
+    """``EncodeTask.cache_key`` of the first."""
+    cost: int
+    """Sum of their costs."""
+    spread: bool
+    """Whether they cost enough to be encoded by several instances at once. Otherwise one instance should get all."""
+
+
 @dataclass(frozen=True, eq=False)
 class EncodeTask:
     """An item whose embedding a language instance needs."""
@@ -90,6 +120,12 @@ class EncodeTask:
     cache_salt: str = ""
     since: float = 0.0
     """When it was queued, by the router's clock, in seconds."""
+    section: int = 0
+    """Number of the item's section (``PlacedItem.sections``)."""
+    rows: RowRange | None = None
+    """The section's rows; None if the item isn't divided."""
+    group: ItemGroup = ItemGroup(b"", 0, spread=False)
+    """Set when it is queued."""
 
     @functools.cached_property
     def cost(self) -> int:
@@ -101,9 +137,19 @@ class EncodeTask:
         return sum(self.item.plan.parts[number].patches for number in self.parts)
 
     @property
-    def cache_name(self) -> bytes:
-        """Names its rows at any encode instance. Keys are of one length, so salts can't be mistaken for their ends."""
+    def key(self) -> ItemSection:
+        """Distinguishes it from others of its request."""
+        return self.index, self.section
+
+    @property
+    def cache_key(self) -> bytes:
+        """Equal for what shares cached rows. Keys are of one length, so salts can't be mistaken for their ends."""
         return f"{self.item.key}{self.cache_salt}".encode()
+
+    @functools.cached_property
+    def part_names(self) -> list[PartName]:
+        """Name the rows of its parts at any encode instance."""
+        return part_names(self.item.key, self.cache_salt, self.parts)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,14 +170,13 @@ class InFlightEncode(Assignment):
 class _RequestItems:
     """The items of one request."""
 
-    queued: dict[int, Ticket[EncodeTask]] = field(default_factory=dict)
-    """By the item's index."""
+    queued: dict[ItemSection, Ticket[EncodeTask]] = field(default_factory=dict)
     in_flight: dict[TransferId, InFlightEncode] = field(default_factory=dict)
 
-    def known(self, index: int) -> list[EncodeTask]:
-        """Return what was asked for last of the item of that index, queued or dispatched; empty if nothing was."""
-        queued = [self.queued[index].work] if index in self.queued else []
-        return queued + [one.task for one in self.in_flight.values() if one.task.index == index]
+    def known(self, key: ItemSection) -> list[EncodeTask]:
+        """Return what was asked for last of an item or section, queued or dispatched; empty if nothing was."""
+        queued = [self.queued[key].work] if key in self.queued else []
+        return queued + [one.task for one in self.in_flight.values() if one.task.key == key]
 
 
 @dataclass(frozen=True)
@@ -187,15 +232,38 @@ class EncodeDispatcher:
         self.num_openings = 0
         """Changes so far that may let waiting items go on, but for those of the table: some were queued or dropped."""
 
-    def enqueue(self, task: EncodeTask) -> bool:
-        """Queue an item. Return whether it replaces an earlier transfer of the same item,
-        as after a preemption. Does nothing if the instance has asked for the item later or this is known already."""
+    def enqueue(self, tasks: Sequence[EncodeTask]) -> int:
+        """Queue items that were asked for together. Returns how many replace an earlier transfer of the same item, as
+        after a preemption. Ignores those that the instance has asked for later, or that are known already."""
+        cost, least = sum(task.cost for task in tasks), self._least_section()
+        spread = cost >= 2 * least and self._policy.uses_caches  # other policies place each item by itself
+        return sum(self._enqueue(replace(one, group=ItemGroup(tasks[0].cache_key, cost, spread))) for one in tasks)
+
+    def _enqueue(self, task: EncodeTask) -> bool:
         items = self._requests.setdefault(task.request, _RequestItems())
-        if any(known.asked >= task.asked for known in items.known(task.index)):
+        if any(known.asked >= task.asked for known in items.known(task.key)):
             return False
-        replaced = self._release_item(items, task.index)
-        items.queued[task.index] = self._queued(task)
+        replaced = self._release_item(items, task.key)
+        items.queued[task.key] = self._queued(task)
         return replaced
+
+    def divide(self, state: RequestState) -> list[PlacedItem]:
+        """Return a request's items, with where they are to be divided among the encode instances, as loads and caches
+        are now. Those of a suspect aren't: each instance that works on it may be lost."""
+        items, instances = state.prompt.items, self._membership.encode_instances(begun=True)
+        if not items or len(instances) < 2 or self._quarantine.is_suspect(state):
+            return [msgspec.structs.replace(item, cuts=()) for item in state.generate.items]
+        cost = sum(item.plan.cost for item in items)
+        encoders = [EncoderState(_load_before(one, cost), one.encoded) for one in instances]
+        cuts = divide(items, state.generate.cache_salt, encoders, self._least_section())
+        return [msgspec.structs.replace(item, cuts=rows) for item, rows in zip(state.generate.items, cuts, strict=True)]
+
+    def _least_section(self) -> float:
+        """Return the cost from which it pays that another instance encodes a part of an item, or of a request's items:
+        as long as nothing was measured, that of a batch."""
+        stats = [one.stats.encode for one in self._membership.encode_instances(begun=True) if one.stats.encode]
+        seconds, cost = sum(one.tower_seconds for one in stats), sum(one.cost for one in stats)
+        return SECTION_SECONDS * cost / seconds if cost and seconds else self._membership.encode_batch_patches
 
     def _queued(self, task: EncodeTask) -> Ticket[EncodeTask]:
         kind: ItemKind | SuspectKind = ItemKind.SHORT
@@ -216,9 +284,9 @@ class EncodeDispatcher:
     def set_apart(self, state: RequestState) -> None:
         """Have the queued items of a request that is suspect now block no others."""
         if (items := self._requests.get(state.id)) is not None:
-            for index, ticket in items.queued.items():
+            for key, ticket in items.queued.items():
                 self._queue.remove(ticket)
-                items.queued[index] = self._queued(ticket.work)
+                items.queued[key] = self._queued(ticket.work)
 
     def dispatch(self) -> None:
         """Dispatch queued items to encode instances with capacity, as the policy chooses."""
@@ -230,7 +298,7 @@ class EncodeDispatcher:
                 return
             if (task := ticket.work).transfer in self._in_flight:
                 log.error("request %s: another item has the transfer %s", task.request, task.transfer)
-                del self._requests[task.request].queued[task.index]
+                del self._requests[task.request].queued[task.key]
             else:
                 self._dispatch_to(task, self._choose(task, instances))
 
@@ -238,8 +306,12 @@ class EncodeDispatcher:
         """Return the instance that gets an item, of those that have capacity for it. One that has it cached is taken
         even if it is busy: a copy is less work than encoding it again elsewhere."""
         fitting = [one for one in instances if self._fits(task, one)]
-        work = Work(task.cost, task.cache_name)
+        group = task.group
+        work = Work(max(task.cost, group.cost), group.key)
         holder = least_loaded([one for one in fitting if self._has_cached(task, one)], work)
+        if holder is None and group.spread:
+            ranks = {one: rank for rank, one in enumerate(by_rendezvous(fitting, task.cache_key))}
+            return min(fitting, key=lambda one: (one.outstanding + _missing_cost(task, one), ranks[one]))
         instance = holder or self._policy.choose(fitting, work)
         assert instance is not None, "the item was dequeued because it fits"
         return instance
@@ -260,7 +332,7 @@ class EncodeDispatcher:
     @staticmethod
     def _has_cached(task: EncodeTask, instance: Instance) -> bool:
         """Return whether an encode instance probably has an item's rows, or is encoding them."""
-        return task.cache_name in instance.encoded
+        return all(name in instance.encoded for name in task.part_names)
 
     def _fits_any(self, instances: Sequence[Instance], task: EncodeTask) -> bool:
         return any(self._fits(task, one) for one in instances)
@@ -290,7 +362,7 @@ class EncodeDispatcher:
             patches=0 if long else min(task.patches, batch_patches),
             task=task,
         )
-        del items.queued[task.index]
+        del items.queued[task.key]
         items.in_flight[task.transfer] = self._in_flight[task.transfer] = encode
         self._at[instance.address][task.transfer] = encode
         self._unfinished[encode] = None
@@ -310,6 +382,7 @@ class EncodeDispatcher:
             timeout=time_left(task.deadline, now),
             cache_salt=task.cache_salt,
             client=task.client,
+            rows=task.rows,
         )
         self._send(instance.address, message)
 
@@ -358,20 +431,21 @@ class EncodeDispatcher:
         """Note that an item's rows will be in the cache of its instance. Other transfers of it can join it before."""
         if self._policy.uses_caches:
             task, instance = encode.task, encode.instance
-            num_bytes = task.item.plan.rows * instance.media_row_bytes
-            instance.encoded.add(task.cache_name, num_bytes, instance.encode_cache_bytes)
+            for number, name in zip(task.parts, task.part_names, strict=True):
+                num_bytes = task.item.plan.rows_of(number) * instance.media_row_bytes
+                instance.encoded.add(name, num_bytes, instance.encode_cache_bytes)
 
     def release(self, state: RequestState) -> None:
         """Release a request's items, because it has ended or another instance computes its prompt."""
         if items := self._requests.pop(state.id, None):
-            for index in [*items.queued, *(encode.task.index for encode in items.in_flight.values())]:
-                self._release_item(items, index)
+            for key in [*items.queued, *(encode.task.key for encode in items.in_flight.values())]:
+                self._release_item(items, key)
 
     def consumer_lost(self, consumer: Address) -> None:
         """Drop the queued items of a language instance that is gone."""
         for ticket in self._queue:
             if ticket.work.consumer == consumer:
-                self._dequeue(self._requests[ticket.work.request], ticket.work.index)
+                self._dequeue(self._requests[ticket.work.request], ticket.work.key)
 
     def instance_lost(self, instance: Instance) -> tuple[list[TransferId], list[RequestId]]:
         """Forget what an encode instance was assigned. Returns all its transfers, whose consumers ask again for the
@@ -384,15 +458,19 @@ class EncodeDispatcher:
             del self._requests[encode.task.request].in_flight[transfer]
         return list(assigned), list(requests)
 
-    def hand_back(self, instance: Instance, transfers: Sequence[TransferId]) -> list[RequestId]:
+    def hand_back(self, instance: Instance, message: HandBack) -> list[RequestId]:
         """Forget what an instance was assigned and hasn't begun, at no cost to the clients. Returns the
         requests concerned, whose consumers ask for the items again."""
         held = self._at.get(instance.address, {})
-        returned = [one for transfer in transfers if (one := held.get(transfer)) is not None]
+        returned = [
+            one
+            for transfer in message.transfers
+            if (one := held.get(transfer)) is not None and one.task.attempt == message.attempts.get(transfer, 0)
+        ]
         for encode in returned:
             if encode in self._unfinished:
                 self._queue.charge(encode.task.client, -encode.cost)
-            self._release_item(self._requests[encode.task.request], encode.task.index)
+            self._release_item(self._requests[encode.task.request], encode.task.key)
         return [encode.task.request for encode in returned]
 
     def queued_requests(self) -> list[RequestId]:
@@ -426,24 +504,25 @@ class EncodeDispatcher:
         """Number of queued items."""
         return len(self._queue)
 
-    def _release_item(self, items: _RequestItems, index: int) -> bool:
-        """Release an item, queued or in flight; return False if it is neither."""
-        earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.index == index]
+    def _release_item(self, items: _RequestItems, key: ItemSection) -> bool:
+        """Release an item or section, queued or in flight; return False if it is neither."""
+        earlier = [transfer for transfer, encode in items.in_flight.items() if encode.task.key == key]
         for transfer in earlier:
             encode = items.in_flight.pop(transfer)
             if encode in self._unfinished:
-                encode.instance.encoded.discard(encode.task.cache_name)
+                for name in encode.task.part_names:
+                    encode.instance.encoded.discard(name)
             self._free_capacity(encode, 0.0)
             del self._in_flight[transfer]
             held = self._at[encode.instance.address]
             held.pop(transfer, None)
             if not held:
                 del self._at[encode.instance.address]
-        return self._dequeue(items, index) or bool(earlier)
+        return self._dequeue(items, key) or bool(earlier)
 
-    def _dequeue(self, items: _RequestItems, index: int) -> bool:
-        """Take an item out of the queue; return False if it isn't there."""
-        if (ticket := items.queued.pop(index, None)) is None:
+    def _dequeue(self, items: _RequestItems, key: ItemSection) -> bool:
+        """Take an item or section out of the queue; return False if it isn't there."""
+        if (ticket := items.queued.pop(key, None)) is None:
             return False
         self._queue.remove(ticket)
         self.num_openings += 1  # others may have waited behind it
@@ -458,3 +537,16 @@ class EncodeDispatcher:
         now = self._clock.now()
         self._rate.add(done, now)
         self._rate.set_busy(now, busy=bool(self._unfinished))
+
+
+def _missing_cost(task: EncodeTask, instance: Instance) -> float:
+    """Return the cost of a task's parts that an encode instance probably doesn't have."""
+    parts = zip(task.parts, task.part_names, strict=True)
+    return sum(task.item.plan.parts[number].cost for number, name in parts if name not in instance.encoded)
+
+
+def _load_before(instance: Instance, cost: float) -> float:
+    """Return the cost of what an encode instance does before items of this cost, which time-sliced ones delay by at
+    most their own."""
+    items = [one for one in instance.account if one.kind in ENCODE_KINDS]
+    return sum(min(one.cost, cost) if one.kind is WorkKind.LONG_ITEM else one.cost for one in items)

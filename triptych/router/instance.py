@@ -30,6 +30,10 @@ class WorkKind(enum.IntEnum):
     """A media item that it encodes in time slices."""
 
 
+ENCODE_KINDS = (WorkKind.ITEM, WorkKind.LONG_ITEM)
+"""Kinds of what an encoder does."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Assignment:
     """A piece of work that an instance was given for a request."""

@@ -185,7 +185,7 @@ class InstanceMessages:
                 self._transitions.requeue(state)
             elif state.prefill is not None and state.prefill.instance is instance and state.prefill_needed:
                 self._transitions.needs_prefill(state, state.prefill_needed)
-        for request in self._encodes.hand_back(instance, message.transfers):
+        for request in self._encodes.hand_back(instance, message):
             if state := self._requests.get(request):
                 self._transitions.update_phase(state)
 
@@ -261,6 +261,8 @@ class InstanceMessages:
                 self._transitions.fail_missing(state, Stage.ENCODE)
             elif state.id in encoding:
                 self._metrics.recovered("encode")
+                self._transitions.update_phase(state)
+            elif state.decode is not None:  # its prefill was lost, and with it the items that were queued for that
                 self._transitions.update_phase(state)
         self._recovering.append((instance.name, list(affected)))
         self._disconnect(instance.address)

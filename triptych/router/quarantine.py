@@ -2,14 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from triptych.router.instance import Instance, WorkKind
+from triptych.router.instance import ENCODE_KINDS, Instance
 from triptych.router.request_state import RequestState
 from triptych.types import RequestId
 
 MAX_LOSSES = 3
 """Instances that may be lost while they work on one request. Bounded, because the request itself may end them."""
-
-_ITEMS = (WorkKind.ITEM, WorkKind.LONG_ITEM)
 
 
 class Quarantine:
@@ -40,7 +38,7 @@ class Quarantine:
             return True
         is_there = state.works_on(instance)
         return not any(
-            work.instance is instance and (not is_there or work.kind in _ITEMS)
+            work.instance is instance and (not is_there or work.kind in ENCODE_KINDS)
             for other in self._suspects.values()
             if other is not state and self.is_on_trial(other)
             for work in other.work

@@ -16,6 +16,7 @@ from triptych.messages.work import (
     EncodeNeeded,
     Failed,
     FetchMedia,
+    MissingItem,
     PrefillNeeded,
     Tokens,
 )
@@ -30,9 +31,10 @@ from triptych.router.lifecycle import RequestLifecycle
 from triptych.router.load_window import LoadWindow
 from triptych.router.membership import Membership
 from triptych.router.operators import OperatorMessages
+from triptych.router.request_state import RequestState
 from triptych.router.role_changes import RoleChanges
 from triptych.router.stage_metrics import StageCollector
-from triptych.types import Address
+from triptych.types import Address, RowRange, divided
 
 log = logging.getLogger(__name__)
 
@@ -201,32 +203,39 @@ class Router:
         if state is None or not state.prefills(message.consumer, message.prefill):
             self._cancel_at(message.consumer, Cancel(message.request, message.prefill))
             return
-        for needed in message.items:
-            if needed.item >= len(state.prompt.items):
-                log.error("request %s has no item %d", message.request, needed.item)
-                continue
-            item = state.prompt.items[needed.item]
-            if not (parts := item.plan.parts_from(needed.first_row)):
-                log.error("request %s needs no row of item %d", message.request, needed.item)
-                continue
-            task = EncodeTask(
-                request=state.id,
-                index=needed.item,
-                item=item,
-                transfer=needed.transfer,
-                consumer=message.consumer,
-                parts=parts,
-                attempt=needed.attempt,
-                asked=message.asked,
-                deadline=state.deadline,
-                client=state.client,
-                priority=state.priority,
-                cache_salt=state.generate.cache_salt,
-                since=self.clock.now(),
-            )
-            if self._encodes.enqueue(task):
-                self.metrics.reencoded()
+        tasks = [task for needed in message.items if (task := self._task(state, message, needed)) is not None]
+        for _ in range(self._encodes.enqueue(tasks)):
+            self.metrics.reencoded()
         self._transitions.update_phase(state)
+
+    def _task(self, state: RequestState, message: EncodeNeeded, needed: MissingItem) -> EncodeTask | None:
+        """Return what is to be encoded of an item; None if the language instance is wrong about the request."""
+        if needed.item >= len(state.prompt.items):
+            log.error("request %s has no item %d", message.request, needed.item)
+            return None
+        item = state.prompt.items[needed.item]
+        sections = divided(item.plan.rows, state.generate.items[needed.item].cuts)
+        if needed.section >= len(sections) or needed.first_row >= sections[needed.section].rows:
+            log.error("request %s needs no row of section %d of item %d", message.request, needed.section, needed.item)
+            return None
+        rows = sections[needed.section]
+        return EncodeTask(
+            request=state.id,
+            index=needed.item,
+            item=item,
+            transfer=needed.transfer,
+            consumer=message.consumer,
+            parts=item.plan.parts_of(RowRange(rows.first + needed.first_row, rows.end)),
+            attempt=needed.attempt,
+            asked=message.asked,
+            deadline=state.deadline,
+            client=state.client,
+            priority=state.priority,
+            cache_salt=state.generate.cache_salt,
+            since=self.clock.now(),
+            section=needed.section,
+            rows=rows if len(sections) > 1 else None,
+        )
 
     def _cancel_at(self, address: Address, cancel: Cancel) -> None:
         """End a request at a language instance that works on it and shouldn't: its Cancel came before, or was lost."""

@@ -75,6 +75,7 @@ class Transitions:
             request=RequestId(f"{state.id}.{state.num_dispatches}") if again else state.id,
             generated=list(state.generated),
             timeout=time_left(state.deadline, self._clock.now()),
+            items=self._encodes.divide(state) if instance.role.prefills else state.generate.items,
         )
         try:
             self._send(instance.address, state.generate)
@@ -130,8 +131,10 @@ class Transitions:
             transfer=needed.transfer,
         )
         self._requests.assign_prefill(state, work)
-        generate = msgspec.structs.replace(state.generate, timeout=time_left(state.deadline, self._clock.now()))
-        prefill = Prefill(generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
+        state.generate = msgspec.structs.replace(
+            state.generate, timeout=time_left(state.deadline, self._clock.now()), items=self._encodes.divide(state)
+        )
+        prefill = Prefill(state.generate, needed.generated, needed.consumer, needed.transfer, needed.first_token)
         self._notify(instance.address, prefill)
 
     def cancel_prefill(self, state: RequestState) -> None:
