@@ -49,6 +49,25 @@ OPTIONS = {
     "longer sound": ["-shortest"],
     "fields": ["-flags", "+ildct+ilme"],
     "all keyframes": ["-g", "1"],
+    "4:2:2": ["-pix_fmt", "yuv422p"],
+    "grey": ["-pix_fmt", "gray"],
+    "transparent": ["-pix_fmt", "yuva420p", "-auto-alt-ref", "0"],
+    "full range": ["-vf", "scale=out_range=pc", "-color_range", "pc"],
+    "HDR": [
+        "-pix_fmt",
+        "yuv420p10le",
+        "-colorspace",
+        "bt2020nc",
+        "-color_primaries",
+        "bt2020",
+        "-color_trc",
+        "smpte2084",
+    ],
+    "wide pixels": ["-vf", "setsar=2"],
+    "one frame": ["-frames:v", "1"],
+    "29.97 a second": ["-r", "30000/1001"],
+    "240 a second": ["-r", "240"],
+    "one in two seconds": ["-r", "0.5"],
 }
 CONTAINERS = {
     "mp4": ("h264", "hevc", "vp9", "av1"),
@@ -56,15 +75,29 @@ CONTAINERS = {
     "mkv": ("h264", "hevc", "vp8", "vp9", "av1"),
     "webm": ("vp8", "vp9", "av1"),
 }
-LACKING = {("vp8", "odd sides"), ("vp8", "10 bits"), ("av1", "odd sides")}
-"""What the encoders don't make."""
+PIXELS = {
+    "h264": ("odd sides", "10 bits", "4:2:2", "grey", "HDR"),
+    "hevc": ("odd sides", "10 bits", "4:2:2", "grey", "HDR"),
+    "vp8": ("transparent",),
+    "vp9": ("odd sides", "10 bits", "4:2:2", "transparent", "HDR"),
+    "av1": ("10 bits", "HDR"),
+}
+"""The options by which the encoders write other pixels than usual ones."""
 FFMPEG = [
     (container, codec, option)
     for container, codecs in CONTAINERS.items()
     for codec in codecs
     for option in OPTIONS
-    if (codec, option) not in LACKING and (option != "fields" or codec == "h264")
+    if option in PIXELS[codec] or option not in ("odd sides", "10 bits", "4:2:2", "grey", "transparent", "HDR")
+    if option != "fields" or codec == "h264"
 ]
+REFUSED = {
+    "mp4": "mpeg4 mpeg2video mpeg1video mjpeg png jpeg2000",
+    "mov": "mpeg4 mjpeg prores prores_ks png qtrle rawvideo v210 h263 cinepak svq1 jpeg2000 ffv1 hap r210",
+    "3gp": "mpeg4 h263",
+    "mkv": "mpeg4 mpeg2video mjpeg prores libtheora msmpeg4v3 msmpeg4v2 wmv1 wmv2 ffv1 huffyuv ffvhuff utvideo "
+    "rawvideo flv1 h263p snow png magicyuv",
+}
 MOVFLAGS = [
     "faststart",
     "isml+frag_keyframe",
@@ -141,7 +174,9 @@ def test_turned_videos(tmp_path: Path, container: str, degrees: str) -> None:
     ffmpeg(tmp_path / "whole.mp4", *SOURCE, *CODECS["h264"], "-metadata:s:v:0", f"rotate={degrees}")
     turned = ["-i", str(tmp_path / "whole.mp4"), "-c", "copy", "-metadata:s:v:0", f"rotate={degrees}"]
     data = ffmpeg(tmp_path / f"turned.{container}", *turned)
-    assert probe_video(data).rotation == int(degrees)
+    with av.open(io.BytesIO(data), "r") as file:
+        rotation = next(file.decode(video=0)).rotation
+    assert probe_video(data).rotation == -rotation % 360 != 0
     assert_same(data)
 
 
@@ -195,6 +230,15 @@ def test_other_containers_are_named(container: str) -> None:
     codec = {"ivf": "libvpx", "mxf": "mpeg2video"}.get(container, "libx264")
     data = clip(container, frames=4, codec=codec, rate=25)
     with pytest.raises(UnsupportedMedia, match=r"animated GIF video: it is an? (AVI|MPEG|FLV|Windows|MXF|IVF)"):
+        probe_video(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("container", "codec"), [(name, codec) for name in REFUSED for codec in REFUSED[name].split()])
+def test_other_codecs_are_named(tmp_path: Path, container: str, codec: str) -> None:
+    size = ["-s", "128x96"] if codec == "h263" else []
+    data = ffmpeg(tmp_path / f"made.{container}", *SOURCE, *size, "-c:v", codec, "-strict", "-2")
+    with pytest.raises(UnsupportedMedia, match=r"is encoded as '[^']+', which isn't supported"):
         probe_video(data)
 
 
