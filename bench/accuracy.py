@@ -38,9 +38,9 @@ from demo.questions import EVALUATION_SEEDS, Example, make_example
 from triptych.checkpoint.config_files import load_config, load_preprocessor_config, load_video_config
 from triptych.config import EngineConfig
 from triptych.demo import MODEL_DIR
+from triptych.measure.machine import machine
 from triptych.models.registry import family_of, resolve
 from triptych.prompt.prompt import PromptBuilder
-from triptych.transfer_bench.measure import machine
 
 ALL_FORMATS = FORMATS | {
     "float16, KV cache in int8": {"dtype": "float16", "kv_cache_dtype": "int8"},

@@ -29,7 +29,7 @@ from triptych.layers.attention.cpu import CpuAttention
 from triptych.layers.attention.kv_format import cache_format, to_stored
 from triptych.layers.cache_spec import bytes_per_token
 from triptych.layers.decoder_config import DecoderConfig
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -23,13 +23,13 @@ from triptych.config import EngineConfig, ServeConfig
 from triptych.demo import MODEL_DIR
 from triptych.engine.loop import EngineLoop
 from triptych.layers.decoder import ForwardBatch
+from triptych.measure.machine import machine
 from triptych.messages.channel import Channel
 from triptych.messages.codec import Message, encode
 from triptych.messages.work import Generate, SamplingParams
 from triptych.server.build import build_instance
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
-from triptych.transfer_bench.measure import machine
 from triptych.types import Address, RequestId
 
 FIRST = 8

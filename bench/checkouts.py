@@ -141,7 +141,7 @@ def main() -> None:
     # not at the top: a worker imports the project from the checkout that it measures
     from bench.formats import FORMATS
     from bench.measuring import report
-    from triptych.transfer_bench.measure import machine
+    from triptych.measure.machine import machine
 
     if unknown := set(options.formats) - FORMATS.keys():
         parser.error(f"{unknown} are not among {[*FORMATS]}")

@@ -27,9 +27,9 @@ from bench.language_limits import read_bandwidth
 from bench.measuring import report
 from bench.serve import Load, ask, request_body
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.measure.machine import machine
 from triptych.server.frontend import Frontend
 from triptych.topology import Role
-from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
 FIRST = 16

@@ -24,7 +24,7 @@ from triptych.layers.delta_rule.compiled import cpu_delta_rule
 from triptych.layers.delta_rule.reference import PyTorchDeltaRule
 from triptych.layers.native import kernels
 from triptych.layers.pointwise import gated_norm
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 HEADS = {"16 value heads": DeltaHeads(16, 16, 128, 128), "32 value heads": DeltaHeads(16, 32, 128, 128)}
 PROMPTS = (64, 256, 1024)

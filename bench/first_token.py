@@ -43,6 +43,7 @@ from triptych.layers.decoder import ForwardBatch
 from triptych.layers.linear import LMHead
 from triptych.layers.mixers import Attention
 from triptych.layers.parallel import SINGLE_RANK
+from triptych.measure.machine import machine
 from triptych.models.base import EncoderInput
 from triptych.models.registry import resolve
 from triptych.models.shared.grid_tower import GridTower
@@ -50,7 +51,6 @@ from triptych.models.shared.images import decode_image
 from triptych.prompt.probe import probe_image
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Topology
-from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
 STAGES = ("encode", "preprocess", "prefill", "transfer", "fetch", "plan", "queue")

@@ -34,9 +34,9 @@ from triptych.layers.attention.kv_format import cache_format, to_stored
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.encoder import Encoder
 from triptych.layers.parallel import SINGLE_RANK
+from triptych.measure.machine import machine
 from triptych.models.base import EncoderInput
 from triptych.server.model_bundle import ModelBundle
-from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 FORMATS: dict[str, dict[str, str]] = {

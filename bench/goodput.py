@@ -25,8 +25,8 @@ import httpx
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
 from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.measure.machine import machine
 from triptych.topology import Topology
-from triptych.transfer_bench.measure import machine
 
 SETUPS = ("1EPD:2", "2EPD:1", "1E1PD:1", "1EP1D:1")
 TTFT_TIMES, TPOT_TIMES = 5.0, 2.0

@@ -29,8 +29,8 @@ from bench.measuring import report
 from bench.serve import STREAMED
 from bench.served_checkouts import services
 from triptych.engine.grammar.compiler import Compiler
+from triptych.measure.machine import machine
 from triptych.prompt import lark
-from triptych.transfer_bench.measure import machine
 
 VOCABULARY = 150_000
 ROWS = 32

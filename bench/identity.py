@@ -20,7 +20,7 @@ from typing import Any
 from bench.measuring import report
 from triptych.checkpoint.digests import FileDigests
 from triptych.checkpoint.safetensors_header import weight_files
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 ROUNDS = 5
 

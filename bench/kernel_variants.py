@@ -19,7 +19,7 @@ from bench.measuring import like_an_instance, report, seconds_in_turns
 from bench.products import KERNELS
 from triptych.layers import native
 from triptych.layers.kernel_variants import Variant, compiled, find_compiler
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 from triptych.user_cache import user_cache
 
 TOKENS = (1, 8, 64)

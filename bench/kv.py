@@ -29,11 +29,11 @@ from triptych.checkpoint.reader import Checkpoint
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig, TransferConfig
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.cache_spec import bytes_per_token
+from triptych.measure.machine import machine
 from triptych.models.registry import family_of, resolve
 from triptych.server.frontend import Frontend
 from triptych.server.model_bundle import ModelBundle
 from triptych.topology import Role
-from triptych.transfer_bench.measure import machine
 
 START_TIMEOUT = 120.0
 MODEL = "m"

@@ -21,8 +21,8 @@ from bench.language_steps import overhead
 from bench.serve import Load, ask, request_body
 from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.measure.machine import machine
 from triptych.topology import Topology
-from triptych.transfer_bench.measure import machine
 
 MODEL = "m"
 LONG_PROMPT = 2000

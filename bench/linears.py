@@ -24,9 +24,9 @@ from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.reader import Checkpoint
 from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS, PlainFormat, WeightFormat
 from triptych.layers.pointwise import argmax_rows
+from triptych.measure.machine import machine
 from triptych.models.base import EncoderInput
 from triptych.models.registry import family_of, resolve
-from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 FORMATS = {

@@ -29,9 +29,9 @@ from bench.preprocess import make_video
 from bench.serve import Load, Sample, ask, request_body
 from triptych.cli.waterfall import waterfall
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.measure.machine import machine
 from triptych.server.frontend import Frontend
 from triptych.topology import Role
-from triptych.transfer_bench.measure import machine
 
 START_TIMEOUT = 120.0
 RECEIVE_BLOCKS = 256

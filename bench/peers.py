@@ -39,7 +39,7 @@ from bench.peer_report import goals, markdown, summary, with_accuracy
 from bench.serve import Load, Sample, ask, closed_loop, report, request_body
 from triptych.checkpoint.safetensors_header import read_folder
 from triptych.layers.devices import stored_dtype
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 TRIPTYCH = ("--dtype float32", "--dtype float16", "--dtype bfloat16", "--quantization int8")
 VLLM = ("float32", "bfloat16")

@@ -26,7 +26,7 @@ from bench.measuring import like_an_instance, medians_in_turns, report
 from triptych.layers import float_product, int4, int8, native
 from triptych.layers.float_product import FbgemmProduct, OneDnnBf16Product
 from triptych.layers.products import Product
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 READ_BYTES = 2**28
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 345, 1024, 2048)

@@ -23,8 +23,8 @@ from triptych.layers.attention.base import AttentionBatch, KVTensors
 from triptych.layers.attention.kv_format import cache_format
 from triptych.layers.decoder import Decoder, ForwardBatch
 from triptych.layers.linear import WEIGHT_FORMATS, LMHead
+from triptych.measure.machine import machine
 from triptych.models.registry import family_of, resolve
-from triptych.transfer_bench.measure import machine
 
 CPU = torch.device("cpu")
 TOKENS = (1, 2, 4, 8, 16, 32)

@@ -23,8 +23,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from triptych.load_test import client as load_client
-from triptych.load_test.client import STREAMED, Sample
+from triptych.measure.load import client as load_client
+from triptych.measure.load.client import STREAMED, Sample
 
 __all__ = [
     "STREAMED",

@@ -28,7 +28,7 @@ from bench.checkouts import HERE, commit, compared, in_turn, parsed, parser_of
 from bench.measuring import report
 from bench.peers import free_port
 from bench.serve import Load, Sample, closed_loop, request_body
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 LIMIT = 300.0
 """Seconds until a service must be ready: the first start of a checkout compiles its kernels."""

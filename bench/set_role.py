@@ -23,8 +23,8 @@ from triptych.cli.flags import model_folder
 from triptych.cluster.control_client import ControlClient
 from triptych.cluster.service import Service
 from triptych.config import EngineConfig, FrontendConfig, MemorySize, ServeConfig
+from triptych.measure.machine import machine
 from triptych.topology import Role, Topology
-from triptych.transfer_bench.measure import machine
 
 CHANGES = [Role.P, Role.D, Role.PD, Role.D, Role.P, Role.PD]
 """Every change between the three roles, starting from PD."""

@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from triptych.load_test.processes import descendants, named_children
+from triptych.measure.load.processes import descendants, named_children
 
 LIMIT_MIB = 1.0
 """Per 1000 requests."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.measuring import report
-from triptych.load_test.processes import named_children, usage
+from triptych.measure.load.processes import named_children, usage
+from triptych.measure.machine import machine
 from triptych.topology import Topology
-from triptych.transfer_bench.measure import machine
 
 TIMEOUT = 300.0
 """Seconds for one service, its restarts included."""

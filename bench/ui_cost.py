@@ -23,7 +23,7 @@ import httpx
 
 from bench.frontend import CHAT, Peer, body, joined, start_frontend
 from bench.measuring import report
-from triptych.transfer_bench.measure import machine
+from triptych.measure.machine import machine
 
 GROUPS = 10
 """Groups of requests that get their tokens at the same time."""

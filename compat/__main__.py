@@ -26,7 +26,7 @@ from pathlib import Path
 
 from compat.model import CONTEXT, build
 from compat.service import ROOT, serve
-from triptych.load_test.pictures import picture
+from triptych.measure.load.pictures import picture
 
 CLIENTS = ROOT / "compat" / "clients"
 INSTALLED = ROOT / ".compat"

@@ -18,7 +18,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
-from triptych.load_test.pictures import data_url, picture
+from triptych.measure.load.pictures import data_url, picture
 
 TOPOLOGY = "2E1P2D"
 CLIENTS = 20

@@ -14,7 +14,7 @@ from tests.support.completions import answer
 from tests.support.reasoning import IDS, thinking_service
 from tests.support.serving import Served
 from tests.support.tools import THINKING, TOOLS, put_together, without_ids
-from triptych.load_test.client import STREAMED, Sample, ask
+from triptych.measure.load.client import STREAMED, Sample, ask
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from triptych.chaos.bench import Bench
-from triptych.chaos.faults import FAULTS, Fault
-from triptych.chaos.measure import run_faults
 from triptych.config import EngineConfig, FrontendConfig, ServeConfig
+from triptych.measure.chaos.bench import Bench
+from triptych.measure.chaos.faults import FAULTS, Fault
+from triptych.measure.chaos.measure import run_faults
 
 BY_DEFAULT = ("kill-e",)
 FEW, MANY = 12, 64

@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from triptych.chaos import report
-from triptych.chaos.acts import NOTHING, signals
-from triptych.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder
-from triptych.chaos.load import End, Outcome
-from triptych.chaos.measure import compare
-from triptych.chaos.questions import Kind, Question
-from triptych.chaos.target import Held, Mark
 from triptych.config import ServeConfig
-from triptych.load_test.client import percentile
-from triptych.load_test.pictures import picture
+from triptych.measure.chaos import report
+from triptych.measure.chaos.acts import NOTHING, signals
+from triptych.measure.chaos.faults import FAULTS, Fault, Workload, may_lack_encoder
+from triptych.measure.chaos.load import End, Outcome
+from triptych.measure.chaos.measure import compare
+from triptych.measure.chaos.questions import Kind, Question
+from triptych.measure.chaos.target import Held, Mark
+from triptych.measure.load.client import percentile
+from triptych.measure.load.pictures import picture
 from triptych.topology import Topology
 
 FAULT = Fault("kill-e", "kill -9 of E", "1E1PD", NOTHING, {Kind.PICTURE: 3.0})

@@ -14,19 +14,19 @@ from typing import Any
 import av
 import pytest
 
-from triptych.chaos.acts import fills, loses_messages
-from triptych.chaos.another_model import make_another
-from triptych.chaos.connections import take_messages
-from triptych.chaos.load import End, Outcome
-from triptych.chaos.questions import Kind, Question
-from triptych.chaos.target import Held, Kin, Ranked, Target
-from triptych.chaos.walk import AT_ONCE, SPREAD_SECONDS, Ground, plan_walk
-from triptych.chaos.walking import Answer, Served, judge, questions
 from triptych.checkpoint.safetensors_header import read_folder, weight_files
 from triptych.config import ClusterConfig
 from triptych.demo import MODEL_DIR
 from triptych.errors import CheckpointError, StartError
-from triptych.load_test.pictures import animation
+from triptych.measure.chaos.acts import fills, loses_messages
+from triptych.measure.chaos.another_model import make_another
+from triptych.measure.chaos.connections import take_messages
+from triptych.measure.chaos.load import End, Outcome
+from triptych.measure.chaos.questions import Kind, Question
+from triptych.measure.chaos.target import Held, Kin, Ranked, Target
+from triptych.measure.chaos.walk import AT_ONCE, SPREAD_SECONDS, Ground, plan_walk
+from triptych.measure.chaos.walking import Answer, Served, judge, questions
+from triptych.measure.load.pictures import animation
 from triptych.topology import Topology
 
 MODEL, OTHER = Path("model"), Path("other")

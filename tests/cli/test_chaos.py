@@ -2,8 +2,8 @@
 
 import pytest
 
-from triptych.chaos.faults import FAULTS
 from triptych.cli import main
+from triptych.measure.chaos.faults import FAULTS
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

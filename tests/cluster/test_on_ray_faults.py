@@ -16,10 +16,10 @@ from tests.support.fault_load import FaultLoad, asking
 from tests.support.namespaces import on_host
 from tests.support.on_ray import NODE, control_flags
 from tests.support.ray_hosts import HEALTH_CHECKS, SHORT_HEALTH_CHECKS, RayHost, RayHosts, ray_hosts
-from triptych.chaos.questions import Kind
 from triptych.cluster.control_client import ControlClient
 from triptych.config import ClusterConfig
 from triptych.errors import FrontendSilent
+from triptych.measure.chaos.questions import Kind
 from triptych.messages.operations import LaunchedInstance, LaunchState, Status
 from triptych.transfer.fabrics.opening import is_installed
 

@@ -68,7 +68,7 @@ def test_nor_do_processes_that_measure(hostile: Path, tmp_path: Path) -> None:
     script = tmp_path / "bin" / "script.py"
     script.parent.mkdir()
     script.write_text(
-        "if __name__ == '__main__':\n    from triptych.transfer_bench.ends import Pair\n    Pair('shm').close()\n"
+        "if __name__ == '__main__':\n    from triptych.measure.transfer.ends import Pair\n    Pair('shm').close()\n"
     )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, script], cwd=hostile, env=environment, check=True, timeout=60)

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.support.namespaces import Host
-from triptych.chaos.acts import NOTHING
-from triptych.chaos.faults import Fault
-from triptych.chaos.load import Client, End, Outcome, send
-from triptych.chaos.measure import FaultResult, compare
-from triptych.chaos.questions import Kind, Question
+from triptych.measure.chaos.acts import NOTHING
+from triptych.measure.chaos.faults import Fault
+from triptych.measure.chaos.load import Client, End, Outcome, send
+from triptych.measure.chaos.measure import FaultResult, compare
+from triptych.measure.chaos.questions import Kind, Question
 
 CLIENTS = {Kind.PICTURE: 3, Kind.TEXT: 2}
 """Each asks its questions one after the other, again and again."""

@@ -14,12 +14,10 @@ from triptych.cli import flags
 from triptych.cluster.service import check_roles
 from triptych.config import ServeConfig
 from triptych.errors import ConfigError
-from triptych.models.registry import family_of
-from triptych.observe import logs
-from triptych.observe.machine import pin_to_cores
-from triptych.split_bench import report
-from triptych.split_bench.figures import Results
-from triptych.split_bench.plan import (
+from triptych.measure.machine import machine
+from triptych.measure.split import report
+from triptych.measure.split.figures import Results
+from triptych.measure.split.plan import (
     FULL,
     OF_MEDIA,
     QUICK,
@@ -30,12 +28,14 @@ from triptych.split_bench.plan import (
     division,
     threads_of,
 )
-from triptych.split_bench.run import run_split
-from triptych.split_bench.tables import EMBEDDINGS, KV, tables_of
-from triptych.split_bench.transfers import TransferSizes
-from triptych.split_bench.visit import SplitBench
+from triptych.measure.split.run import run_split
+from triptych.measure.split.tables import EMBEDDINGS, KV, tables_of
+from triptych.measure.split.transfers import TransferSizes
+from triptych.measure.split.visit import SplitBench
+from triptych.models.registry import family_of
+from triptych.observe import logs
+from triptych.observe.machine import pin_to_cores
 from triptych.topology import Topology
-from triptych.transfer_bench.measure import machine
 
 SUMMARY = "measure one process beside encode, prefill and decode as processes of their own, and beside replicas"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from triptych.errors import StartError
-from triptych.transfer_bench import report
-from triptych.transfer_bench.measure import FABRICS, FULL, QUICK, measure
+from triptych.measure.transfer import report
+from triptych.measure.transfer.measure import FABRICS, FULL, QUICK, measure
 
 SUMMARY = "measure how fast embedding rows are transferred between processes on this machine"
 

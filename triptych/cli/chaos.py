@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych import running_time
-from triptych.chaos import report
-from triptych.chaos.another_model import make_another
-from triptych.chaos.bench import Bench
-from triptych.chaos.disks import small_disks
-from triptych.chaos.faults import FAULTS, NUM_REQUESTS, Fault
-from triptych.chaos.measure import FaultResult, run_faults
-from triptych.chaos.walk import TOPOLOGIES, Ground, plan_walk
-from triptych.chaos.walking import run_walk, walk_lines
 from triptych.cli import flags
 from triptych.config import ServeConfig
 from triptych.errors import ConfigError
+from triptych.measure.chaos import report
+from triptych.measure.chaos.another_model import make_another
+from triptych.measure.chaos.bench import Bench
+from triptych.measure.chaos.disks import small_disks
+from triptych.measure.chaos.faults import FAULTS, NUM_REQUESTS, Fault
+from triptych.measure.chaos.measure import FaultResult, run_faults
+from triptych.measure.chaos.walk import TOPOLOGIES, Ground, plan_walk
+from triptych.measure.chaos.walking import run_walk, walk_lines
 from triptych.observe import logs
 from triptych.observe.machine import pin_to_cores
 from triptych.server.worker_extra import check_installed

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import httpx
 
 from triptych.demo import PICTURES_DIR
-from triptych.load_test.client import STREAMED, ask
-from triptych.load_test.pictures import picture
-from triptych.load_test.questions import content
+from triptych.measure.load.client import STREAMED, ask
+from triptych.measure.load.pictures import picture
+from triptych.measure.load.questions import content
 
 RATE = 1.5
 """Questions per second, on average."""
