@@ -168,10 +168,14 @@ def _llama_cpp_score(model: Any) -> Score:
     return score
 
 
-def text_results(folder: Path, gguf: Path | None, llama_cpp: Path | None) -> dict[str, Any]:
-    """Compare all formats on text. A text model has no towers, so formats of towers are left out."""
+Formats = Mapping[str, Mapping[str, str]]
+"""The settings of formats by their names; ``REFERENCE`` is one."""
+
+
+def text_results(folder: Path, wanted: Formats, gguf: Path | None, llama_cpp: Path | None) -> dict[str, Any]:
+    """Compare formats on text. A text model has no towers, so formats of towers are left out."""
     excerpts = text_excerpts(folder)
-    ours = {name: settings for name, settings in ALL_FORMATS.items() if "encoder_quantization" not in settings}
+    ours = {name: settings for name, settings in wanted.items() if "encoder_quantization" not in settings}
     models: dict[str, Score] = {name: Scorer(folder, settings).log_probabilities for name, settings in ours.items()}
     with tempfile.TemporaryDirectory() as files:
         if gguf and llama_cpp:
@@ -188,14 +192,14 @@ def text_results(folder: Path, gguf: Path | None, llama_cpp: Path | None) -> dic
     }
 
 
-def demo_results(questions: int, asked: int) -> dict[str, Any]:
-    """Compare all formats on the demo model; ``asked`` of the questions are answered over HTTP as well."""
+def demo_results(wanted: Formats, questions: int, asked: int) -> dict[str, Any]:
+    """Compare formats on the demo model; ``asked`` of the questions are answered over HTTP as well."""
     examples = [make_example(seed) for seed in EVALUATION_SEEDS[:questions]]
-    models = {name: Scorer(MODEL_DIR, settings).log_probabilities for name, settings in ALL_FORMATS.items()}
+    models = {name: Scorer(MODEL_DIR, settings).log_probabilities for name, settings in wanted.items()}
     formats = compare(models, demo_excerpts(examples))
     examples = examples[:asked]
     answers: dict[str, list[str]] = {}
-    for name, settings in ALL_FORMATS.items() if examples else ():
+    for name, settings in wanted.items() if examples else ():
         given: dict[str, Any] = dict(settings)
         answers[name] = asyncio.run(answers_over_http(MODEL_DIR, examples, "1E1PD", EngineConfig(**given)))
     for name, said in answers.items():
@@ -231,6 +235,7 @@ def main() -> None:
     parser.add_argument(
         "model", type=Path, nargs="?", help="a text model's checkpoint folder; without it, the demo model alone"
     )
+    parser.add_argument("--formats", nargs="+", choices=ALL_FORMATS, default=list(ALL_FORMATS), metavar="NAME")
     parser.add_argument("--gguf", type=Path, help="the file that the folder was made from")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR")
     parser.add_argument("--questions", type=int, default=500, help="for the demo model; 0 leaves it out")
@@ -240,11 +245,12 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     options = parser.parse_args()
     like_an_instance(options.threads)
+    wanted = {name: ALL_FORMATS[name] for name in (REFERENCE, *options.formats)}
     found: dict[str, Any] = {"machine": machine()}
     if options.model:
-        found["text"] = text_results(options.model, options.gguf, options.llama_cpp)
+        found["text"] = text_results(options.model, wanted, options.gguf, options.llama_cpp)
     if options.questions:
-        found["demo"] = demo_results(options.questions, options.asked)
+        found["demo"] = demo_results(wanted, options.questions, options.asked)
     report(found, options.out)
     if options.markdown:
         options.markdown.write_text(markdown(found))

@@ -48,7 +48,7 @@ def fbgemm_int8(weight: Tensor) -> Product:
 
 
 def onednn_int8(weight: Tensor) -> int8.OneDnnInt8Product:
-    return int8.OneDnnInt8Product(*int8.quantize_rows(weight), None)
+    return int8.OneDnnInt8Product(int8.Int8Weight(*int8.quantize_rows(weight)), None)
 
 
 def onednn_int8_alone(weight: Tensor) -> Product:

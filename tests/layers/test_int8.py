@@ -11,17 +11,21 @@ from torch import Tensor
 
 from triptych.errors import ConfigError
 from triptych.layers import native
-from triptych.layers.int8 import int8_product
+from triptych.layers.int8 import BLOCK, Int8Weight, int8_product, rotated, stored_int8_product
 
 SHAPES = [(64, 64), (41, 37), (5, 3), (1, 1), (100, 1024), (32, 1030), (700, 64)]
 """[out, in]: whole and partial panels, and few enough inputs for exact sums in float32."""
 
 
 def whole(rows: int, width: int, largest: int, scale: float) -> Tensor:
-    """Rows that quantization doesn't change: integers up to ``largest`` times a power of two."""
-    values = torch.randint(-largest, largest + 1, (rows, width))
-    values[:, 0] = largest
-    return values * scale
+    """Rows that quantization doesn't change: rotated, they are integers up to ``largest`` times a power of two. Of the
+    last block, if it isn't whole, one value isn't zero."""
+    values = torch.randint(-largest, largest + 1, (rows, width // BLOCK * BLOCK))
+    values[:, :1] = largest
+    rest = torch.zeros(rows, width % BLOCK)
+    if rest.numel():
+        rest[torch.arange(rows), torch.randint(rest.shape[1], (rows,))] = largest * BLOCK**0.5
+    return torch.cat((rotated(values), rest * (1 - 2 * torch.randint(2, (rows, 1)))), dim=1) * scale
 
 
 class Product:
@@ -41,10 +45,21 @@ class Product:
         assert output.dtype == torch.float32
         assert torch.equal(output, expected.float())
 
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_a_stored_weight_is_multiplied_as_it_is(self, largest: int, shape: tuple[int, int]) -> None:
+        torch.manual_seed(0)
+        values, scales = torch.randint(-127, 128, shape, dtype=torch.int8), 2.0 ** torch.randint(-9, 0, shape[:1])
+        for tokens in (1, 5, 13):
+            activations = torch.randint(-largest, largest + 1, (tokens, shape[1])).float()
+            activations[:, 0] = largest
+            expected = activations.double() @ (values * scales[:, None]).double().T
+            output = stored_int8_product(Int8Weight(values, scales), None)(activations)
+            assert torch.equal(output, expected.float())
+
     @pytest.mark.parametrize("sign", [-1, 1])
     def test_the_largest_sums(self, largest: int, sign: int) -> None:
         """Also in adjacent inputs, whose products some processors add in 16 bits."""
-        weight, activations = torch.full((40, 1024), 127.0), torch.full((9, 1024), sign * float(largest))
+        weight, activations = rotated(torch.full((40, 1024), 127)), rotated(torch.full((9, 1024), sign * largest))
         assert torch.equal(int8_product(weight, None)(activations), torch.full((9, 40), sign * 1024.0 * 127 * largest))
 
     def test_pairs_around_what_16_bits_hold(self, largest: int) -> None:
@@ -56,16 +71,25 @@ class Product:
         activations[::2] *= -1
         weight = torch.full((3, activations.shape[1]), 127.0) * torch.tensor([1, -1, 1])[:, None]
         weight[2, ::3] = -127.0
-        assert torch.equal(int8_product(weight, None)(activations), activations @ weight.T)
+        assert torch.equal(int8_product(rotated(weight), None)(rotated(activations)), activations @ weight.T)
 
     def test_rounding_is_to_the_nearest_of_a_scale_of_each_token(self, largest: int) -> None:
         torch.manual_seed(0)
         activations = torch.randn(6, 256) * torch.tensor([1e-20, 1e-3, 1, 1e3, 1e20, 1])[:, None]
-        identity = torch.eye(256)
-        error = (int8_product(identity, None)(activations) - activations).abs()
-        scales = activations.abs().amax(dim=1) / largest
+        expected = rotated(activations)
+        error = (int8_product(rotated(torch.eye(256)), None)(activations) - expected).abs()
+        scales = expected.abs().amax(dim=1) / largest
         assert (error <= 0.5001 * scales[:, None]).all()
         assert (error.amax(dim=1) > 0.4 * scales).all()
+
+    def test_a_large_activation_costs_others_little_precision(self, largest: int) -> None:
+        """One scale of a token that isn't rotated would leave these others 3 steps."""
+        torch.manual_seed(0)
+        weight, activations = torch.randn(64, 1024), torch.randn(5, 1024).clamp(-3, 3)
+        activations[:, 500] = largest
+        weight[:, 500] = 0
+        expected = activations @ weight.T
+        assert (int8_product(weight, None)(activations) - expected).norm() < 0.08 * expected.norm()
 
     @pytest.mark.parametrize("tokens", [7, 64, 345])
     def test_a_token_comes_to_the_same_in_any_batch(self, tokens: int) -> None:
@@ -110,7 +134,7 @@ class Product:
 
     def test_another_width_is_an_error(self) -> None:
         product = int8_product(torch.randn(41, 37), None)
-        with pytest.raises((ValueError, RuntimeError)):
+        with pytest.raises(ValueError, match="38 inputs for a layer of 37"):
             product(torch.randn(2, 38))
 
     def test_a_weight_in_bfloat16_and_a_bias(self) -> None:
@@ -136,12 +160,21 @@ class TestOneDnn(Product):
     def test_onednn_is_exact_on_processors_without_vnni(self) -> None:
         code = """
 import torch
-from triptych.layers.int8 import OneDnnInt8Product
-product = OneDnnInt8Product(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40), torch.zeros(40))
+from triptych.layers.int8 import Int8Weight, OneDnnInt8Product
+product = OneDnnInt8Product(Int8Weight(torch.full((40, 1024), 127, dtype=torch.int8), torch.ones(40)), None)
 for sign in (1, -1):
     assert torch.equal(product(torch.full((9, 1024), sign * 63.0)), torch.full((9, 40), sign * 1024.0 * 127 * 63))
 """
         subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 200])
+def test_rotated_twice_is_as_before_and_products_stay(width: int) -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(3, width), torch.randn(4, width)
+    assert rotated(one).shape == (3, -(-width // BLOCK) * BLOCK)
+    torch.testing.assert_close(rotated(rotated(one))[:, :width], one)
+    torch.testing.assert_close(rotated(one) @ rotated(other).T, one @ other.T, rtol=0, atol=1e-4)
 
 
 def test_too_many_inputs_for_int8_are_rejected() -> None:

@@ -36,7 +36,7 @@ class LinearOperands(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind", "group", "has_zeros")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "kind", "group", "has_zeros", "is_rotated")),
     )
 
 
@@ -57,16 +57,18 @@ class CompiledProduct:
         *,
         group: int = 0,
         has_zeros: bool = False,
+        is_rotated: bool = False,
     ) -> None:
         """``panels`` are the weights from ``in_panels``; ``shape`` is (out, in); only int8 has ``scales``, float32
-        [out]. ``group`` and ``has_zeros`` are for 4-bit weights; see ``GroupedWeight``."""
+        [out]. ``group`` and ``has_zeros`` are for 4-bit weights; see ``GroupedWeight``.
+        ``is_rotated`` is for int8: the product rotates its inputs, as the weights have been; see ``int8.py``."""
         self.library = library
         self.outputs, self.inputs = shape
         self.panels = panels
         self.bias = None if bias is None else bias.float().contiguous()
         self.scales = scales
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (panels, scales, self.bias)]
-        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind, group, has_zeros)
+        self.operands = LinearOperands(*pointers, self.inputs, self.outputs, kind, group, has_zeros, is_rotated)
         self._run = library.linear
         self._run.argtypes = [
             ctypes.POINTER(LinearOperands),

@@ -66,7 +66,7 @@ inlined void round_values(const float *from, void *to, int64_t inputs, int64_t s
 
 void bf16_round(const float *from, void *to, int64_t inputs) { round_values(from, to, inputs, INPUT_BYTES); }
 
-static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     round_values(from, to, linear->inputs, step);
 }
 

@@ -126,7 +126,7 @@ int64_t float_room(const Linear *linear, int64_t tokens) {
     return rounded_room(linear->inputs, tokens, row_of(linear->inputs));
 }
 
-static void copy(const Linear *linear, const float *from, void *to, int64_t step) {
+static void copy(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     memcpy(to, from, linear->inputs * sizeof(float));
 }
 

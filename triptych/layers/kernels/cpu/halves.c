@@ -65,7 +65,7 @@ inlined void split_values(const float *from, void *to, int64_t inputs, int64_t s
 
 void halves_split(const float *from, void *to, int64_t inputs) { split_values(from, to, inputs, INPUT_BYTES); }
 
-static void split_token(const Linear *linear, const float *from, void *to, int64_t step) {
+static void split_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     split_values(from, to, linear->inputs, step);
 }
 

@@ -93,7 +93,7 @@ int64_t int4_room(const Linear *linear, int64_t tokens) {
 /* Makes of a token int8 [depth], int32 [groups] and its scale. The inputs of each word are in the order 0 2 4 6 1 3 5 7,
  * first those in the lower halves of its bytes. The int32 are what the sums of q * input exceed those of the weights by
  * for each unit of zero or, without zeros, in total: to be added, so negative. */
-static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
+static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
     Shape shape = shape_of(linear);
 #if LANES == 16
     const int8s order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};

@@ -1,5 +1,6 @@
-/* Products with int8 weights: each token is quantized to int8 with its own scale. Sums in int32 are exact, so that a
- * token's outputs are identical in any batch, and on any processor but for the rounding of scales.
+/* Products with int8 weights: each token is quantized to int8 with its own scale, after its blocks of inputs were rotated, if
+ * those of the weights have been, which leaves the product as it is. Sums in int32 are exact, so that a token's outputs are
+ * identical in any batch, and on any processor but for the rounding of scales.
  *
  * Weights are in panels of OUTPUTS outputs with groups of four inputs, [ceil(outputs / OUTPUTS), depth / 4, OUTPUTS, 4],
  * padded with zeros. They are loaded once for up to TOKENS tokens, whose sums stay in registers. Processors with AMX
@@ -82,8 +83,8 @@ inlined void halve_large(int8_t *rounded, floats whole, int64_t at, Token *token
     }
 }
 
-inlined void round_to(float levels, const Linear *linear, const float *from, void *to, int64_t step) {
-    int64_t inputs = linear->inputs, depth = depth_of(inputs);
+inlined void round_to(float levels, const float *from, int64_t inputs, void *to, int64_t step) {
+    int64_t depth = depth_of(inputs);
     Token *token = (Token *)((char *)to + depth / INPUT_BYTES * step);
     float maximum = largest_magnitude(from, inputs, SMALLEST);
     floats total = {};
@@ -99,12 +100,18 @@ inlined void round_to(float levels, const Linear *linear, const float *from, voi
     token->start = maximum == maximum ? -UNSIGNED * (int32_t)sum_of(total) : 0;
 }
 
-static void round_token(const Linear *linear, const float *from, void *to, int64_t step) {
-    round_to(LEVELS, linear, from, to, step);
+static void round_token(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
+    int64_t inputs = linear->inputs;
+    if (linear->is_rotated) {
+        rotate(from, room, inputs);
+        from = room;
+        inputs = whole_blocks(inputs);
+    }
+    round_to(LEVELS, from, inputs, to, step);
 }
 
-static void round_coarsely(const Linear *linear, const float *from, void *to, int64_t step) {
-    round_to(COARSE_LEVELS, linear, from, to, step);
+static void round_coarsely(const Linear *linear, const float *from, float *room, void *to, int64_t step) {
+    round_to(COARSE_LEVELS, from, linear->inputs, to, step);
 }
 
 /* Scales the sums of ``count`` tokens from ``first`` on, adds the bias and stores them as a panel's outputs.

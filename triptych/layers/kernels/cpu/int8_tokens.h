@@ -13,6 +13,46 @@ inlined floats rounded_inputs(const float *from, int64_t i, int64_t inputs, floa
     return (i < inputs ? load(from + i, inputs - i) : (floats){}) * factor + ROUNDING;
 }
 
+/* Multiplies each block of ROTATED inputs by a Hadamard matrix divided by its root: a rotation that is its own inverse. An
+ * input that is much larger than others becomes a part of all of its block, so that one scale suits more inputs. Writes
+ * ``whole_blocks`` of them, which may be in the same place. The order of sums is the same for vectors of any width. */
+inlined void rotate(const float *from, float *to, int64_t inputs) {
+    for (int64_t i = 0; i < inputs; i += ROTATED) {
+        floats block[ROTATED / LANES];
+#pragma GCC unroll 8
+        for (int part = 0; part < ROTATED / LANES; part++) {
+            int64_t left = inputs - i - part * LANES;
+            block[part] = left > 0 ? load(from + i + part * LANES, left) : (floats){};
+        }
+#define STEP(far) \
+    do { \
+        const ints lane = NEIGHBOURS(0); \
+        const floats sign = choose((lane & (far)) != 0, splat(-1.0f), splat(1.0f)); \
+        _Pragma("GCC unroll 8") \
+        for (int part = 0; part < ROTATED / LANES; part++) \
+            block[part] = __builtin_shuffle(block[part], (ints)NEIGHBOURS(far)) + block[part] * sign; \
+    } while (0)
+        STEP(1);
+        STEP(2);
+        STEP(4);
+#if LANES == 16
+        STEP(8);
+#endif
+#undef STEP
+#pragma GCC unroll 3
+        for (int far = 1; far < ROTATED / LANES; far *= 2)
+#pragma GCC unroll 8
+            for (int part = 0; part < ROTATED / LANES; part++) {
+                if (part & far) continue;
+                floats low = block[part], high = block[part + far];
+                block[part] = low + high;
+                block[part + far] = low - high;
+            }
+#pragma GCC unroll 8
+        for (int part = 0; part < ROTATED / LANES; part++) store(to + i + part * LANES, block[part] * 0.125f, LANES);
+    }
+}
+
 /* The lowest byte of each lane. Compilers convert vectors to bytes one lane at a time. */
 inlined int8s lowest(ints value) {
 #if defined __AVX512F__

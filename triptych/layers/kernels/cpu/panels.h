@@ -14,6 +14,7 @@
 #define FOURS (LANES / 8)    /* tokens that are multiplied by four panels at a time: their sums stay in registers */
 #define TWOS (LANES / 4)     /* by two panels */
 #define FEW 4                /* tokens that each thread rounds itself, which takes less time than waiting for others */
+#define ROTATED 64           /* inputs of a block that is rotated; see int8_tokens.h */
 #define LINE 64              /* padding between rows in bytes, so that equal columns don't share a set of the L1 cache */
 
 /* Inputs and outputs of several tokens. In tiles, INPUT_BYTES of inputs of TILE_ROWS tokens are adjacent, and followed by
@@ -39,8 +40,9 @@ typedef struct {
  * what ``multiply_between`` was asked for. */
 typedef void PanelProduct(const Linear *linear, const Rows *rows, const int64_t *panels, int64_t count);
 
-/* Rounds a token's inputs, and pads them with zeros. ``step``: bytes between parts of INPUT_BYTES. */
-typedef void Rounding(const Linear *linear, const float *from, void *to, int64_t step);
+/* Rounds a token's inputs, and pads them. ``room`` is memory for ``whole_blocks`` of them, and may have them already;
+ * ``step``: bytes between parts of INPUT_BYTES. */
+typedef void Rounding(const Linear *linear, const float *from, float *room, void *to, int64_t step);
 
 inlined int64_t panels_of(const Linear *linear) { return (linear->outputs + OUTPUTS - 1) / OUTPUTS; }
 
@@ -63,11 +65,17 @@ inlined void prefetch(const char *weights, const int into_l1) {
     else __builtin_prefetch(weights, 0, 2);
 }
 
+/* ``inputs`` with padding to whole blocks of ROTATED. */
+inlined int64_t whole_blocks(int64_t inputs) { return (inputs + ROTATED - 1) / ROTATED * ROTATED; }
+
+/* Bytes of memory for one token's values. */
+inlined int64_t values_room(int64_t inputs) { return whole_blocks(inputs) * sizeof(float); }
+
 /* Bytes of memory for rounded tokens of ``apart`` bytes each, in whole tiles, and for one token's values of each
  * thread. */
 inlined int64_t rounded_room(int64_t inputs, int64_t tokens, int64_t apart) {
     int64_t threads = omp_get_max_threads();
-    return apart * (tokens <= FEW ? tokens * threads : in_whole_tiles(tokens)) + threads * whole_lines(inputs * sizeof(float));
+    return apart * (tokens <= FEW ? tokens * threads : in_whole_tiles(tokens)) + threads * values_room(inputs);
 }
 
 /* Where a token's inputs begin. */
@@ -80,17 +88,17 @@ inlined int64_t place_of(int64_t token, int64_t apart, int64_t in_tiles) {
 inlined char *round_together(const Linear *linear, const Input *input, int64_t tokens, char *room, int64_t apart,
                              int64_t in_tiles, Rounding *round) {
     int64_t inputs = linear->inputs;
-    float *own = (float *)(room + omp_get_thread_num() * whole_lines(inputs * sizeof(float)));
-    room += omp_get_num_threads() * whole_lines(inputs * sizeof(float));
+    float *own = (float *)(room + omp_get_thread_num() * values_room(inputs));
+    room += omp_get_num_threads() * values_room(inputs);
     if (tokens <= (input->activation ? 1 : FEW)) { /* an activation takes longer than waiting */
         room += omp_get_thread_num() * tokens * apart;
         for (int64_t token = 0; token < tokens; token++)
-            round(linear, values_of(input, inputs, token, own), room + token * apart, INPUT_BYTES);
+            round(linear, values_of(input, inputs, token, own), own, room + token * apart, INPUT_BYTES);
     } else {
         int64_t step = in_tiles ? TILE_ROWS * INPUT_BYTES : INPUT_BYTES;
 #pragma omp for
         for (int64_t token = 0; token < tokens; token++)
-            round(linear, values_of(input, inputs, token, own), room + place_of(token, apart, in_tiles), step);
+            round(linear, values_of(input, inputs, token, own), own, room + place_of(token, apart, in_tiles), step);
     }
     return room;
 }

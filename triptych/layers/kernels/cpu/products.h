@@ -21,6 +21,7 @@ typedef struct {
     const float *bias;   /* [outputs], or NULL */
     int64_t inputs, outputs, kind;
     int64_t group, has_zeros; /* inputs per group, and whether groups have zero points; int4 only */
+    int64_t is_rotated;       /* whether blocks of inputs are rotated, as the weights have been; int8 only */
 } Linear;
 
 /* What a product takes: values [tokens, inputs] after a norm, if any, or after an activation. The activated values may
