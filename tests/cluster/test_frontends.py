@@ -29,6 +29,8 @@ SETTINGS = (
 NOTICED = LEASE + 2 * HEARTBEAT + 2.0
 """Seconds in which instances notice that a frontend is gone."""
 SERVED_AGAIN = 2.0
+PAUSE = 0.1
+"""Seconds between two requests of a client."""
 
 
 @dataclass
@@ -133,6 +135,7 @@ class Load:
             one = self._running.ask_picture(self._name) if number else self._running.ask(self._name)
             self.asked.append(one)
             one.result(60)
+            self._ending.wait(PAUSE)
 
     def end(self) -> list[Asking]:
         self._ending.set()

@@ -18,6 +18,8 @@ from triptych.messages.operations import LaunchState, Status
 
 NUM_PROMPTS = 12
 WORKERS = 3
+PAUSE = 0.1
+"""Seconds between a client's requests: without it, asking takes the processors from the processes that change."""
 
 
 def prompts(first: int = 0) -> list[list[dict[str, Any]]]:
@@ -44,6 +46,7 @@ class Load:
             asked += 1
             which = asked % NUM_PROMPTS
             self.check(which, Asking(self.url, contents[which], temperature=0).result(90).text)
+            self.stop.wait(PAUSE)
 
     def keeper(self) -> None:
         """Requests on one connection, as long as the service keeps it."""
@@ -57,6 +60,7 @@ class Load:
                 answer = client.post(CHAT, json=body | {"messages": messages})
                 assert answer.status_code == 200, answer.text
                 self.check(which, answer.json()["choices"][0]["message"]["content"])
+                self.stop.wait(PAUSE)
 
     def check(self, which: int, text: str) -> None:
         self.answered += 1
