@@ -5,10 +5,8 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -18,23 +16,26 @@ import torch
 from PIL import Image
 
 from tests.support.chat import the_error
-from tests.support.checkpoints import load_adapter, load_reference
 from tests.support.clips import clip
 from tests.support.equal_embeddings import check_equal
-from tests.support.families import EDGE_MEDIA, RELEASED_EDGES, SAME_MEDIA
+from tests.support.families import EDGE_MEDIA, RELEASED_EDGES
+from tests.support.family_parts import (
+    make_checkpoint,
+    reference_rows,
+    released_parts,
+    rows_of,
+    served_parts,
+    tiny_of,
+)
 from tests.support.image_cases import HUGE, picture, png, thin_sizes
-from tests.support.minicpm import MiniCPMReference, make_minicpm, pieces_of, pixels_of
-from tests.support.minicpm import config_of as minicpm_config
-from tests.support.published_files import ORIGINALS
-from tests.support.reference import UNUSED, image_features, image_processor
-from tests.support.released import BASES, RELEASED
+from tests.support.minicpm import pieces_of, pixels_of
+from tests.support.reference import image_processor
+from tests.support.released import RELEASED
 from tests.support.serving import image_part, served, text_part
 from tests.support.sounds import sound, tone
-from tests.support.tiny import HEARING, Tiny, make_tiny, write_settings
+from tests.support.tiny import HEARING, write_settings
 from triptych.api.media_parts import MediaSettings
 from triptych.api.schemas import ImagePart, ImageURL
-from triptych.checkpoint.config_files import load_config, load_preprocessor_config, with_text_config
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import (
     BadMediaSize,
     InvalidRequest,
@@ -44,9 +45,8 @@ from triptych.errors import (
     PlanMismatch,
     UnsupportedMedia,
 )
-from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import FRAME_OPTIONS, Planner, Preprocessor
-from triptych.models.registry import FAMILIES, family_of, resolve
+from triptych.models.registry import FAMILIES, resolve
 from triptych.prompt.caps import MediaCaps
 from triptych.prompt.probe import probe_image
 from triptych.prompt.probe_audio import probe_audio
@@ -61,71 +61,8 @@ from triptych.types import (
     VideoHeader,
 )
 
-MINICPM_VERSION = 4.5
 FEWER_PIXELS = {"llava_onevision": 378, "smolvlm": 378}
 """Tiles of 384 pixels have 27 patches of 14 per side: the towers see none of the last six pixels."""
-
-
-def tiny_of(family: str) -> Tiny:
-    tiny = BASES[family]
-    if family == "qwen3_vl":
-        return replace(tiny, preprocessor={**(tiny.preprocessor or {}), "patch_size": 16})
-    return tiny
-
-
-def made(tiny: Tiny) -> tuple[Planner, Preprocessor]:
-    config = with_text_config(tiny.config)
-    family, settings = family_of(config), (tiny.preprocessor or {}, tiny.video_preprocessor or {})
-    assert family.preprocessor is not None
-    return resolve(family.planner)(config, *settings), resolve(family.preprocessor)(config, *settings)
-
-
-@cache
-def served_parts(family: str) -> tuple[Planner, Preprocessor]:
-    """Planner and preprocessor of the tiny checkpoint."""
-    if family not in ORIGINALS:
-        return made(tiny_of(family))
-    with TemporaryDirectory() as name:
-        folder = ORIGINALS[family](Path(name))
-        return made(Tiny(load_config(folder), preprocessor=load_preprocessor_config(folder)))
-
-
-@cache
-def released_parts(family: str) -> tuple[Planner, Preprocessor]:
-    """The same with the settings of a released checkpoint."""
-    return made(RELEASED[family].tiny(family))
-
-
-def rows_of(folder: Path, family: str, image: Image.Image) -> tuple[ItemPlan, list[torch.Tensor]]:
-    """An image's plan, and the embeddings of its parts."""
-    planner, preprocess = served_parts(family)
-    data = png(image)
-    plan = planner.plan(probe_image(data))
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
-    return plan, tower.encode(list(preprocess(data, plan)))
-
-
-def reference_rows(folder: Path, family: str, image: Image.Image) -> torch.Tensor:
-    """The same of the reference, with deepstack features beside them."""
-    if family == "minicpmv":
-        return MiniCPMReference(folder, minicpm_config(MINICPM_VERSION)).rows(image)
-    if family in ORIGINALS:
-        folder = make_tiny(folder / "counterpart", SAME_MEDIA[family], seed=4)
-    processed = image_processor(folder)([[image]], return_tensors="pt")
-    output = image_features(load_reference(folder), {k: v for k, v in processed.items() if k not in UNUSED})
-    deepstack = getattr(output, "deepstack_features", None) or []
-    features = [_joined(one) for one in (getattr(output, "pooler_output", output), *deepstack)]
-    return torch.cat([one.reshape(-1, one.shape[-1]) for one in features], dim=1)
-
-
-def _joined(features: Any) -> torch.Tensor:
-    return features if isinstance(features, torch.Tensor) else torch.cat(list(features))
-
-
-def make_checkpoint(folder: Path, family: str) -> Path:
-    if family in ORIGINALS:
-        return ORIGINALS[family](folder, seed=4)
-    return make_minicpm(folder, MINICPM_VERSION) if family == "minicpmv" else make_tiny(folder, tiny_of(family), seed=4)
 
 
 @torch.inference_mode()

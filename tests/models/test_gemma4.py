@@ -16,14 +16,14 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 )
 
 from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import Pool, Prompt, Running, assert_close, assert_rows, step
+from tests.support.forward import Pool, Prompt, Running, assert_close, step
 from tests.support.gemma4 import in_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import GEMMA4, GEMMA4_VISION, GEMMA_IDS, make_tiny
 from triptych.checkpoint.reader import Checkpoint
-from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, MediaTooLarge, PlanMismatch
+from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
 from triptych.layers.encoder import Encoder
-from triptych.layers.linear import QUANTIZED_FORMATS, WEIGHT_FORMATS
+from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.layers.tower_layer import TowerLayer
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.gemma4.encoder import Gemma4
@@ -196,26 +196,6 @@ def tower_of(folder: Path, weights: Any = FP32) -> Encoder:
 IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(16, 8, 3), picture(300, 9, 4)]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_clipped_linears": False},
-        {"use_clipped_linears": False, "standardize": False, "head_dim": 16, "rope_parameters": {"rope_theta": 500.0}},
-        {"hidden_activation": "gelu", "num_attention_heads": 3, "num_key_value_heads": 3},
-    ],
-)
-def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
-    folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | settings})
-    parts, tower, model = inputs_of(*IMAGES), tower_of(folder), cast(Any, load_reference(folder, torch.float32))
-    processed = reference_of(PROCESSOR)(IMAGES, return_tensors="pt")
-    with torch.inference_mode():
-        expected = model.get_image_features(processed["pixel_values"], processed["image_position_ids"]).pooler_output
-    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
-        assert_rows(found, rows)
-        assert_rows(tower.encode([part])[0], rows)
-
-
 def test_layers_without_clipping_are_compiled(tmp_path: Path) -> None:
     """To the same rows as module by module."""
     folder = make_tiny(tmp_path, GEMMA, config={"vision_config": GEMMA4_VISION | {"use_clipped_linears": False}})
@@ -229,46 +209,12 @@ def test_layers_without_clipping_are_compiled(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(tower.encode(parts)), found)
 
 
-@pytest.mark.parametrize(("weights", "error"), [("bfloat16", 0.05), ("int8", 0.1), ("int4", 0.6)])
-def test_formats(tmp_path: Path, weights: str, error: float) -> None:
-    folder, parts = make_tiny(tmp_path, GEMMA), inputs_of(*IMAGES)
-    expected = torch.cat(tower_of(folder).encode(parts))
-    found = torch.cat(tower_of(folder, (WEIGHT_FORMATS | QUANTIZED_FORMATS)[weights]).encode(parts)).float()
-    assert 0 < (found - expected).norm() < error * expected.norm()
-
-
-def test_names_that_save_pretrained_writes(tmp_path: Path) -> None:
-    folder, other = make_tiny(tmp_path / "published", GEMMA), make_tiny(tmp_path / "other", GEMMA, "saved")
-    parts = inputs_of(*IMAGES)
-    assert torch.equal(*(torch.cat(tower_of(path).encode(parts)) for path in (folder, other)))
-    adapter, keys = load_adapter(other), Checkpoint(other).tensors
-    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
-    ours, theirs = (load_adapter(path).load_decoder(Checkpoint(path), FP32, CPU) for path in (folder, other))
-    assert all(torch.equal(*pair) for pair in zip(ours.parameters(), theirs.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: weights.pop("model.vision_tower.std_bias"), "missing"),
-        (lambda weights: weights.pop("model.vision_tower.encoder.layers.1.mlp.up_proj.input_max"), "missing"),
-        (lambda weights: weights.update({"model.vision_tower.std_scale": torch.ones(31)}), "shape"),
-        (lambda weights: weights.update({"model.vision_tower.odd": torch.ones(31)}), "no place for"),
-        (lambda weights: weights.update({"odd": torch.ones(3)}), "'odd' is neither in"),
-        (
-            lambda weights: weights.update(
-                {"model.vision_tower.encoder.layers.1.mlp.up_proj.input_max": torch.tensor(-9.0)}
-            ),
-            "input_min -1.* exceeds .*input_max -9",
-        ),
-    ],
-)
-def test_bad_tensors(tmp_path: Path, change: Any, message: str) -> None:
+def test_bounds_the_wrong_way_round(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, GEMMA)
     weights = load_file(folder / "model.safetensors")
-    change(weights)
+    weights["model.vision_tower.encoder.layers.1.mlp.up_proj.input_max"] = torch.tensor(-9.0)
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"input_min -1.* exceeds .*input_max -9"):
         tower_of(folder)
 
 
@@ -313,16 +259,6 @@ def test_bad_processors(settings: dict[str, Any], message: str) -> None:
     for kind in (Gemma4Planner, Gemma4Preprocessor):
         with pytest.raises(CheckpointError, match=message):
             kind(CONFIG, PROCESSOR | settings)
-
-
-def test_what_isnt_planned() -> None:
-    planner = Gemma4Planner(CONFIG, PROCESSOR)
-    for header, error in (
-        (ImageHeader("PNG", 201, 1), BadMediaSize),
-        (ImageHeader("PNG", 10_000, 10_000), MediaTooLarge),
-    ):
-        with pytest.raises(error):
-            planner.plan(header)
 
 
 def test_markers(tmp_path: Path) -> None:

@@ -4,24 +4,19 @@ import json
 import random
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.models.golden.make_llama4_images import FILE, SIZE, image
 from tests.models.golden.make_videos import digest
-from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
-from tests.support.llama4 import Llama4Pixels, projected
+from tests.support.llama4 import Llama4Pixels
 from tests.support.tiny import OWN_TOWERS, TILE_IDS, make_tiny
 from triptych.api.media_parts import MediaSettings
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import BadMediaSize, CheckpointError, InvalidRequest, PlanMismatch
-from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llama4.encoder import Llama4
 from triptych.models.llama4.plan import Llama4Planner
@@ -80,7 +75,6 @@ PUBLISHED: ModelConfig = {
     },
 }
 """Of Llama 4 Scout."""
-IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(5, 9, 3), picture(300, 9, 4)]
 
 
 def changed(**settings: Any) -> ModelConfig:
@@ -189,41 +183,6 @@ def test_plans_of_other_processes_are_checked() -> None:
     for other in ({"max_patches": 2}, {"resize_to_max_canvas": True, "max_patches": 3}):
         with pytest.raises(PlanMismatch, match="its plan says otherwise"):
             list(Llama4Preprocessor(CONFIG, PROCESSOR | other)(data, plan))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"vision_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}},
-        {"vision_config": {"pixel_shuffle_ratio": 0.25, "intermediate_size": 512}},
-        {"vision_config": {"num_attention_heads": 1}},
-    ],
-)
-def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
-    folder = make_tiny(tmp_path, "llama4", config=changed(**settings))
-    parts = inputs_of(*IMAGES)
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
-    model = cast(Any, load_reference(folder, torch.float32))
-    with torch.inference_mode():
-        expected = projected(model, Llama4Pixels(PROCESSOR)([IMAGES]))
-    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
-        for ours in (found, tower.encode([part])[0]):
-            assert_rows(ours, rows)
-
-
-def test_names_that_save_pretrained_writes(tmp_path: Path) -> None:
-    folder, other = make_tiny(tmp_path / "published", "llama4"), tmp_path / "other"
-    make_tiny(other, "llama4", "saved")
-    cpu, fp32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
-    adapter, keys = load_adapter(other), Checkpoint(other).tensors
-    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
-    for stage in ("encoder", "decoder"):
-        ours, theirs = (
-            list(getattr(load_adapter(path), f"load_{stage}")(Checkpoint(path), fp32, cpu).parameters())
-            for path in (folder, other)
-        )
-        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import random
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,9 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
     get_resize_output_image_size,
 )
 
-from tests.support.checkpoints import load_adapter, load_reference
-from tests.support.forward import assert_rows
 from tests.support.image_cases import picture, png
 from tests.support.tiny import OWN_TOWERS, ROW_IDS, make_tiny
-from triptych.checkpoint.reader import Checkpoint
 from triptych.errors import CheckpointError
-from triptych.layers.linear import WEIGHT_FORMATS
 from triptych.models.base import EncoderInput, ModelConfig
 from triptych.models.llava.encoder import Llava
 from triptych.models.pixtral.encoder import Pixtral
@@ -66,7 +62,6 @@ PUBLISHED: ModelConfig = {
     "vision_feature_select_strategy": "full",
 }
 """Of Pixtral-12B."""
-IMAGES = [picture(200, 150, 1), picture(31, 90, 2), picture(5, 9, 3), picture(300, 9, 4)]
 
 
 def changed(**settings: Any) -> ModelConfig:
@@ -143,40 +138,6 @@ def test_the_published_config() -> None:
     assert planner.context_length == 1024000
     plan = planner.plan(ImageHeader("PNG", 1024, 1024))
     assert (plan.rows, len(planner.runs(plan))) == (4096, 64)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"vision_feature_layer": -2, "projector_hidden_act": "silu", "multimodal_projector_bias": False},
-        {"vision_config": CONFIG["vision_config"] | {"hidden_act": "gelu", "rope_theta": 500.0}},
-    ],
-)
-def test_rows(tmp_path: Path, settings: dict[str, Any]) -> None:
-    folder = make_tiny(tmp_path, "llava+pixtral", config=settings)
-    parts = inputs_of(*IMAGES)
-    tower = load_adapter(folder).load_encoder(Checkpoint(folder), WEIGHT_FORMATS["float32"], torch.device("cpu"))
-    model = cast(Any, load_reference(folder, torch.float32))
-    with torch.inference_mode():
-        expected = model.get_image_features(**reference_of(PROCESSOR)(IMAGES, return_tensors="pt")).pooler_output
-    for part, found, rows in zip(parts, tower.encode(parts), expected, strict=True):
-        for ours in (found, tower.encode([part])[0]):
-            assert_rows(ours, rows)
-
-
-def test_names_that_save_pretrained_writes(tmp_path: Path) -> None:
-    folder, other = make_tiny(tmp_path / "published", "llava+pixtral"), tmp_path / "other"
-    make_tiny(other, "llava+pixtral", "saved")
-    cpu, fp32 = torch.device("cpu"), WEIGHT_FORMATS["float32"]
-    adapter, keys = load_adapter(other), Checkpoint(other).tensors
-    assert sorted(adapter.encoder_keys(keys) + adapter.decoder_keys(keys)) == sorted(keys)
-    for stage in ("encoder", "decoder"):
-        ours, theirs = (
-            list(getattr(load_adapter(path), f"load_{stage}")(Checkpoint(path), fp32, cpu).parameters())
-            for path in (folder, other)
-        )
-        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def test_the_tower_decides_on_the_family() -> None:
