@@ -111,7 +111,7 @@ async def counters(client: httpx.AsyncClient) -> dict[str, dict[str, float]]:
     await asyncio.sleep(3 * HEARTBEAT)
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for line in (await client.get("/metrics")).text.splitlines():
-        if series := re.fullmatch(r'triptych:(\w+)_total\{.*engine="(\w+)".*\} (\S+)', line):
+        if series := re.fullmatch(r'triptych:(\w+)_total\{.*instance_name="(\w+)".*\} (\S+)', line):
             found[series[2]][series[1]] = float(series[3])
     return found
 

@@ -74,7 +74,7 @@ def _watched() -> Iterator[list[str]]:
 
 
 def _labels_of(series: Any) -> tuple[str, ...]:
-    return ("engine", "role", *([series.label] if series.label else []))
+    return ("instance_name", "role", *([series.label] if series.label else []))
 
 
 def _row(name: str, kind: str, labels: tuple[str, ...], meaning: str) -> list[str]:

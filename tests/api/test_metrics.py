@@ -45,7 +45,7 @@ def test_instances_report_pools_caches_transfers_and_load(service: Served) -> No
     with service.client() as client:
         wait_for(lambda: scrape(client).total("mm_items_encoded_total") == encoder.num_encoded)
         (language,) = service.running.engine_loops()
-        wait_for(lambda: scrape(client).total("engine_steps_total", engine="pd1") == language.num_steps)
+        wait_for(lambda: scrape(client).total("instance_steps_total", instance_name="pd1") == language.num_steps)
         before = scrape(client)
         service.steps.close()
         pending = client.build_request("POST", CHAT, json=service.body([image_part(image(seed=901))], stream=True))
@@ -53,22 +53,22 @@ def test_instances_report_pools_caches_transfers_and_load(service: Served) -> No
         service.steps.delay = 0.2  # eight steps: more than a heartbeat
         response = client.send(pending, stream=True)
         with service.client() as other:
-            wait_for(lambda: scrape(other).total("num_requests_running", engine="pd1", stage="decode") == 1)
+            wait_for(lambda: scrape(other).total("num_requests_running", instance_name="pd1", stage="decode") == 1)
             during = scrape(other)
-        assert 0 < during.total("kv_cache_usage_perc", engine="pd1") < 1
+        assert 0 < during.total("kv_cache_usage_perc", instance_name="pd1") < 1
         response.read()
-        wait_for(lambda: scrape(client).total("engine_steps_total") >= before.total("engine_steps_total") + 8)
+        wait_for(lambda: scrape(client).total("instance_steps_total") >= before.total("instance_steps_total") + 8)
         wait_for(lambda: scrape(client).total("num_requests_running") == 0)
         after = scrape(client)
     assert after.total("kv_cache_usage_perc") == 0
-    assert growth(before, after, "mm_items_encoded_total", engine="e0", role="E") == 1
+    assert growth(before, after, "mm_items_encoded_total", instance_name="e0", role="E") == 1
     assert growth(before, after, "mm_cache_queries_total") == 1
-    assert growth(before, after, "transfer_received_total", kind="media", engine="pd1") == 1
+    assert growth(before, after, "transfer_received_total", kind="media", instance_name="pd1") == 1
     sent, received = (growth(before, after, f"transfer_{way}_bytes_total") for way in ("sent", "received"))
     assert sent == received > 0
-    assert growth(before, after, "engine_busy_seconds_total", engine="pd1") > 8 * 0.2
-    assert after.total("engine_resident_bytes", engine="e0") > 2**20
-    assert after.total("mm_cache_bytes", engine="e0") > 0
+    assert growth(before, after, "instance_busy_seconds_total", instance_name="pd1") > 8 * 0.2
+    assert after.total("instance_resident_bytes", instance_name="e0") > 2**20
+    assert after.total("mm_cache_bytes", instance_name="e0") > 0
 
 
 @pytest.mark.parametrize("stop", [True, False])

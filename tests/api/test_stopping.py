@@ -35,7 +35,7 @@ def counted(service: Served) -> Scrape:
     wait_for(service.everything_is_back)
     with service.client() as client:
         hosts = service.running.engine_loops()
-        wait_for(lambda: scrape(client).total("engine_steps_total") == sum(host.num_steps for host in hosts))
+        wait_for(lambda: scrape(client).total("instance_steps_total") == sum(host.num_steps for host in hosts))
         return scrape(client)
 
 
@@ -60,7 +60,7 @@ def test_generation_stops_at_a_stop_string(service: Served) -> None:
     assert usage["completion_tokens"] < 800 + 60
     assert grown("generation_tokens_total") == usage["completion_tokens"]
     assert grown("request_generation_tokens_sum") == usage["completion_tokens"]
-    assert grown("engine_computed_tokens_total") <= usage["total_tokens"] + LATE
+    assert grown("instance_computed_tokens_total") <= usage["total_tokens"] + LATE
     assert grown("request_success_total", finished_reason="stop") == 1
     assert grown("request_success_total", finished_reason="abort") == 0
 
@@ -73,7 +73,7 @@ def test_early_stops_free_their_slots_at_once(service: Served) -> None:
     answer = ask(service, prompts, max_tokens=1500, stop=[stop])
     after = counted(service)
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
-    steps = after.total("engine_steps_total") - before.total("engine_steps_total")
+    steps = after.total("instance_steps_total") - before.total("instance_steps_total")
     assert steps <= 2 * 60 + LATE, "two batches of them, none of which runs to max_tokens"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from triptych.cli import main
 
-ROW = {"stage": "decode", "start_ms": 1.0, "end_ms": 2.5, "engine": "pd0"}
+ROW = {"stage": "decode", "start_ms": 1.0, "end_ms": 2.5, "instance": "pd0"}
 LINE = {"request_id": "a", "time": "2026-01-31T12:00:00.000001+00:00", "timeline": [ROW], "more": 1}
 
 

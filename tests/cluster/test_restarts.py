@@ -202,7 +202,7 @@ def test_the_service_drains_by_way_of_its_supervisor(folder: Path) -> None:
         own = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
         wait_for(lambda: own.get("/ready").status_code == 200, 10, guest)
         assert own.get("/health").text == "ok\n"
-        assert 'engine="guest"' in own.get("/metrics").text
+        assert 'instance_name="guest"' in own.get("/metrics").text
         own.close()
         with stream_of(url, "tiny", 500) as lines:
             command.send(signal.SIGTERM)

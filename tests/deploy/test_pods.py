@@ -89,7 +89,7 @@ def test_queries_of_autoscalers_find_what_frontends_export(service: Pods, render
     assert len(asked) >= len(queries) == 4
     for name, selector in asked:
         # of the others, Prometheus makes the labels
-        labels = set(re.findall(r'(engine|stage|role)="([^"]*)"', selector))
+        labels = set(re.findall(r'(instance_name|stage|role)="([^"]*)"', selector))
         assert any(one.name == name and labels <= set(one.labels.items()) for one in samples), (name, selector)
 
 

@@ -31,7 +31,7 @@ def exposed() -> dict[str, set[str]]:
             names[name] = labels | ({"le"} if name.endswith("_bucket") else set())
     for series in SERIES:
         name = PREFIX + series.name + ("_total" if series.counts else "")
-        names[name] = {"engine", "role", *([series.label] if series.label else [])}
+        names[name] = {"instance_name", "role", *([series.label] if series.label else [])}
     return names | {PREFIX + name: set(STAGE_LABELS) for name in STAGE_SERIES}
 
 
@@ -58,7 +58,7 @@ def test_every_expression_names_metrics_and_labels_that_exist(target: dict[str, 
 def test_every_metric_is_on_the_dashboard_or_listed_as_omitted() -> None:
     shown = set(_NAME.findall(DASHBOARD.read_text()))
     left_out = {
-        "engine_computed_tokens", "engine_outstanding", "engine_steps", "kv_cache_pages", "mm_fetched_bytes",
+        "instance_computed_tokens", "instance_outstanding", "instance_steps", "kv_cache_pages", "mm_fetched_bytes",
         "mm_items", "mm_items_encoded", "request_generation_tokens",
         "request_prompt_tokens", "request_time_per_output_token_seconds", "state_slots", "state_slots_used",
         "stage_outstanding", "state_snapshots_cached", "transfer_received", "transfer_revoked",

@@ -89,7 +89,7 @@ def test_a_request_goes_to_the_least_loaded_generator_and_streams_its_tokens() -
         Tokens(second.request, [6, 7], 1, finish_reason="stop", intervals=[Interval("decode", 0.0, 1.0)])
     )
     assert tokens_of(second) == [5, 6, 7]
-    assert worked_on(second) == [Interval("decode", 0.0, 1.0, engine="pd1")]
+    assert worked_on(second) == [Interval("decode", 0.0, 1.0, instance="pd1")]
     assert harness.router.num_requests == 1
     assert harness.lease(PD1).outstanding == 0
     assert harness.lease(PD0).outstanding == 7  # three prompt tokens, four to come

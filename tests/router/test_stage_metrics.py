@@ -89,5 +89,5 @@ def test_slots_and_snapshots_of_states_are_reported() -> None:
     text = generate_latest(harness.router.metrics.registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, expected in (("state_slots", [8, 8]), ("state_slots_used", [3, 0]), ("state_snapshots_cached", [2, 2])):
-        found = {one.labels["engine"]: one.value for one in families[f"triptych:{name}"].samples}
+        found = {one.labels["instance_name"]: one.value for one in families[f"triptych:{name}"].samples}
         assert [found[name] for name in ("pd0", "pd1")] == expected

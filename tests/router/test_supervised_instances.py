@@ -120,7 +120,7 @@ def test_an_instance_that_is_being_replaced_works_on_beside_its_replacement() ->
         sample
         for metric in harness.router.metrics.registry.collect()
         for sample in metric.samples
-        if sample.name == "triptych:engine_outstanding" and sample.labels["engine"] == "e0"
+        if sample.name == "triptych:instance_outstanding" and sample.labels["instance_name"] == "e0"
     ]
     assert len(samples) == 1, "a series has one sample"
     report(harness, launched(E0, LaunchState.READY, 8), launched(E0, LaunchState.DRAINING, 7))

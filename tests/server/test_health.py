@@ -51,14 +51,14 @@ def test_probes_tell_loading_ready_and_stuck_apart(server: HealthServer) -> None
 def test_metrics_are_those_of_the_last_heartbeat(server: HealthServer) -> None:
     text = get(server, "/metrics").text
     assert "process_resident_memory_bytes" in text
-    assert 'triptych:mm_items_encoded_total{engine="e0"' not in text
+    assert 'triptych:mm_items_encoded_total{instance_name="e0"' not in text
     encode = EncodeStats(
         waiting=1, running=2, encoded=7, cache_queries=0, cache_hits=0, cache_bytes=0, cache_max_bytes=0
     )
     server.pulse.stats = InstanceStats(encode=encode, busy_seconds=1.5)
     text = get(server, "/metrics?x=1").text
-    assert 'triptych:mm_items_encoded_total{engine="e0",role="E"} 7.0' in text
-    assert 'triptych:engine_busy_seconds_total{engine="e0",role="E"} 1.5' in text
+    assert 'triptych:mm_items_encoded_total{instance_name="e0",role="E"} 7.0' in text
+    assert 'triptych:instance_busy_seconds_total{instance_name="e0",role="E"} 1.5' in text
 
 
 @pytest.mark.parametrize(

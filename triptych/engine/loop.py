@@ -535,7 +535,7 @@ class EngineLoop:
             sampled.token,
             token_logprob(sampled),
             timings.reused,
-            [msgspec.structs.replace(one, engine=self._name) for one in timings.until_first_token()],
+            [msgspec.structs.replace(one, instance=self._name) for one in timings.until_first_token()],
             active.request.num_computed,
             joined(active.request.prompt_logprobs),
         )

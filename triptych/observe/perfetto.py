@@ -17,8 +17,8 @@ def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, An
     rows: dict[tuple[int, str], int] = {}
     for request, intervals in requests:
         for interval in intervals:
-            engine = interval.engine or FRONTEND
-            process = processes.setdefault(engine, len(processes) + 1)
+            instance = interval.instance or FRONTEND
+            process = processes.setdefault(instance, len(processes) + 1)
             item = "" if interval.item is None else f" item {interval.item + 1}"
             row = rows.setdefault((process, request + item), len(rows) + 1)
             events.append(
@@ -33,7 +33,7 @@ def trace_events(requests: Iterable[tuple[str, list[Interval]]]) -> dict[str, An
                     "args": {"request_id": request},
                 }
             )
-    events += [_name("process_name", process, 0, engine) for engine, process in processes.items()]
+    events += [_name("process_name", process, 0, instance) for instance, process in processes.items()]
     events += [_name("thread_name", process, row, name) for (process, name), row in rows.items()]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -98,7 +98,7 @@ class _Row(msgspec.Struct):
     start_ms: float
     end_ms: float
     item: int | None = None
-    engine: str = ""
+    instance: str = ""
 
 
 class _Line(msgspec.Struct):
@@ -121,7 +121,7 @@ def read_line(text: str) -> tuple[str, datetime, list[Interval]] | None:
         line.request_id,
         line.time,
         [
-            Interval(row.stage, began + row.start_ms / 1000, began + row.end_ms / 1000, row.item, row.engine)
+            Interval(row.stage, began + row.start_ms / 1000, began + row.end_ms / 1000, row.item, row.instance)
             for row in line.timeline
         ],
     )

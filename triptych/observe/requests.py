@@ -45,13 +45,13 @@ class ChoiceRecord:
     def num_items(self) -> int:
         return len(self.numbers)
 
-    def add(self, intervals: Iterable[Interval], engine: str, item: int | None = None) -> None:
+    def add(self, intervals: Iterable[Interval], instance: str, item: int | None = None) -> None:
         """Add an instance's intervals, for one item or for the whole request. An interval may name another instance.
         Items are given by their places in the prompt."""
         for one in intervals:
             index = one.item if item is None else item
             number = None if index is None else self.numbers[index]
-            self.intervals.append(msgspec.structs.replace(one, engine=one.engine or engine, item=number))
+            self.intervals.append(msgspec.structs.replace(one, instance=one.instance or instance, item=number))
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ class Interval(msgspec.Struct, frozen=True):
     end: float
     item: int | None = None
     """Index of the item in the request; None if the stage worked on the whole request."""
-    engine: str = ""
+    instance: str = ""
     """Name of the instance; empty for the frontend."""
 
 
@@ -34,7 +34,7 @@ def as_json(intervals: Iterable[Interval], origin: float | None = None) -> list[
             "start_ms": round((interval.start - origin) * 1000, 3),
             "end_ms": round((interval.end - origin) * 1000, 3),
             **({} if interval.item is None else {"item": interval.item}),
-            **({"engine": interval.engine} if interval.engine else {}),
+            **({"instance": interval.instance} if interval.instance else {}),
         }
         for interval in ordered
     ]

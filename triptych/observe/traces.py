@@ -19,7 +19,7 @@ from triptych.observe.requests import RequestRecord
 
 SEND_TIMEOUT = 5
 """Timeout in seconds of one batch of spans; shutdown waits for the last one."""
-MAX_ENGINES = 256
+MAX_INSTANCES = 256
 """Tracers kept. Instances with further names share one, so that new names can't grow the table without limit."""
 
 
@@ -47,7 +47,7 @@ class Traces:
             root.set_status(trace.StatusCode.ERROR, record.error)
         inside = trace.set_span_in_context(root)
         for interval in record.timeline():
-            span = self._tracer(interval.engine or FRONTEND).start_span(
+            span = self._tracer(interval.instance or FRONTEND).start_span(
                 interval.stage,
                 inside,
                 start_time=_nanoseconds(interval.start),
@@ -60,16 +60,16 @@ class Traces:
         """Send the remaining spans."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _tracer(self, engine: str) -> Tracer:
+    def _tracer(self, instance: str) -> Tracer:
         """Return the tracer of a process; each is a service instance of its own."""
-        if engine not in self._tracers and len(self._tracers) >= MAX_ENGINES:
-            engine = "others"
-        if engine not in self._tracers:
-            resource = Resource.create({"service.name": f"triptych {engine}", "service.instance.id": engine})
+        if instance not in self._tracers and len(self._tracers) >= MAX_INSTANCES:
+            instance = "others"
+        if instance not in self._tracers:
+            resource = Resource.create({"service.name": f"triptych {instance}", "service.instance.id": instance})
             provider = TracerProvider(resource=resource, shutdown_on_exit=False)
             provider.add_span_processor(self._processor)
-            self._tracers[engine] = provider.get_tracer("triptych")
-        return self._tracers[engine]
+            self._tracers[instance] = provider.get_tracer("triptych")
+        return self._tracers[instance]
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

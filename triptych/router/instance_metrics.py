@@ -100,9 +100,9 @@ SERIES = [
         _language(lambda one: one.state_snapshots_cached),
     ),
     Series("num_preemptions", "requests preempted", True, _language(lambda one: one.preemptions)),
-    Series("engine_steps", "forward passes", True, _language(lambda one: one.steps)),
+    Series("instance_steps", "forward passes", True, _language(lambda one: one.steps)),
     Series(
-        "engine_computed_tokens", "tokens computed in forward passes", True,
+        "instance_computed_tokens", "tokens computed in forward passes", True,
         _language(lambda one: one.computed_tokens),
     ),
     Series("mm_cache_queries", "parts looked up in the encoder cache", True, _encode(lambda one: one.cache_queries)),
@@ -132,9 +132,9 @@ SERIES = [
     Series("transfer_sent", "transfers sent completely", True, _sent(lambda sent: sent.completed)),
     Series("transfer_retries", "failed writes that were retried", True, _sent(lambda sent: sent.retries)),
     Series("transfer_aborted", "transfers aborted by the sender", True, _sent(lambda sent: sent.aborted)),
-    Series("engine_busy_seconds", "time spent computing and loading", True, _of_all(lambda one: one.busy_seconds)),
-    Series("engine_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
-    Series("engine_outstanding", "cost of assigned, unfinished work: tokens, or the plans' cost of items", False,
+    Series("instance_busy_seconds", "time spent computing and loading", True, _of_all(lambda one: one.busy_seconds)),
+    Series("instance_resident_bytes", "memory of rank 0's process", False, _of_all(lambda one: one.resident_bytes)),
+    Series("instance_outstanding", "cost of assigned, unfinished work: tokens, or the plans' cost of items", False,
            lambda instance: [("", instance.outstanding)]),
 ]  # fmt: skip
 
@@ -150,7 +150,7 @@ class InstanceCollector(Collector):
         by_age = sorted(self._membership, key=lambda one: one.incarnation)
         instances = {one.name: one for one in by_age}.values()
         for series in SERIES:
-            labels = ["engine", "role", *([series.label] if series.label else [])]
+            labels = ["instance_name", "role", *([series.label] if series.label else [])]
             family: type[CounterMetricFamily | GaugeMetricFamily] = (
                 CounterMetricFamily if series.counts else GaugeMetricFamily
             )

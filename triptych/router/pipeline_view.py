@@ -77,7 +77,7 @@ class PipelineView:
                 _STAGES[state.phase],
                 wall - (now - state.entered),
                 wall,
-                engine=(*instances_of(self._lifecycle, state), "")[0],
+                instance=(*instances_of(self._lifecycle, state), "")[0],
             )
             for state in self._lifecycle.requests
             if state.http_id == request

@@ -279,14 +279,14 @@ class Router:
         except TriptychError as error:
             self._transitions.fail(state, error)
             return
-        admission, record, engine = self.lifecycle.admission, state.stream.record, state.decode.instance.name
+        admission, record, instance = self.lifecycle.admission, state.stream.record, state.decode.instance.name
         admission.generated(state, len(report.tokens), self.last_token, first=not state.generated)
         state.generated += report.tokens
         record.num_reused = max(record.num_reused, message.reused)
         self._requests.answered(state)
         self.metrics.received_tokens(record, len(report.tokens))
         if message.finish_reason is not None:
-            record.add(message.intervals, engine)
+            record.add(message.intervals, instance)
             self._transitions.end(state, report.finish_reason or message.finish_reason)
         elif report.finish_reason is not None:
             self._transitions.end_early(state, report.finish_reason)

@@ -6,19 +6,19 @@ import { isStage } from "./stages.js";
 
 /** Rows from intervals in seconds since the epoch (`RequestView.timeline`). An end of 0 is "still running". */
 export function fromIntervals(intervals, began, now) {
-  return intervals.map(({ stage, start, end, item, engine }) => ({
+  return intervals.map(({ stage, start, end, item, instance }) => ({
     stage,
     from: Math.max(0, start - began),
     to: Math.max(0, (end || now) - began),
     item,
-    engine,
+    instance,
     running: !end,
   }));
 }
 
 /** Rows from the field `timeline` of an answer, in milliseconds since the request arrived. */
 export const fromAnswer = (timeline) =>
-  timeline.map(({ stage, start_ms, end_ms, item, engine }) => ({ stage, from: start_ms / 1000, to: end_ms / 1000, item, engine }));
+  timeline.map(({ stage, start_ms, end_ms, item, instance }) => ({ stage, from: start_ms / 1000, to: end_ms / 1000, item, instance }));
 
 const itemName = (item) => (item === null || item === undefined ? "" : ` ${item + 1}`);
 
@@ -61,7 +61,7 @@ function waterfallRow(row, length) {
     "tr",
     { class: row.running ? "running" : null },
     h("td", {}, h("span", { class: "chip", data: { stage }, text: row.stage + itemName(row.item) })),
-    h("td", { text: row.engine || "frontend" }),
+    h("td", { text: row.instance || "frontend" }),
     h("td", { class: "number", text: duration(row.to - row.from) }),
     h("td", {}, h("div", { class: "track", data: { stage }, title: `from ${duration(row.from)} to ${duration(row.to)}` }, bar)),
   );
@@ -72,21 +72,21 @@ const DEEDS = { encode: "encoded", prefill: "prefilled", decode: "decoded", prep
 /** A list that says what each instance did, and for how long. */
 export function whoDidWhat(rows) {
   const deeds = new Map();
-  for (const { stage, engine, from, to, item } of rows) {
-    if (!engine || !(stage in DEEDS)) continue;
-    const of = deeds.get(engine) ?? new Map();
+  for (const { stage, instance, from, to, item } of rows) {
+    if (!instance || !(stage in DEEDS)) continue;
+    const of = deeds.get(instance) ?? new Map();
     const deed = of.get(stage) ?? { seconds: 0, items: new Set() };
     deed.seconds += to - from;
     if (item !== null && item !== undefined) deed.items.add(item + 1);
     of.set(stage, deed);
-    deeds.set(engine, of);
+    deeds.set(instance, of);
   }
-  const lines = [...deeds].map(([engine, of]) => {
+  const lines = [...deeds].map(([instance, of]) => {
     const parts = [...of].map(([stage, { seconds, items }]) => {
       const what = items.size ? ` item ${[...items].sort((a, b) => a - b).join(", ")}` : "";
       return `${DEEDS[stage]}${stage === "transfer" && items.size ? " of" : ""}${what} in ${duration(seconds)}`;
     });
-    return h("li", {}, h("strong", { text: engine }), ` ${parts.join(", ")}`);
+    return h("li", {}, h("strong", { text: instance }), ` ${parts.join(", ")}`);
   });
   return lines.length ? h("ul", { class: "who", "aria-label": "Which instance did what" }, ...lines) : null;
 }

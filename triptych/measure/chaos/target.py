@@ -29,7 +29,7 @@ ZERO_WHEN_IDLE = (
     "num_requests_waiting",
     "kv_cache_usage_perc",
     "receive_pool_usage_perc",
-    "engine_outstanding",
+    "instance_outstanding",
     "stage_outstanding",
 )
 """Metrics, without their prefix, that are zero once no request is in flight."""
