@@ -31,7 +31,8 @@ def service(request: pytest.FixtureRequest, questions: Questions) -> Iterator[Se
 
 
 def channels_of(service: Served) -> list[Channel]:
-    return [service.running.frontend.channel, *(instance.channel for instance in service.running.instances)]
+    found = [service.running.frontend.channel, *(instance.channel for instance in service.running.instances)]
+    return [channel for channel in found if isinstance(channel, Channel)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """An instance: one process, one channel, one compute thread, and the stage loops of its role.
 
-``run`` repeats: receive → advance each stage loop → heartbeat. Everything slow happens on the compute thread or in
-workers, which wake the loop when they are done.
+``run`` repeats: receive → ``turn``, which advances each stage loop and sends heartbeats. Everything slow happens on the
+compute thread or in workers, which wake the loop when they are done.
 """
 
 import enum
@@ -17,7 +17,6 @@ from triptych.compute_thread import ANSWER_TIMEOUT, ComputeThread
 from triptych.config import LeaseConfig
 from triptych.errors import BlockError, InstanceBroken, StartError, TriptychError
 from triptych.executor import StartExecutor
-from triptych.messages.channel import Channel
 from triptych.messages.codec import Message
 from triptych.messages.identity import ModelIdentity
 from triptych.messages.rows import Abort, Done, RowLayout, TransferSide
@@ -38,7 +37,7 @@ from triptych.messages.work import (
 )
 from triptych.observe.machine import resident_bytes
 from triptych.server.drain import QUIET_SECONDS, Drain
-from triptych.server.frontends import Frontends
+from triptych.server.frontends import Connection, Frontends
 from triptych.server.life import Life, LifeState
 from triptych.server.pulse import DRAINING, MAX_SILENCE, NO_LEASE, Pulse
 from triptych.stage_loop import HandsBack, StageLoop
@@ -52,6 +51,21 @@ FAILURE_WINDOW = 60.0
 """Window in seconds in which failures are counted. An instance resets itself after an internal error, and exits at the
 ``MAX_FAILURES``-th within the window. An instance that fails every request looks idle and would attract all new
 ones."""
+
+
+class MessageChannel(Connection, Protocol):
+    """What an instance's messages come and go by: a ``Channel``, or what stands for one in virtual time."""
+
+    @property
+    def pending(self) -> bool: ...
+
+    def receive(self, timeout: float | None) -> list[Message]: ...
+
+    def wake(self) -> None: ...
+
+    def ping(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RoleLoops(NamedTuple):
@@ -106,7 +120,7 @@ class InstanceProcess:
         model: ModelIdentity,
         layouts: list[RowLayout],
         capacity: Capacity,
-        channel: Channel,
+        channel: MessageChannel,
         join: Sequence[str],
         lease: LeaseConfig,
         clock: Clock,
@@ -205,44 +219,63 @@ class InstanceProcess:
         self.channel.wake()
 
     def run(self) -> None:
-        """Register, and serve until ``stop`` or the end of a drain. Raises StartError when no frontend takes the
-        instance, InstanceBroken when its device doesn't answer or its work keeps failing, and what was given to
-        ``fail``."""
+        """Register, and serve until ``stop`` or the end of a drain. Raises what ``turn`` does."""
+        self.begin()
+        try:
+            while self.life.state is not LifeState.LEAVING:
+                self.turn(self.channel.receive(self.next_turn))
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Register. Until its ``life`` says that it leaves, there must be a ``turn`` whenever messages come or the
+        channel is woken, and otherwise after ``next_turn``; and ``end`` however that ends."""
         self._last_heartbeat = self.clock.monotonic()  # loading may have taken longer than a lease lasts
         self.life.enter(LifeState.REGISTERING)
         self.frontends.register()
+        self._beat()
+
+    @property
+    def next_turn(self) -> float:
+        """Most seconds until the next turn."""
+        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat_interval - self.clock.monotonic())
+        until_look = QUIET_SECONDS / 3 if self._drain else self.frontends.next_step
+        return min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops))
+
+    def turn(self, messages: Sequence[Message]) -> None:
+        """Handle messages, advance the stage loops, and keep the leases. Raises StartError when no frontend takes the
+        instance, InstanceBroken when its device doesn't answer or its work keeps failing, and what was given to
+        ``fail``."""
+        self._beat()
         try:
-            while self.life.state is not LifeState.LEAVING:
-                self._run_once()
-                self.frontends.step()
-                self.life.has_lease(held=self.frontends.registered)
-                if self._order is _Order.STOP or self.frontends.ended:
-                    self.life.enter(LifeState.LEAVING)
+            self._work_on(messages)
+            self.frontends.step()
         except StartError as error:
             self._failure = error  # first: what follows may fail by the same device
             self._hand_back()
             raise
-        finally:
-            # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to
-            # stop, or when its drain takes too long, isn't the cause
-            suspect = self._failure.suspect if isinstance(self._failure, InstanceBroken) else True
-            self.frontends.leave(suspect=suspect and self.life.state is not LifeState.LEAVING)
+        self.life.has_lease(held=self.frontends.registered)
+        if self._order is _Order.STOP or self.frontends.ended:
             self.life.enter(LifeState.LEAVING)
-            self.pulse.not_ready = DRAINING
-            if isinstance(self._failure, InstanceBroken):
-                log.error("this instance is broken; exiting")
-                self.on_broken(self._failure)
-            self.compute.close()
-            for loop in self.loops:
-                loop.close()
-            self.close_parts()
+        self._beat()
 
-    def _run_once(self) -> None:
-        until_heartbeat = max(0.0, self._last_heartbeat + self._lease.heartbeat_interval - self.clock.monotonic())
-        until_look = QUIET_SECONDS / 3 if self._drain else self.frontends.next_step
-        self._beat()
-        messages = self.channel.receive(min(until_heartbeat, until_look, *(loop.next_advance for loop in self.loops)))
-        self._beat()
+    def end(self) -> None:
+        """Leave, and close everything."""
+        # however it ends: frontends needn't wait for the lease to expire. Work that is left when it is told to stop,
+        # or when its drain takes too long, isn't the cause
+        suspect = self._failure.suspect if isinstance(self._failure, InstanceBroken) else True
+        self.frontends.leave(suspect=suspect and self.life.state is not LifeState.LEAVING)
+        self.life.enter(LifeState.LEAVING)
+        self.pulse.not_ready = DRAINING
+        if isinstance(self._failure, InstanceBroken):
+            log.error("this instance is broken; exiting")
+            self.on_broken(self._failure)
+        self.compute.close()
+        for loop in self.loops:
+            loop.close()
+        self.close_parts()
+
+    def _work_on(self, messages: Sequence[Message]) -> None:
         if self._failure is not None:
             raise self._failure
         if self.compute.is_stuck:
