@@ -111,3 +111,89 @@ def test_tests_do_not_read_private_attributes_of_other_objects() -> None:
         for line, text in private_attributes(path.read_text())
     ]
     assert len(found) <= MAX_PRIVATE, "\n".join(found)
+
+
+# ── time and threads are passed in ───────────────────────────────────────────────────────────────────────────────────
+
+BELOW_THE_API = ("router", "engine", "encode", "transfer", "messages", "server", "cluster")
+MAY_START_THREADS = {
+    "transfer/fabrics/mooncake.py": "waits for a peer, within a library",
+    "server/health.py": "answers while the instance's loop is stuck",
+    "server/name_lookup.py": "waits for a name server",
+    "server/ranks.py": "waits for the end of a process",
+    "cluster/on_ray/actor.py": "runs an event loop beside Ray's threads",
+    "cluster/on_ray/driver.py": "ends the process if all else hangs",
+}
+MAY_READ_CLOCKS = {
+    "engine/step_graphs.py": "says how long a GPU took at the start",
+    "server/rank_main.py": "waits for the kernel, at the end of a process",
+}
+MAKES_CLOCKS = {
+    "server/frontend.py",
+    "server/instance_process.py",
+    "cluster/control_client.py",
+    "cluster/service.py",
+    "cluster/on_ray/actor.py",
+    "cluster/on_ray/launcher.py",
+}
+"""What builds a process, or a client."""
+_TIME = re.compile(
+    r"time\.(time|monotonic|perf_counter)(_ns)?|time\.sleep|(datetime\.)+(now|utcnow|today)"
+    r"|triptych\.running_time\.(running_time|RunningClock)"
+)
+_THREADS = re.compile(r"threading\.(Thread|Timer)|(.*\.)?(ThreadPoolExecutor|run_in_executor)")
+
+
+def names(source: str) -> list[tuple[int, str]]:
+    """Line and name of all that a file calls, imports with ``from``, or takes from a module."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            found.append((node.lineno, ast.unparse(node.func)))
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, f"{node.module}.{name.name}") for name in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+    return found
+
+
+def kinds_of_reads(source: str) -> set[tuple[int, str, str]]:
+    """Line, kind and name of all that reads a clock, starts threads, or makes a clock."""
+    kinds = {"time": _TIME, "threads": _THREADS, "makes": re.compile("SystemClock")}
+    return {(line, kind, name) for line, name in names(source) for kind in kinds if kinds[kind].fullmatch(name)}
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("from time import sleep", "time"),
+        ("x = field(default_factory=time.monotonic)", "time"),
+        ("time.time_ns()", "time"),
+        ("from triptych.running_time import MAX_WAIT, running_time", "time"),
+        ("datetime.now()", "time"),
+        ("threading.Thread(target=f).start()", "threads"),
+        ("from concurrent.futures import Future, ThreadPoolExecutor", "threads"),
+        ("await loop.run_in_executor(None, f)", "threads"),
+        ("clock = SystemClock()", "makes"),
+    ],
+)
+def test_reads_of_clocks_are_found(source: str, kind: str) -> None:
+    assert {found for _, found, _ in kinds_of_reads(source)} == {kind}
+
+
+def test_other_names_are_none() -> None:
+    source = "self._clock.sleep(1)\ntime.thread_time()\nfrom triptych.running_time import MAX_WAIT\nasyncio.sleep(1)"
+    assert kinds_of_reads(source) == set()
+
+
+def test_below_the_api_clocks_and_threads_are_passed_in() -> None:
+    """Time comes from a ``Clock``, and threads from a ``StartExecutor``. Event loops have timers of their own."""
+    may = {"time": MAY_READ_CLOCKS.keys(), "threads": MAY_START_THREADS.keys(), "makes": MAKES_CLOCKS}
+    used: dict[str, set[str]] = {kind: set() for kind in may}
+    paths = [path for folder in BELOW_THE_API for path in (ROOT / "triptych" / folder).rglob("*.py")]
+    for path in sorted([*paths, ROOT / "triptych" / "compute_thread.py"]):
+        place = path.relative_to(ROOT / "triptych").as_posix()
+        for line, kind, name in sorted(kinds_of_reads(path.read_text())):
+            assert place in may[kind], f"{place}:{line}: {name}; take a Clock, or a StartExecutor"
+            used[kind].add(place)
+    assert used == {kind: set(places) for kind, places in may.items()}, "an exception that is left over"

@@ -24,6 +24,7 @@ from triptych.cluster.on_ray.messages import (
     Waiting,
 )
 from triptych.messages.operations import SparePlace
+from triptych.virtual_time import VirtualClock
 
 CPU = {"CPU": 1.0}
 GPU = {"CPU": 1.0, "GPU": 1.0}
@@ -45,13 +46,13 @@ class Cluster:
     """The actors of a service, what was asked of Ray since the last look, and the time."""
 
     spares: int = 0
-    now: float = 0.0
+    clock: VirtualClock = field(default_factory=lambda: VirtualClock(0.0))
     sent: list[FromSupervisor] = field(default_factory=list)
     hosts: RayHosts = field(init=False)
     number: int = 0
 
     def __post_init__(self) -> None:
-        self.hosts = RayHosts(self.spares, self.sent.append, lambda: self.now)
+        self.hosts = RayHosts(self.spares, self.sent.append, self.clock)
 
     def start(
         self, name: str, resources: dict[str, float] = CPU, node: str = "", model: str = ""
@@ -107,10 +108,10 @@ def test_a_place_is_kept_for_as_long_as_a_restart_may_wait() -> None:
     e0, _ = cluster.start("e0", node="a")
     cluster.end(e0, keep=True)
     cluster.asked()
-    cluster.now = KEPT_SECONDS - 1
+    cluster.clock.run_until(KEPT_SECONDS - 1)
     cluster.hosts.balance()
     assert cluster.asked() == []
-    cluster.now = KEPT_SECONDS
+    cluster.clock.run_until(KEPT_SECONDS)
     cluster.hosts.balance()
     assert cluster.asked() == [Release(e0.host.name)]
 
@@ -220,7 +221,7 @@ def test_a_spare_that_is_lost_is_replaced_after_a_while(caplog: pytest.LogCaptur
     cluster.take(Gone(spare.name, "its node died"))
     assert "a spare place is lost: its node died" in caplog.text
     assert cluster.asked() == []
-    cluster.now = RETRY_SECONDS
+    cluster.clock.run_until(RETRY_SECONDS)
     cluster.hosts.balance()
     [other] = cluster.reserved()
     assert other.name != spare.name
@@ -244,12 +245,12 @@ def test_a_spare_is_kept_while_the_only_instance_is_started_again() -> None:
     [spare] = cluster.reserved()
     cluster.end(e0, keep=False)
     assert cluster.asked() == [Release(e0.host.name)]
-    cluster.now = KEPT_SECONDS - 1
+    cluster.clock.run_until(KEPT_SECONDS - 1)
     cluster.hosts.balance()
     assert cluster.start("e0")[0].host.name == spare.name
     cluster.end(next(iter(cluster.hosts)), keep=True)
     cluster.asked()
-    cluster.now = 3 * KEPT_SECONDS  # nothing asks for it any more
+    cluster.clock.run_until(3 * KEPT_SECONDS)  # nothing asks for it any more
     cluster.hosts.balance()
     assert cluster.asked() == [Release(spare.name)]
 
@@ -365,9 +366,9 @@ def test_a_spare_where_no_instance_can_run_is_named_and_not_kept(caplog: pytest.
     cluster.take(Unfit(spare.name, "b", "Triptych 0.2 is installed, and the service has 0.1"))
     assert "a spare place on b is not kept: Triptych 0.2 is installed, and the service has 0.1" in caplog.text
     assert cluster.asked() == [Release(spare.name)]
-    cluster.now = UNFIT_SECONDS - 1
+    cluster.clock.run_until(UNFIT_SECONDS - 1)
     cluster.hosts.balance()
     assert cluster.asked() == []
-    cluster.now = UNFIT_SECONDS
+    cluster.clock.run_until(UNFIT_SECONDS)
     cluster.hosts.balance()
     assert len(cluster.reserved()) == 1

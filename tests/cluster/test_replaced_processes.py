@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from triptych import exit_codes
+from triptych.clock import SystemClock
 from triptych.cluster.child import ChildSpec
 from triptych.cluster.supervision import Ended
 from triptych.cluster.supervisor import Supervisor
@@ -63,7 +64,7 @@ def run(test: Callable[[Supervisor, Launcher], Awaitable[None]]) -> None:
 
     async def started() -> None:
         launcher = Launcher()
-        supervisor = Supervisor([spec_of(b"", "frontend", None), spec_of(b"old")], print, launcher)
+        supervisor = Supervisor([spec_of(b"", "frontend", None), spec_of(b"old")], print, launcher, clock=SystemClock())
         supervisor.start()
         await settle()
         join(supervisor, launcher)

@@ -101,7 +101,7 @@ class CostDecoder:
 
 @dataclass(frozen=True)
 class CostTower:
-    """A tower that takes time. A part's rows are as many as its second patch value says."""
+    """A tower that takes time. The second value of a part's patches is its number of rows."""
 
     clock: VirtualClock
     costs: Costs

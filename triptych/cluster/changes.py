@@ -18,7 +18,6 @@ from triptych.messages.operations import (
     ChangeRefused,
     StartChange,
 )
-from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class Changes:
             log.warning("%s", plan.warning)
             self._answer(message.reply_to, ChangeProgress(f"warning: {plan.warning}", 0, policy.total))
         while True:
-            now = running_time()
+            now = self._supervisor.clock.now()
             step = policy.next({name: self._supervisor.replacing(name) for name in plan.names}, now)
             before = self._text
             match step:

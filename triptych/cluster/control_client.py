@@ -27,7 +27,6 @@ from triptych.messages.operations import (
     Status,
     StopService,
 )
-from triptych.running_time import running_time
 from triptych.topology import Role
 from triptych.types import Address
 
@@ -47,11 +46,11 @@ class ControlClient:
 
     def __init__(self, control: str, cluster: ClusterConfig) -> None:
         """Raise StartError when this process can't listen for answers."""
-        self._control = control
+        self._control, self._clock = control, SystemClock()
         self._received: deque[Message] = deque()
         try:
             self._frontends = [endpoint_of(one) for one in split_addresses(control)]
-            self._channel = Channel(SystemClock(), cluster.cluster_host, secret=cluster.secret())
+            self._channel = Channel(self._clock, cluster.cluster_host, secret=cluster.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
 
@@ -137,11 +136,11 @@ class ControlClient:
 
     def _wait_for(self, answers: tuple[type[Any], ...], timeout: float, silence: str) -> Any:
         """Return the next message of these kinds. Raises FrontendSilent with ``silence`` when none comes in time."""
-        deadline = running_time() + timeout
+        deadline = self._clock.now() + timeout
         while True:
             while self._received:
                 if isinstance(message := self._received.popleft(), answers):
                     return message
-            if (left := deadline - running_time()) <= 0:
+            if (left := deadline - self._clock.now()) <= 0:
                 raise FrontendSilent(silence)
             self._received.extend(self._channel.receive(left))

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from triptych.clock import SystemClock
 from triptych.cluster.answers import Answers
 from triptych.cluster.changes import Changes, Plan
 from triptych.cluster.stop import ServiceStop
@@ -49,7 +48,7 @@ class FrontendLink:
         for control in controls:
             self.add(control)
         try:
-            self._channel = Channel(SystemClock(), config.cluster_host, secret=config.secret())
+            self._channel = Channel(supervisor.clock, config.cluster_host, secret=config.secret())
         except BadAddress as error:
             raise StartError(str(error)) from None
         answer = Answers(self._channel.send, self._channel.disconnect)

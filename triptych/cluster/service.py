@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from triptych.checkpoint.config_files import load_config
 from triptych.checkpoint.safetensors_header import read_folder
+from triptych.clock import SystemClock
 from triptych.cluster.changes import Plan
 from triptych.cluster.child import ChildSpec, Print, groups_of
 from triptych.cluster.frontend_link import FrontendLink
@@ -108,7 +109,7 @@ class Service:
             self._frontend_names = [child.name for child in children if child.role is None]
             self._launcher = launcher or LocalLauncher()
             max_restarts = config.lease.max_restarts if restart else 0
-            self._supervisor = Supervisor(children, show, self._launcher, max_restarts)
+            self._supervisor = Supervisor(children, show, self._launcher, max_restarts, clock=SystemClock())
             self._stack = stack.pop_all()
         self.lost: asyncio.Future[ChildFailed] = self._supervisor.lost
         """Done, with an explanation, when the service can't go on."""

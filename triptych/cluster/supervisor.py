@@ -5,18 +5,17 @@ import contextlib
 import logging
 import random
 import signal
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from triptych import exit_codes
+from triptych.clock import Clock
 from triptych.cluster.child import ChildSpec, Print
 from triptych.cluster.launcher import Launcher, RunningProcess
 from triptych.cluster.rollout import Replacing
 from triptych.cluster.supervision import FIRST_DELAY, Decision, Ended, EndService, Restart, Supervision
 from triptych.errors import ChildFailed
 from triptych.messages.operations import JoinedInstance, LaunchedInstance, LaunchState, SparePlace
-from triptych.running_time import running_time
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Supervisor:
         launcher: Launcher,
         max_restarts: float = float("inf"),
         *,
-        clock: Callable[[], float] = running_time,
+        clock: Clock,
     ) -> None:
         """``show`` is given each line that they write, and ``max_restarts`` is as in ``Supervision``."""
         self.lost: asyncio.Future[ChildFailed] = asyncio.get_running_loop().create_future()
@@ -80,7 +79,7 @@ class Supervisor:
         self.supervision = Supervision({spec.name: spec.groups for spec in specs}, max_restarts, random.random)
         self._show = show
         self._launcher = launcher
-        self._clock = clock
+        self.clock = clock
         self._current = {spec.name: SupervisedProcess(spec, restarts=True) for spec in specs}
         """The process that has each name, as far as restarts are concerned."""
         self._old: dict[str, SupervisedProcess] = {}
@@ -122,7 +121,7 @@ class Supervisor:
         for name in self._current:
             self._settle(name)
         ready = {name for name, process in self._current.items() if process.ready}
-        if self.supervision.set_ready(ready, self._clock()):
+        if self.supervision.set_ready(ready, self.clock.now()):
             self.changed.set()
 
     def _held(self) -> set[tuple[str, int]]:
@@ -135,7 +134,7 @@ class Supervisor:
 
     def launched(self) -> list[LaunchedInstance]:
         """Return the state of all processes, as frontends get it."""
-        now, processes = self._clock(), self.supervision.processes
+        now, processes = self.clock.now(), self.supervision.processes
         kept = [
             LaunchedInstance(
                 name=name,
@@ -278,7 +277,7 @@ class Supervisor:
         process = self._current[name]
         if process.ready and not process.restarts and not process.stopping:
             process.restarts = True
-            self.supervision.replaced(name, self._clock())
+            self.supervision.replaced(name, self.clock.now())
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -342,7 +341,7 @@ class Supervisor:
                 return
             decision: Decision = Restart(FIRST_DELAY, 1)  # one that was replaced is only needed for a while
             if is_current:
-                decision = self.supervision.ended(process.spec.name, ended, self._clock())
+                decision = self.supervision.ended(process.spec.name, ended, self.clock.now())
             process.waits = isinstance(decision, Restart)
             self.changed.set()
             match decision:
@@ -382,7 +381,7 @@ class Supervisor:
 
     def _next_incarnation(self, name: str) -> int:
         # in milliseconds, so that it also grows when the supervisor itself is started again
-        self._incarnations[name] = max(time.time_ns() // 10**6, self._incarnations.get(name, 0) + 1)
+        self._incarnations[name] = max(int(self.clock.wall() * 1000), self._incarnations.get(name, 0) + 1)
         return self._incarnations[name]
 
     def _lose(self, failure: ChildFailed) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import resource
-import time
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class AcceptFailures:
             loop.default_exception_handler(context)
             return
         self._count += 1
-        if (now := time.monotonic()) >= self._logged + LOG_SECONDS:
+        if (now := loop.time()) >= self._logged + LOG_SECONDS:
             log.warning(
                 "%d attempts to accept a connection failed: %s; ulimit -n is %d",
                 self._count,

@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import ray
 
 import triptych
 from triptych import exit_codes
+from triptych.clock import Clock, SystemClock
 from triptych.cluster.child import Child, ChildSpec
 from triptych.cluster.launcher import LocalLauncher
 from triptych.cluster.on_ray.messages import News, PlacedInstance
@@ -26,7 +26,7 @@ from triptych.config import InstanceSpec
 from triptych.errors import ConfigError, StartError
 from triptych.models.registry import identity_of
 from triptych.observe import logs
-from triptych.running_time import RunningLoop, running_time
+from triptych.running_time import RunningLoop
 
 POLL_SECONDS = 10.0
 """Seconds that a question for news waits for some."""
@@ -145,10 +145,11 @@ class InstanceThread:
     """The thread that starts instances, one after the other, and that the kernel ends them with. It ends the process
     when no question has come for ``REMEMBERED_SECONDS``, and no instance runs."""
 
-    def __init__(self, example: bytes) -> None:
+    def __init__(self, example: bytes, clock: Clock) -> None:
+        self._clock = clock
         self.instance: HostedInstance | None = None
         """The one that was begun last."""
-        self.asked = running_time()
+        self.asked = clock.now()
         """When the last question came, or an instance has ended; infinite while the node is checked."""
         self.loop = RunningLoop()
         self._launcher = LocalLauncher()
@@ -166,13 +167,13 @@ class InstanceThread:
     async def _run(self, example: bytes) -> None:
         with contextlib.suppress(StartError, OSError):  # each instance that fails for it says so
             self._launcher.prepare(ChildSpec.of_instance(InstanceSpec.from_bytes(example)))
-        while self.is_busy or running_time() - self.asked < REMEMBERED_SECONDS:
+        while self.is_busy or self._clock.now() - self.asked < REMEMBERED_SECONDS:
             await asyncio.sleep(LOOK_SECONDS)
         os._exit(0)
 
     async def _run_instance(self, instance: HostedInstance) -> None:
         await instance.run(self._launcher)
-        self.asked = running_time()
+        self.asked = self._clock.now()
 
 
 class HostActor:
@@ -187,11 +188,12 @@ class HostActor:
         self._key = ""
         """Key of the instance that was begun last."""
         self._example = msgspec.msgpack.decode(example, type=PlacedInstance)
-        self._thread = InstanceThread(self._example.spec)
+        self._clock = SystemClock()
+        self._thread = InstanceThread(self._example.spec, self._clock)
 
     def begin(self, key: str, assignment: bytes) -> None:
         """Start an instance, unless that was asked for before. The one before it must have ended."""
-        self._thread.asked = running_time()
+        self._thread.asked = self._clock.now()
         with self._lock:
             if self._key == key:
                 return
@@ -204,7 +206,7 @@ class HostActor:
     def news(self, key: str, seen: int, pid: int) -> bytes:
         """Return ``News`` of an instance once something differs from what the supervisor knows: ``seen`` lines of
         output, and the process ``pid``; or after ``POLL_SECONDS``."""
-        self._thread.asked = running_time()
+        self._thread.asked = self._clock.now()
         return msgspec.msgpack.encode(self._instance(key).news(seen, pid))
 
     def send(self, key: str, number: int) -> None:
@@ -213,8 +215,8 @@ class HostActor:
 
     def node(self, *, after: float) -> str:
         """Return the address of the node, after that many seconds. Without any question, the actor ends."""
-        self._thread.asked = running_time()
-        time.sleep(after)
+        self._thread.asked = self._clock.now()
+        self._clock.sleep(after)
         return self._node
 
     def unfit(self) -> str:
@@ -224,7 +226,7 @@ class HostActor:
         try:
             return unfit_for(self._example)
         finally:
-            self._thread.asked = running_time()
+            self._thread.asked = self._clock.now()
 
     def _instance(self, key: str) -> HostedInstance:
         if self._thread.instance is None or self._key != key:

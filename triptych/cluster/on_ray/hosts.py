@@ -2,13 +2,13 @@
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from triptych.clock import Clock
 from triptych.cluster.on_ray.messages import (
     Checking,
     FromSupervisor,
@@ -76,9 +76,7 @@ class RayHost:
 class RayHosts:
     """The actors of one service."""
 
-    def __init__(
-        self, spares: int, send: Callable[[FromSupervisor], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, spares: int, send: Callable[[FromSupervisor], None], clock: Clock) -> None:
         """``spares`` are to be free for each set of resources that instances ask for. ``send`` reaches Ray."""
         self.spares = spares
         """May be changed."""
@@ -100,7 +98,7 @@ class RayHosts:
         """Return the actor for an instance: the one where it was, or else a free one with the resources of ``new``,
         best with a place, or else ``new``. One that is kept for another instance, or on a node that may be lost, is
         only taken for want of a better one."""
-        now = self._clock()
+        now = self._clock.monotonic()
 
         def rank(one: RayHost) -> tuple[bool, ...]:
             is_doubted = self._doubted.get(one.node, 0.0) > now
@@ -127,11 +125,11 @@ class RayHosts:
         host = self._hosts[name]
         process, host.process = host.process, None
         if process is not None and keep and host.is_current:
-            host.node, host.former, host.kept_until = process.node, process.name, self._clock() + KEPT_SECONDS
+            host.node, host.former, host.kept_until = process.node, process.name, self._clock.monotonic() + KEPT_SECONDS
             self._send(Reserve(host.host, host.node))
         else:
             if process is not None and process.node:
-                self._doubted[process.node] = self._clock() + RETRY_SECONDS
+                self._doubted[process.node] = self._clock.monotonic() + RETRY_SECONDS
             self._release(host)
 
     def renew(self) -> None:
@@ -155,7 +153,7 @@ class RayHosts:
     def balance(self) -> None:
         """Ask for actors that wait for instances, and end those that are too many, or have former code. Called whenever
         anything may have changed."""
-        now, running = self._clock(), [one for one in self if one.process is not None]
+        now, running = self._clock.monotonic(), [one for one in self if one.process is not None]
         placeless = [one.process for one in running if one.process and not one.process.node]
         pending = next((one.name for one in placeless if one.pending), "")
         # a rollout that is given up leaves instances of former code
@@ -195,15 +193,15 @@ class RayHosts:
             case Unfit(node=node, why=why):
                 log.warning("a spare place on %s is not kept: %s", node, why)
                 self._release(host)
-                self._next_spare = self._clock() + UNFIT_SECONDS
+                self._next_spare = self._clock.monotonic() + UNFIT_SECONDS
             case Gone(why=why):
                 log.warning("a spare place is lost: %s", why)
                 del self._hosts[message.key]
-                self._next_spare = self._clock() + RETRY_SECONDS
+                self._next_spare = self._clock.monotonic() + RETRY_SECONDS
 
     def spare_places(self) -> list[SparePlace]:
         """Return the actors that wait for any instance, at most ``MAX_SPARE_PLACES``."""
-        now = self._clock()
+        now = self._clock.monotonic()
         idle = [one for one in self if one.process is None and one.is_current and one.kept_until <= now]
         return [SparePlace(shown(one.host.resources), one.node, one.pending) for one in idle[:MAX_SPARE_PLACES]]
 
@@ -212,7 +210,7 @@ class RayHosts:
 
     def _free(self, like: Host) -> int:
         """Return the number of actors that wait for any instance."""
-        return sum(one.kept_until <= self._clock() for one in self._idle(like))
+        return sum(one.kept_until <= self._clock.monotonic() for one in self._idle(like))
 
     def _release(self, host: RayHost) -> None:
         del self._hosts[host.host.name]

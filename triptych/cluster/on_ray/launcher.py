@@ -18,6 +18,7 @@ import msgspec
 
 import triptych
 from triptych import exit_codes
+from triptych.clock import SystemClock
 from triptych.cluster.child import Child, ChildSpec, Print
 from triptych.cluster.launcher import LocalLauncher, RunningProcess
 from triptych.cluster.on_ray import messages
@@ -188,7 +189,7 @@ class RayLauncher:
         self._send = SendToRay()
         self._processes: dict[str, RemoteProcess] = {}
         """By key."""
-        self._hosts = RayHosts(place.spares, self._send)
+        self._hosts = RayHosts(place.spares, self._send, SystemClock())
         self._connected: asyncio.Future[Connected] = asyncio.get_running_loop().create_future()
         self._folder = tempfile.TemporaryDirectory(prefix="triptych-")  # mode 0700
         self._closing = False
