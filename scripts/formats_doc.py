@@ -1,4 +1,4 @@
-"""Writes the tables of formats in docs/api.md from the formats. A test fails when the page is out of date.
+"""Writes the tables of formats in docs/api-tools.md from the formats. A test fails when the page is out of date.
 
 .venv/bin/python -m scripts.formats_doc
 """
@@ -7,7 +7,7 @@ from scripts.generated import DOCS, table, with_region
 from triptych.prompt.formats.catalog import FORMATS
 from triptych.prompt.formats.reasoning import TAGS
 
-PAGE = DOCS / "api.md"
+PAGE = DOCS / "api-tools.md"
 
 
 def page() -> str:

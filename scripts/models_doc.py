@@ -7,7 +7,7 @@ the tests themselves. A test fails when a page is out of date.
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.family_pages import FOLDER, PAGES, language_model, pages, spelled
+from scripts.family_pages import FOLDER, PAGES, pages, spelled
 from scripts.generated import table
 from scripts.model_checks import Check
 from tests.support import families
@@ -177,7 +177,7 @@ def page() -> str:
         _text_families(),
         "",
         "gpt-oss is published with experts in MXFP4, which are dequantized when they are loaded.",
-        "Quantized checkpoints of any family are served in [these formats](operating.md#quantized-checkpoints).",
+        "Quantized checkpoints of any family are served in [these formats](quantization.md#quantized-checkpoints).",
         "",
         "## RoPE scaling",
         "",
@@ -222,12 +222,8 @@ def _families_with_media() -> str:
 
 
 def _text_families() -> str:
-    rows = [
-        [family.name, f"`{name}`", language_model(family)]
-        for name, family in FAMILIES.items()
-        if not family.takes_media
-    ]
-    return table(["models", "`model_type`", "language model"], rows)
+    rows = [[family.name, f"`{name}`"] for name, family in FAMILIES.items() if not family.takes_media]
+    return table(["models", "`model_type`"], rows)
 
 
 def _exceptions() -> str:

@@ -8,10 +8,10 @@ import inspect
 from typing import Any
 
 from scripts.generated import DOCS, table, with_region
-from triptych.config import CONFIG_GROUPS, flag, public_fields, spellings
+from triptych.config import CONFIG_GROUPS, public_fields, spellings
 
 PAGE = DOCS / "settings.md"
-HEAD = ["flag, variable, TOML key", "default", "meaning", "allowed"]
+HEAD = ["flag", "default", "meaning", "allowed"]
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -28,12 +28,10 @@ def _group(group: type[Any]) -> str:
 
 
 def _row(item: dataclasses.Field[Any]) -> list[str]:
-    names = [item.name, *item.metadata.get("also", ())]
-    flags = [f"`{spellings(name)[0]}`" for name in names]
-    if isinstance(item.default, bool):
-        flags += [f"`--no-{_dashed(item.name)}`", *(f"`{flag(name)}`" for name in item.metadata["off"])]
-    lines = [", ".join(flags), f"`TRIPTYCH_{item.name.upper()}`", f"`{_dashed(item.name)}`"]
-    return ["<br>".join(lines), _default(item), item.metadata["help"], _allowed(item)]
+    flags = f"`{spellings(item.name)[0]}`" + (
+        f", `--no-{_dashed(item.name)}`" if isinstance(item.default, bool) else ""
+    )
+    return [flags, _default(item), item.metadata["help"], _allowed(item)]
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

@@ -1,11 +1,11 @@
-"""Writes the table of what templates can't take into docs/api.md: ``python -m scripts.templates_doc``."""
+"""Writes the table of what templates can't take into docs/api-tools.md: ``python -m scripts.templates_doc``."""
 
 from scripts.generated import DOCS, table, with_region
 from tests.support.conversations import CONVERSATIONS
 from tests.support.templates import TEMPLATES, made, serve
 from triptych.errors import InvalidRequest
 
-PAGE = DOCS / "api.md"
+PAGE = DOCS / "api-tools.md"
 
 
 def page() -> str:

@@ -97,7 +97,7 @@ class GrammarTooCostly(RequestError):
     """The grammar takes too much time or memory to compile or to match.
 
     Simplify the JSON schema, regular expression or grammar: fewer alternatives, fewer large repetition counts. The
-    limits are fixed ([schemas and grammars](api.md#schemas-and-grammars)).
+    limits are fixed ([schemas and grammars](api-tools.md#schemas-and-grammars)).
     """
 
 

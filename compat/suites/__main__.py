@@ -173,7 +173,7 @@ def region(suite: Suite, results: Results) -> str:
     share = f"{passed} of {counted} pass ({passed / counted:.1%}), besides those of extensions and of other models."
     body = f"{suite.peer.name} {suite.version}: {share}\n\n{table(['tests that', 'number'], summary)}\n\n"
     rows = [
-        [kind, why, str(len(tests)), ", ".join(f"`{name}`" for name in _names(tests))]
+        [kind, why, str(len(tests)), ", ".join(f"`{name}`" for name in _names(tests)) if kind == LEFT else ""]
         for (kind, why), tests in sorted(left.items(), key=lambda item: (item[0][0] != LEFT, item[0]))
     ]
     return body + table(["kind", "reason", "tests", "names"], rows)

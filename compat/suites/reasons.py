@@ -3,7 +3,7 @@
 import re
 
 EXTENSION = "extension"
-"""docs/api.md names it among those that aren't served."""
+"""docs/api-fields.md names it among those that aren't served."""
 MODEL = "needs another model"
 """A template, a tokenizer or knowledge that the scripted model lacks."""
 MISSING = "needs what isn't installed"
@@ -48,7 +48,7 @@ EXTENSIONS = {
     "`usage.reasoning_tokens`": r"KeyError: 'reasoning_tokens'",
     "chats' names of usage in responses": r"attribute 'prompt_tokens'|'prompt_tokens' not found",
 }
-"""By a text of docs/api.md."""
+"""By a text of docs/api-fields.md."""
 OTHERS = (
     (MISSING, "a GPU, to write a checkpoint with", r"test_tensorizer"),
     (MISSING, "the package `lm_eval`, and a real model's answers", r"test_lmeval"),

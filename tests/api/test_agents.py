@@ -136,7 +136,7 @@ def test_the_result_of_a_call_may_have_parts() -> None:
 
 
 def test_fields_that_agents_send_are_accepted(service: Served) -> None:
-    """Fields of Codex and OpenAI's Agents SDK without effect here; docs/operating.md has the reasons."""
+    """Fields of Codex and OpenAI's Agents SDK without effect here; docs/api.md has the reasons."""
     plain = answer(service, temperature=0.0)["output"][0]["content"]
     sent = {
         "store": False, "prompt_cache_key": "conversation-1", "prompt_cache_retention": "in_memory",

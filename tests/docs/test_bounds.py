@@ -55,7 +55,7 @@ TESTS = {
 
 
 def test_each_line_has_tests() -> None:
-    section = (ROOT / "docs" / "operating.md").read_text().partition("\n## What one client can use\n")[2]
+    section = (ROOT / "docs" / "security.md").read_text().partition("\n## What one client can use\n")[2]
     table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table]
     assert rows[2:] == list(TESTS)

@@ -42,7 +42,7 @@ def test_the_readme_works(installed: Environment, tmp_path: Path) -> None:
     reader = Reader(installed, tmp_path, patient=False)
     for block in blocks("README.md"):
         reader.run(block)
-    assert {"serve", "run", "doctor", "status", "top"} <= {line.split()[1] for line in reader.ran}
+    assert {"chat", "serve", "doctor", "status", "top"} <= {line.split()[1] for line in reader.ran}
 
 
 @pytest.mark.slow

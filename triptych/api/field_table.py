@@ -1,7 +1,7 @@
 """The table of fields that requests may have beyond those that the models serve, by place.
 
 A field that can't change the answer is a hint, and is ignored. A field that can is another name of a served one, or is
-refused unless its value demands nothing. ``docs/api.md`` has this table, too.
+refused unless its value demands nothing. ``docs/api-fields.md`` has this table, too.
 """
 
 from collections.abc import Iterable
